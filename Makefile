@@ -1,0 +1,91 @@
+# make train | test | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
+#   make train RANKS=4 ARGS="epochs=3"      make test ARGS="-k sampler"      make PYTHON=python3.12 train
+SHELL := /bin/bash
+PYTHON ?= python3
+RANKS ?= 2
+LIMIT_S ?= 1800
+ARGS ?=
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+
+# The site's own MPI where mpicc is on the path; elsewhere Open MPI's wheel from PyPI. Each has its own stamp, so that a changed path reinstalls.
+SITE_MPICC := $(filter-out $(CURDIR)/.venv/bin/mpicc,$(shell command -v mpicc))
+COMPILER := $(firstword $(foreach name,$(CXX) c++ g++ clang++,$(shell command -v $(name))))
+ifdef SITE_MPICC
+MPIRUN := mpirun
+READY := .venv/.ready-with-site-mpi
+else
+MPIRUN := .venv/bin/mpirun
+READY := .venv/.ready-with-mpi-wheel
+# Shared memory and TCP only: about 1 s faster to start than probing for a cluster's networks. A site's own MPI keeps its own settings.
+export OMPI_MCA_btl ?= self,sm,tcp
+endif
+ifdef COMPILER
+HOROVOD := .venv/.horovod
+else
+HOROVOD := no-compiler
+endif
+
+# For laptops and containers, all of them defaults that the environment overrides: more ranks than cores, no pinning to one core,
+# waiting ranks give way, root may start ranks, and the ranks share the cores.
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMPI_MCA_mpi_yield_when_idle ?= 1
+export OMP_NUM_THREADS ?= $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
+# one test's seconds; pytest-timeout reads it
+export PYTEST_TIMEOUT ?= 300
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+endif
+
+.PHONY: train test check test-4 clean no-compiler
+.DELETE_ON_ERROR:
+
+train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
+	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
+
+test: .venv/.test $(HOROVOD)
+	$(PY) -m pytest $(ARGS)
+
+test-4: .venv/.test $(HOROVOD)  ## only what starts four ranks
+	$(PY) -m pytest -m ranks4 $(ARGS)
+
+check: .venv/.test  ## format, lint, types, floors
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_floors.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.venv/.python:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.ready-with-mpi-wheel: .venv/.python setup.cfg pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[horovod,mpi]'
+	touch $@
+
+# mpi4py is compiled against the site's MPI; its PyPI wheels know only MPICH's and Open MPI's interfaces. No cache: pip would reuse another MPI's build.
+.venv/.ready-with-site-mpi: .venv/.python setup.cfg pyproject.toml constraints.txt
+	@echo "using this site's MPI: $(SITE_MPICC)"
+ifdef COMPILER
+	$(PIP) install -c constraints.txt --no-cache-dir --no-binary mpi4py mpi4py
+endif
+	$(PIP) install -c constraints.txt -e '.[horovod]'
+	touch $@
+
+.venv/.test: $(READY)
+	$(PIP) install -c constraints.txt -e '.[test]'
+	touch $@
+
+.venv/.horovod: $(READY)
+	$(PY) -m hvdtrain.launch.horovod
+	touch $@
+
+no-compiler:
+	@echo "no C++ compiler here: Horovod is left out and training uses the mpi4py engine (for Horovod, install g++ and call make again)"

@@ -1,0 +1,107 @@
+"""The command line: train, list, and help; any exception on any rank ends every rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvdtrain import __version__, manual
+from hvdtrain.configure import Origins, configure, to_yaml
+from hvdtrain.errors import BUG, DONE, USER, UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.engine import Engine
+    from hvdtrain.config import Config
+
+ECHO_S = 1.5  # what one rank stumbles over most often stops all: the others wait this long for rank 0 to tell it and end the job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole program on one rank; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(words)
+    except UserError as error:
+        return _fail(f"hvdtrain: {error}", USER, None)
+
+
+def _command(words: list[str]) -> int:
+    if words[:1] in (["-h"], ["--help"], ["help"]):
+        print(manual.help_text(words[1] if len(words) > 1 else None))
+    elif words == ["--version"]:
+        print(f"hvdtrain {__version__}")
+    elif words == ["list"]:
+        print(manual.list_text())
+    else:
+        path, words = _take_option(words[words[:1] == ["train"] :], "--config")
+        config, origins = configure(path, [word for word in words if word != "--print-config"])
+        if "--print-config" in words:
+            print(to_yaml(config), end="")
+        else:
+            return run(config, origins)
+    return DONE
+
+
+def run(config: Config, origins: Origins) -> int:
+    """Trains, and ends every rank where one fails."""
+    from hvdtrain.comm.placement import placement
+    from hvdtrain.run.job import prepare, train_job
+
+    engine: Engine | None = None
+    try:
+        place = placement(os.environ)
+        parts = prepare(config, origins)
+        from hvdtrain.run.build import connect
+
+        engine, why = connect(config, origins, place)
+        train_job(config, origins, parts, engine, why)
+        engine.close()
+        return DONE
+    except UserError as error:
+        return _fail(f"hvdtrain: {error}", USER, engine)
+    except Exception:
+        return _fail(traceback.format_exc().rstrip(), BUG, engine)
+
+
+def _fail(text: str, code: int, engine: Engine | None) -> int:
+    """Says what went wrong and ends the job: all ranks at once where an engine connects them, else by this rank's exit code."""
+    rank = _rank(engine)
+    if rank:
+        time.sleep(ECHO_S)
+    who = f"rank {rank} on {socket.gethostname()}"
+    print(text if code == USER and not rank else f"{text}\n{who}: the error above ends the job", file=sys.stderr, flush=True)
+    if engine is not None:
+        engine.abort(code)
+    return code
+
+
+def _rank(engine: Engine | None) -> int:
+    if engine is not None:
+        return engine.rank
+    from hvdtrain.comm.placement import placement
+
+    try:
+        return placement(os.environ).rank
+    except UserError:
+        return 0
+
+
+def _take_option(words: list[str], option: str) -> tuple[str | None, list[str]]:
+    """The value of `--option VALUE` or `--option=VALUE`, and the other words."""
+    for place, word in enumerate(words):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2], words[:place] + words[place + 1 :]
+        if word == option:
+            if place + 1 == len(words):
+                raise UserError(f"{option} needs a file", "command line", f"{option} configs/fashion_mnist.yaml")
+            return words[place + 1], words[:place] + words[place + 2 :]
+    return None, words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

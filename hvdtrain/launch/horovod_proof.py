@@ -1,0 +1,77 @@
+"""Proves an installed Horovod: two ranks under mpirun sum to what a formula says, within a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+from hvdtrain.launch.horovod_wheel import running
+
+LIMIT_S = 180  # two ranks read torch for the first time, perhaps from a slow network disk
+
+# x = 0 1 2 3 4 plus the rank, so the sum over ranks is size * x + size * (size - 1) / 2.
+PROGRAM = """
+import sys, torch, horovod.torch as hvd
+hvd.init()
+rank, size, nccl = hvd.rank(), hvd.size(), sys.argv[1] == "nccl"
+if size != 2:
+    raise SystemExit(f"Horovod sees {size} rank(s) of 2: it was built for another MPI than that of mpirun")
+if nccl and not hvd.nccl_built():
+    raise SystemExit("this Horovod was built without NCCL")
+device = f"cuda:{hvd.local_rank()}" if nccl and torch.cuda.device_count() > 1 else "cpu"
+x = torch.arange(5, dtype=torch.float64, device=device)
+found, expected = hvd.allreduce(x + rank, op=hvd.Sum, name="proof"), size * x + size * (size - 1) / 2
+if not torch.equal(found, expected):
+    raise SystemExit(f"rank {rank}: the allreduce gave {found.tolist()}, expected {expected.tolist()}")
+print(f"proved on rank {rank}", flush=True)
+"""
+
+
+def prove(mpirun: Path, mpi_inside: bool, nccl: bool = False) -> str:
+    """One line that tells of the proof; a UserError if the two ranks fail, differ from the formula or take too long."""
+    command = [str(mpirun), "-np", "2", sys.executable, "-c", PROGRAM, "nccl" if nccl else "any"]
+    began = time.monotonic()
+    run_proof(command, small_machine(os.environ, mpi_inside), LIMIT_S)
+    return f"proved in {time.monotonic() - began:.0f} s: 2 ranks under {mpirun} summed as expected"
+
+
+def run_proof(command: Sequence[str], env: Mapping[str, str], limit_s: float) -> None:
+    """A UserError with the last words of a command that fails, hangs, or in which not both ranks are proved. Nothing of it lives on."""
+    with tempfile.TemporaryFile("w+") as output:
+        with running(command, env, output) as process:
+            try:
+                how = f"exit status {process.wait(limit_s)}"
+            except subprocess.TimeoutExpired:
+                how = f"no end after {limit_s:g} s"
+        output.seek(0)
+        said = output.read()
+    if how != "exit status 0" or any(f"proved on rank {rank}" not in said for rank in (0, 1)):
+        raise _unproved(f"{how}\n{said.strip()[-1500:]}", command[0])
+
+
+def small_machine(env: Mapping[str, str], mpi_inside: bool) -> dict[str, str]:
+    """`env` on top of what lets two ranks start anywhere: one core, root, no network. A site's own MPI keeps its own transports."""
+    defaults = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return {**defaults, **({"OMPI_MCA_btl": "self,sm,tcp"} if mpi_inside else {}), **env}
+
+
+def _unproved(how: str, mpirun: str) -> UserError:
+    return UserError(
+        f"two ranks of Horovod under mpirun did not do their sum: {how}",
+        mpirun,
+        "see that `mpirun -np 2 hostname` works and that mpirun and mpicxx are of one MPI; then --rebuild",
+    )

@@ -1,0 +1,98 @@
+"""What --help and list print: the docstrings of the schema and of the leaves, read without importing any framework."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+
+from hvdtrain import config, leaf
+from hvdtrain.configure import nearest
+from hvdtrain.errors import UserError
+
+USAGE = """\
+hvdtrain trains deep networks on many workers.
+
+  python -m hvdtrain [--config FILE] [key=value ...]                one process
+  mpirun -np 8 -H n1:4,n2:4 python -m hvdtrain [key=value ...]     eight
+
+  --help [SECTION]   this page, or the keys and options of one section
+  --print-config     the resolved configuration, ready for --config
+  --version          the version
+  list               the names that data.name, model.name, optim.name, comm.engine and frame know
+
+Exit codes: 0 done, 1 an unexpected error, 2 something to mend in what was given.
+
+keys, defaults"""
+
+_FOLDERS = {"data": "data", "model": "models", "optim": "optim", "comm": "comm", "frame": "frames"}
+
+
+def help_text(section: str | None) -> str:
+    """Every key, or one section with its options."""
+    if section is None:
+        body = [USAGE, *_rows(config.Config, "")]
+        for name, kind in config.SECTIONS.items():
+            body += ["", *_rows(kind, f"{name}.")]
+        return "\n".join([*body, "", "--help data, --help model, --help optim: the options of each name"])
+    if section not in config.SECTIONS:
+        raise UserError(f"no such section: {section}", "--help", nearest(section, sorted(config.SECTIONS)))
+    body = _rows(config.SECTIONS[section], f"{section}.")
+    return "\n".join(body + (_options(section) if section in config.OPEN_SECTIONS else []))
+
+
+def list_text() -> str:
+    """The names of every leaf, a line each with the first line of its file."""
+    lines = []
+    for section, folder in _FOLDERS.items():
+        lines.append({"comm": "comm.engine", "frame": "frame"}.get(section, f"{section}.name"))
+        lines += [f"  {name:14} {_first_line(path)}" for name, path in leaf.files(folder).items()]
+    return "\n".join([*lines, "model.name also takes package.module:Class, and comm.engine takes auto"])
+
+
+def _rows(kind: type, prefix: str) -> list[str]:
+    """A row for each field of a section: key=default, then its text."""
+    texts, values = _field_texts(kind.__name__), kind()
+    rows = []
+    for name, text in texts.items():
+        value = getattr(values, name)
+        key = f"{prefix}{name}={'' if value is None else value}"
+        rows.append(f"  {key:34} {text}")
+    return rows
+
+
+def _field_texts(class_name: str) -> dict[str, str]:
+    """The string under each field of a dataclass of config.py."""
+    tree = ast.parse(Path(config.__file__).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    texts = {}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            texts[field.target.id] = ast.literal_eval(text.value)
+    return texts
+
+
+def _options(section: str) -> list[str]:
+    """The options of each leaf of a section: its build()'s keyword-only parameters and its docstring."""
+    lines: list[str] = []
+    done: dict[Path, list[str]] = {}
+    for name, path in leaf.files(_FOLDERS[section]).items():
+        done.setdefault(path, []).append(name)
+    for path, names in done.items():
+        build = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "build")
+        lines += ["", f"{section}.name={'|'.join(names)}: {_first_line(path)}"]
+        defaults = zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True)
+        values = {a.arg: ast.unparse(d) if d else "" for a, d in defaults}
+        texts = _option_texts(ast.get_docstring(build) or "")
+        lines += [f"  {f'{section}.{option}={value}':34} {texts.get(option, '')}".rstrip() for option, value in values.items()]
+    return lines
+
+
+def _option_texts(docstring: str) -> dict[str, str]:
+    """The lines `option: text` of a docstring."""
+    pairs = (line.strip().partition(": ") for line in docstring.splitlines())
+    return {name: text for name, _, text in pairs if name.isidentifier()}
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]

@@ -1,0 +1,29 @@
+"""One stream of events: what happened, when, at which step. Sinks see everything and change nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Event(NamedTuple):
+    time: float  # seconds since 1970
+    kind: str  # "start", "step", "epoch", "end"
+    step: int  # steps of the job done
+    fields: dict[str, Any]
+
+
+Sink = Callable[[Event], None]
+
+
+class Log:
+    """Hands each event to every sink. Rank 0 has sinks; the other ranks have none and stay silent."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def emit(self, kind: str, step: int, **fields: Any) -> None:
+        event = Event(time.time(), kind, step, fields)
+        for sink in self._sinks:
+            sink(event)

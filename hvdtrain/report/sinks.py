@@ -1,0 +1,62 @@
+"""Where events go: plain lines for people, JSON lines for programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.report.log import Event
+
+_HEAD = "epoch  seconds  epoch s  images/s  train loss  val loss  val acc       lr"
+
+
+class Console:
+    """A line per epoch; inside an epoch a line every `every_s` seconds at most. No control codes: fit for a log file."""
+
+    def __init__(self, out: IO[str], every_s: float) -> None:
+        self._out, self._every_s = out, every_s
+        self._spoken = time.monotonic()
+        self._headed = False
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "start":
+            for line in event.fields["lines"]:
+                self._say(line)
+        elif event.kind == "step" and time.monotonic() - self._spoken >= self._every_s:
+            self._say(_step_line(event.step, event.fields))
+        elif event.kind == "epoch":
+            if not self._headed:
+                self._say(_HEAD)
+                self._headed = True
+            self._say(_epoch_line(event.fields))
+        elif event.kind == "end":
+            for line in event.fields["lines"]:
+                self._say(line)
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+        self._spoken = time.monotonic()
+
+
+def _step_line(step: int, f: dict[str, Any]) -> str:
+    done = f"  step {step}, epoch {f['epochs']:.2f} of {f['of']}"
+    return f"{done}: train loss {f['loss']:.4f}, {f['images_per_s']:.0f} images/s, lr {f['lr']:.4g}"
+
+
+def _epoch_line(f: dict[str, Any]) -> str:
+    times = f"{f['epoch']:5d}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  {f['images_per_s']:8.0f}"
+    return f"{times}  {f['train_loss']:10.4f}  {f['val_loss']:8.4f}  {f['val_accuracy']:7.4f}  {f['lr']:7.4g}"
+
+
+class JsonLines:
+    """One JSON object a line, flushed: {"time", "kind", "step", and the event's fields}."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()

@@ -1,0 +1,80 @@
+"""Config -> live objects."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+from hvdtrain import leaf
+from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.placement import Placement
+from hvdtrain.config import Config
+from hvdtrain.configure import Origins
+from hvdtrain.data.source import Source, Split
+from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Learner, Task
+from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.recipe.schedule import Constant, Schedule, Warmup
+
+
+def build_source(config: Config, origins: Origins, split: Split) -> Source:
+    """One part of the data set; needs no engine, so that missing data is told before any rank waits for another."""
+    make = leaf.load("data", config.data.name, origins.where("data.name")).build
+    options = leaf.check_options(make, config.data.options, "data", origins)
+    source: Source = make(config.data.name, Path(config.data.root).expanduser() if config.data.root else None, split, **options)
+    return source
+
+
+def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine, str]:
+    """The engine, and why it is this one."""
+    name, why = config.comm.engine, "as asked"
+    if name == "auto":
+        name, why = _choose_engine(place)
+    engine: Engine = leaf.load("comm", name, origins.where("comm.engine")).connect(place)
+    if config.batch.size < engine.size:
+        what = f"batch {config.batch.size} does not split over {engine.size} ranks: some would have no sample"
+        raise UserError(what, origins.where("batch.size"), f"batch.size={engine.size} or more, or fewer ranks")
+    return engine, why
+
+
+def _choose_engine(place: Placement) -> tuple[str, str]:
+    if place.launcher == "none":
+        return "single", "no launcher"
+    if importlib.util.find_spec("horovod"):
+        return "horovod", f"started by {place.launcher}, Horovod is installed"
+    return "mpi", f"started by {place.launcher}, Horovod is not installed (python -m hvdtrain.launch.horovod builds it)"
+
+
+def build_task(train: Source, val: Source, origins: Origins) -> Task:
+    """What both parts of the data set ask of a model; channels are normalized by the training set's statistics."""
+    if (train.shape, train.classes) != (val.shape, val.classes):
+        what = f"training images are {train.shape} with {train.classes} classes, validation images {val.shape} with {val.classes}"
+        raise UserError(what, origins.where("data.root"), "both parts need the same shape (H, W, C) and the same classes")
+    mean, std = train.stats()
+    return Task(train.shape, train.classes, mean, std)
+
+
+def build_learner(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
+    """The model and optimizer of config.frame on this rank."""
+    learner: Learner = leaf.load("frames", config.frame, origins.where("frame")).build(config, origins, task, engine)
+    return learner
+
+
+def build_recipe(config: Config) -> Recipe:
+    """SGD's numbers: base_lr after a linear warm-up."""
+    lr: Schedule = Constant(config.optim.base_lr)
+    if config.recipe.warmup_epochs:
+        lr = Warmup(config.recipe.warmup_epochs, lr)
+    return Recipe(lr, config.optim.momentum, config.optim.weight_decay, config.batch.size)
+
+
+def run_folder(config: Config, origins: Origins) -> Path:
+    """Where rank 0 writes. A folder that holds another run is refused, never overwritten."""
+    if config.run is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return Path(config.resume if config.resume != "no" else f"runs/{config.data.name}-{config.model.name.split(':')[-1]}-{stamp}")
+    run = Path(config.run).expanduser()
+    if (run / "config.yaml").exists() and (config.resume == "no" or Path(config.resume).resolve() != run.resolve()):
+        raise UserError(f"{run} holds another run", origins.where("run"), f"resume={run} goes on with it; or give another run=")
+    return run

@@ -1,0 +1,82 @@
+"""Checkpoints: arrays as safetensors, numbers as JSON, never a pickle; written by rank 0 under another name and then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.state import Arrays, Progress
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a job is: with the seed and the arrays, all that is needed to go on."""
+
+    progress: Progress
+    seconds: float = 0.0  # spent in this job so far, over all its runs
+    at_target: int = 0  # epochs in a row, up to now, at the target accuracy
+
+
+def save(run: Path, standing: Standing, arrays: Arrays, seed: int, keep_last: int) -> Path:
+    """Writes checkpoints/step-00000120/{weights,slots}.safetensors and progress.json; removes all but the newest `keep_last`."""
+    from safetensors.numpy import save_file
+
+    folder = run / "checkpoints" / f"step-{standing.progress.step:08d}"
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_file({k: v for k, v in arrays.items() if not k.startswith("s.")}, unfinished / "weights.safetensors")
+    save_file({k: v for k, v in arrays.items() if k.startswith("s.")}, unfinished / "slots.safetensors")
+    (unfinished / "progress.json").write_text(json.dumps({"format": FORMAT, "seed": seed} | asdict(standing), indent=2) + "\n")
+    if folder.exists():  # the same step again: the job was resumed from an older one
+        shutil.rmtree(folder)
+    os.replace(unfinished, folder)
+    for old in _finished(run)[:-keep_last]:
+        shutil.rmtree(old)
+    return folder
+
+
+def newest(run: Path) -> Path:
+    """The folder of the newest finished checkpoint of a run."""
+    found = _finished(run)
+    if not found:
+        raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
+    return found[-1]
+
+
+def load(folder: Path, dataset: int, seed: int, total: int) -> tuple[Standing, Arrays]:
+    """The standing and the arrays of one checkpoint; `total` is this job's, which may have more epochs than the saved one."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        saved = json.loads((folder / "progress.json").read_text())
+        standing = _read_standing(saved)
+        arrays = load_file(folder / "weights.safetensors") | load_file(folder / "slots.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(
+            f"cannot read the checkpoint: {type(error).__name__}: {error}", str(folder), "resume from another run folder"
+        ) from None
+    for name, found, wanted in (("training set of samples", standing.progress.dataset, dataset), ("seed", saved["seed"], seed)):
+        if found != wanted:
+            fix = "give the data and seed that the run folder's config.yaml names"
+            raise UserError(f"the checkpoint has another {name}: {found}, this job has {wanted}", str(folder), fix)
+    progress = Progress(dataset, total, standing.progress.step, standing.progress.samples)
+    return Standing(progress, standing.seconds, standing.at_target), arrays
+
+
+def _read_standing(saved: dict[str, Any]) -> Standing:
+    if saved["format"] != FORMAT:
+        raise ValueError(f"format {saved['format']}, this version reads {FORMAT}")
+    return Standing(Progress(**saved["progress"]), float(saved["seconds"]), int(saved["at_target"]))
+
+
+def _finished(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))

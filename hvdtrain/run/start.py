@@ -1,0 +1,42 @@
+"""Every rank starts from the same state: rank 0's, sent as data, and the digests compared."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Learner
+from hvdtrain.state import Arrays, digest
+
+
+def agree(engine: Engine, facts: dict[str, Any]) -> None:
+    """Raises the same UserError on all ranks where a fact (size of a data set, configuration) differs between them."""
+    everyone = engine.exchange((socket.gethostname(), facts))
+    for rank, (host, theirs) in enumerate(everyone):
+        for name, value in everyone[0][1].items():
+            if theirs[name] != value:
+                what = f"{name} differs: {value} on rank 0, {theirs[name]} on rank {rank}"
+                raise UserError(what, f"hosts {everyone[0][0]} and {host}", "give every rank the same command and the same data")
+
+
+def share_state(engine: Engine, learner: Learner, restored: Arrays | None) -> str:
+    """Loads rank 0's state (what it restored, or its initial one) into every rank's learner; returns the common digest.
+
+    Weights, buffers and slots travel as data: stepping an optimizer to make its slots would change the weights.
+    """
+    state = restored if restored is not None else learner.state()
+    schema = engine.exchange([(name, array.shape, array.dtype.str) for name, array in state.items()] if engine.rank == 0 else None)[0]
+    mine = {} if engine.rank else state
+    received: Arrays = {}
+    for name, shape, dtype in schema:
+        array = np.ascontiguousarray(mine[name]) if engine.rank == 0 else np.zeros(shape, dtype)
+        received[name] = engine.broadcast(array.reshape(shape), f"state.{name}")
+    learner.load(received)
+    digests = engine.exchange(digest(learner.state()))
+    if len(set(digests)) > 1:
+        raise RuntimeError(f"ranks differ after the start: digests {digests}")  # our own bug, or memory that lies
+    return str(digests[0])
