@@ -50,14 +50,14 @@ def _command(words: list[str]) -> int:
 def run(config: Config, origins: Origins) -> int:
     """Trains, and ends every rank where one fails."""
     from hvdtrain.comm.placement import placement
+    from hvdtrain.run.build import check_batch, connect
     from hvdtrain.run.job import prepare, train_job
 
     engine: Engine | None = None
     try:
         place = placement(os.environ)
+        check_batch(config, origins, place.size)
         parts = prepare(config, origins)
-        from hvdtrain.run.build import connect
-
         engine, why = connect(config, origins, place)
         train_job(config, origins, parts, engine, why)
         engine.close()
@@ -75,7 +75,7 @@ def _fail(text: str, code: int, engine: Engine | None) -> int:
         time.sleep(ECHO_S)
     who = f"rank {rank} on {socket.gethostname()}"
     print(text if code == USER and not rank else f"{text}\n{who}: the error above ends the job", file=sys.stderr, flush=True)
-    if engine is not None:
+    if engine is not None and engine.size > 1:
         engine.abort(code)
     return code
 

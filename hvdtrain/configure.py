@@ -130,10 +130,9 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def _expected(key: str) -> str:
     if key not in known_keys():
         return "see --help"
-    kind = str(known_keys()[key].type)
-    for prefix, plain in (("Optional[", "nothing, or "), ("Literal[", "one of ")):
-        if kind.startswith(prefix):
-            kind = plain + kind[len(prefix) : -1]
+    kind = str(known_keys()[key].type).replace(" | None", ", or null")
+    if kind.startswith("Literal["):
+        kind = f"one of {kind[len('Literal[') : -1]}"
     return f"{key} takes {kind}"
 
 

@@ -21,7 +21,8 @@ from hvdtrain.launch.horovod import Here
 
 HERE = Here("2.13.0+cpu", "openmpi-5.0.11", Path("/site/openmpi/bin/mpirun"))
 VARIABLES = {"HOROVOD_WITH_MPI": "1"}
-CMAKE_LISTS = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n\ncreate_metadata()\n"
+CMAKE_LISTS = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\ncreate_metadata()\n"
+TORCH_LISTS = "  set(CMAKE_CXX_STANDARD 14)\nadd_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n"
 SETUP = "config = 'Debug' if self.debug else 'RelWithDebInfo'\n"
 
 COMPILER_LOG = """\
@@ -58,7 +59,7 @@ POLICY_LOG = """\
 
 
 def test_the_standard_is_raised_where_it_is_set() -> None:
-    first, second, release = horovod_wheel.corrections(mpi_inside=False)
+    first, second, release, *_ = horovod_wheel.corrections(mpi_inside=False)
     assert horovod_wheel.corrected(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
     assert second.path == "horovod/torch/CMakeLists.txt"
     assert horovod_wheel.corrected(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
@@ -80,10 +81,13 @@ def test_a_correction_without_its_place_is_refused(correction: horovod_wheel.Cor
 
 
 def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
-    archive = sdist(tmp_path, {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": CMAKE_LISTS, "setup.py": SETUP})
+    archive = sdist(tmp_path, {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP})
     source = horovod_wheel.unpacked(archive, tmp_path / "out", horovod_wheel.corrections(mpi_inside=False))
     assert "STANDARD 17" in (source / "CMakeLists.txt").read_text()
-    assert "STANDARD 17" in (source / "horovod/torch/CMakeLists.txt").read_text()
+    torch_lists = (source / "horovod/torch/CMakeLists.txt").read_text()
+    assert "STANDARD 17" in torch_lists
+    assert "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n  set(CMAKE_UNITY_BUILD ON)\nendif()\nadd_library(" in torch_lists
+    assert "SHARED ${PYTORCH_SOURCES} ${SOURCES})" in torch_lists
     assert "'Release'" in (source / "setup.py").read_text()
 
 

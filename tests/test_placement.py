@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.comm.engine import Single, connect
-from hvdtrain.comm.placement import LAUNCHERS, NOBODY, Binding, Placement, confirm, placement, suits
+from hvdtrain.comm.placement import LAUNCHERS, NOBODY, Binding, Placement, confirm, library_name, placement, suits
 from hvdtrain.errors import UserError
 
 OPEN_MPI = {
@@ -114,9 +114,20 @@ def test_srun_without_an_mpi_plugin_is_told_which() -> None:
         confirm(placement(SRUN), OPEN, size=1)
 
 
+def test_horovodrun_starts_horovod_only() -> None:
+    with pytest.raises(UserError, match=r"horovodrun started 8 processes, .*\n.*\n  fix: comm.engine=horovod; or mend it"):
+        confirm(placement(HOROVODRUN), OPEN, size=1)
+
+
+def test_a_library_is_named_in_few_words() -> None:
+    assert library_name("Open MPI v5.0.11, package: Open MPI user@localhost, ident: 5.0.11\0") == "Open MPI v5.0.11"
+    assert library_name("MPICH Version:      5.0.2\nMPICH Release date: ...") == "MPICH Version: 5.0.2"
+
+
 def test_other_sizes() -> None:
     confirm(placement(OPEN_MPI), OPEN, size=8)
     confirm(NOBODY, OPEN, size=1)
+    confirm(NOBODY, OPEN, size=4)  # a launcher that we do not know: the library is believed
     with pytest.raises(UserError, match="started 8 processes, but the mpi engine sees 2"):
         confirm(placement(OPEN_MPI), OPEN, size=2)
 
@@ -124,7 +135,7 @@ def test_other_sizes() -> None:
 def test_a_library_of_another_launcher_is_refused_before_it_starts() -> None:
     for environ, good, bad in ((OPEN_MPI, OPEN, MPICH), (HYDRA, MPICH, OPEN)):
         suits(placement(environ), good)
-        with pytest.raises(UserError, match="started 8 processes, but the mpi engine uses another MPI library\n.*mpi4py uses"):
+        with pytest.raises(UserError, match=r"started 8 processes, but the mpi engine uses another MPI library\n.*mpi4py uses"):
             suits(placement(environ), bad)
     for place in (placement(SRUN), placement(HOROVODRUN), NOBODY):
         suits(place, OPEN)

@@ -7,7 +7,7 @@ import importlib
 from typing import Any, NoReturn
 
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.placement import Binding, Placement, confirm, suits
+from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
 from hvdtrain.errors import UserError
 
 _BUILD = "python -m hvdtrain.launch.horovod"
@@ -41,7 +41,7 @@ def _library() -> str:
         return "Gloo, built without MPI"
     text, length = ctypes.create_string_buffer(8192), ctypes.c_int()  # MPI_MAX_LIBRARY_VERSION_STRING is 8192 in MPICH, 256 in Open MPI
     mpi.MPI_Get_library_version(text, ctypes.byref(length))
-    return text.value.decode().splitlines()[0].strip()
+    return library_name(text.value.decode())
 
 
 class Hvd:
@@ -55,6 +55,8 @@ class Hvd:
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = place.local_rank, place.local_size
+        if place.launcher == NOBODY.launcher:
+            self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return self.start_allreduce(x, name, op).wait()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.placement import Binding, Placement, confirm, suits
+from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
 from hvdtrain.errors import UserError
 
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
@@ -18,7 +18,7 @@ _FIX = "use the mpirun of that library, or build mpi4py for this one: pip instal
 def connect(place: Placement) -> Engine:
     """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
     mpi = _load()
-    binding = Binding("mpi", f"mpi4py uses {mpi.Get_library_version().splitlines()[0].strip()}", _FIX)
+    binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
     suits(place, binding)
     if not mpi.Is_initialized():
         mpi.Init_thread()
@@ -51,6 +51,9 @@ class Mpi:
         self._under_way: deque[Any] = deque()
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
+        if place.launcher == NOBODY.launcher:
+            host = world.Split_type(mpi.COMM_TYPE_SHARED)
+            self.local_rank, self.local_size = host.rank, host.size
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         x, array, wide = self._summand(x, "allreduce", name)

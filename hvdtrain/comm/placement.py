@@ -66,6 +66,10 @@ SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
 NOBODY = Placement(0, 1, 0, 1, "none")
 
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
+_FIRST_TRY = {
+    "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
+    "horovodrun": "comm.engine=horovod; or ",
+}
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ... are above it
 
 
@@ -130,6 +134,11 @@ def _whole(environ: Mapping[str, str], key: str) -> int:
         raise UserError(f"{key}={environ[key]!r} is not a whole number", "the environment", _ONE_LAUNCHER) from None
 
 
+def library_name(version: str) -> str:
+    """What MPI_Get_library_version says, without the words that only its builders need."""
+    return " ".join(version.replace("\0", "").splitlines()[0].split(",")[0].split())
+
+
 def suits(place: Placement, binding: Binding) -> None:
     """Refuses a library that this launcher cannot start, before the library's own start ends the process with a riddle."""
     for launcher in LAUNCHERS:
@@ -138,14 +147,15 @@ def suits(place: Placement, binding: Binding) -> None:
 
 
 def confirm(place: Placement, binding: Binding, size: int) -> None:
-    """Refuses an engine that sees other ranks than the launcher started: it would run the same job `size` times."""
-    if size != place.size and (place.launcher != NOBODY.launcher or size > 1):
+    """Refuses an engine that sees other ranks than the launcher started: it would run the same job `size` times.
+
+    Where no launcher that we know told anything, the engine is believed.
+    """
+    if size != place.size and place.launcher != NOBODY.launcher:
         raise _apart(place, binding, "sees only itself (size 1)" if size == 1 else f"sees {size}")
 
 
 def _apart(place: Placement, binding: Binding, but: str) -> UserError:
-    fix = binding.fix
-    if place.launcher == SRUN.name:
-        fix = f"srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or {fix}"
+    fix = _FIRST_TRY.get(place.launcher, "") + binding.fix
     what = f"{place.launcher} started {place.size} processes, but the {binding.engine} engine {but}"
     return UserError(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)

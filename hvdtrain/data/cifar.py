@@ -63,16 +63,17 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     home = data_root(root)
     paths = [home / edition.folder / file for file in edition.files[split]]
     if not all(path.is_file() for path in paths):
-        _fetch(name, home, paths, download)
+        _fetch(name, home, download)
     records = [_read_records(path, edition.label_bytes) for path in paths]
     x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
     return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(home / edition.folder))
 
 
-def _fetch(name: str, root: Path, paths: list[Path], allowed: bool) -> None:
+def _fetch(name: str, root: Path, allowed: bool) -> None:
     edition = _EDITIONS[name]
-    wanted = Wanted(name, root, [str(path.relative_to(root)) for path in paths], f"unpack {_HOST}{edition.archive} in {root}")
+    both = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
+    wanted = Wanted(name, root, both, f"unpack {_HOST}{edition.archive} in {root}")
     if (root / edition.pickled).is_dir():
         raise wanted.refusal(f"{edition.pickled} is not read: it holds pickles, which can run code")
     if not allowed:

@@ -198,7 +198,7 @@ def _image(file: Path, job: _Job, extent: tuple[int, ...]) -> bytes:
     from PIL.Image import Resampling
 
     with _opened(file) as image:
-        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        if image.mode.startswith("I"):
             raise UserError(f"the image has more than 8 bits a channel (mode {image.mode})", str(file), "convert it")
         if not job.size and (image.height, image.width) != extent:
             raise UserError(

@@ -27,6 +27,10 @@ _FAMILY = {
     "fashion_mnist": _Member("FashionMNIST", "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
     "kmnist": _Member("KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
 }
+_FILES: dict[Split, tuple[str, str]] = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "val": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
 _DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
@@ -42,24 +46,24 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     """
     if name not in _FAMILY:
         raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")
-    prefix = "train" if split == "train" else "t10k"
-    images, labels = _locate(name, data_root(root), (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"), download)
+    images, labels = _locate(name, data_root(root), split, download)
     x, y = _read_idx(images, 3), _read_idx(labels, 1)
     if len(x) != len(y):
         raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
     return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images))
 
 
-def _locate(name: str, root: Path, files: tuple[str, str], allowed: bool) -> list[Path]:
+def _locate(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
+    """Paths of the split's images and labels; a download brings both splits, so that the other one finds its own."""
     member = _FAMILY[name]
-    absent = [f"{member.folder}/raw/{file}" for file in files if not _find(root, member, file)]
-    if absent:
+    if not all(_find(root, member, file) for file in _FILES[split]):
+        absent = [f"{member.folder}/raw/{file}" for files in _FILES.values() for file in files if not _find(root, member, file)]
         fix = f"put them there, from {member.address} (.gz as they are), or set data.root to the folder that holds {member.folder}/raw"
         wanted = Wanted(name, root, absent, fix)
         if not allowed:
             raise wanted.refusal("data.download is false")
         download(wanted, lambda staging: _pull(member, staging))
-    return [path for file in files if (path := _find(root, member, file))]
+    return [path for file in _FILES[split] if (path := _find(root, member, file))]
 
 
 def _find(root: Path, member: _Member, file: str) -> Path | None:

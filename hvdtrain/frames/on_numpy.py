@@ -38,7 +38,7 @@ class NumpyLearner:
             error = error / hyper.batch  # a sum over ranks is then the mean over the global batch
             gradient += np.concatenate([(error.T @ batch["x"]).ravel(), error.sum(0)])
             total = {name: total[name] + sums[name] for name in total}
-        self._update(self.engine.allreduce(gradient, "gradient"), hyper)
+        self._update(self.engine.allreduce(gradient, "gradient.0"), hyper)
         return total
 
     def settle(self, engine: Engine) -> None:

@@ -61,12 +61,15 @@ class TorchLearner:
         buffers = dict(self.model.named_buffers())
         floating = [b for b in buffers.values() if b.is_floating_point()]
         if engine.size > 1 and floating:
-            flat = engine.allreduce(torch.cat([b.detach().flatten() for b in floating]), "settle") / engine.size
+            here = torch_reduce.meeting_place(self.device, engine)
+            flat = engine.allreduce(torch.cat([b.detach().flatten() for b in floating]).to(here), "settle") / engine.size
             for buffer, part in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
                 buffer.copy_(part.view(buffer.shape))
         for name, buffer in buffers.items():
             if engine.size > 1 and not buffer.is_floating_point():
-                buffer.copy_(engine.broadcast(buffer.detach().clone(), f"settle.{name}"))
+                buffer.copy_(
+                    engine.broadcast(buffer.detach().to(torch_reduce.meeting_place(self.device, engine), copy=True), f"settle.{name}")
+                )
 
     def evaluate(self, batch: Batch) -> Sums:
         self.model.eval()

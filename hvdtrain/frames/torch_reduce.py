@@ -77,7 +77,7 @@ class Buckets:
 
     def __init__(self, named: Named, engine: Engine, bucket_bytes: int) -> None:
         self._engine = engine
-        self._buckets = [_Bucket(group, f"gradient.{i}") for i, group in enumerate(_group(named, bucket_bytes))]
+        self._buckets = [_Bucket(group, f"gradient.{i}", engine) for i, group in enumerate(_group(named, bucket_bytes))]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._missing: dict[_Bucket, int] = {}
         self._started = 0
@@ -115,11 +115,12 @@ class Buckets:
 class _Bucket:
     """Some parameters, and the buffer in which their gradients travel."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], name: str, engine: Engine) -> None:
         self.parameters, self.name = parameters, name
         first = parameters[0]
+        device = meeting_place(first.device, engine)
         half = first.dtype in (torch.bfloat16, torch.float16)  # Horovod and MPI cannot sum them well: they travel as float32
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32 if half else first.dtype, device=first.device)
+        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32 if half else first.dtype, device=device)
         self._handle: Handle | None = None
 
     def start(self, engine: Engine) -> None:
@@ -131,11 +132,16 @@ class _Bucket:
         assert self._handle is not None, self.name
         self._flat = self._handle.wait()
         for p, part in self._parts(self._flat):
-            p.grad = part.to(p.dtype)  # no copy where the types agree: the optimizer reads the buffer itself
+            p.grad = part.to(p.device, p.dtype)  # no copy where both agree: the optimizer reads the buffer itself
 
     def _parts(self, flat: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         parts = flat.split([p.numel() for p in self.parameters])
         return [(p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True)]
+
+
+def meeting_place(device: torch.device, engine: Engine) -> torch.device:
+    """Where tensors of a device meet: the mpi engine takes host memory only, so those of a GPU travel through it."""
+    return torch.device("cpu") if engine.name == "mpi" else device
 
 
 def _group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:

@@ -37,8 +37,15 @@ CORRECTIONS = (
     # torch's headers are C++17 since 2.1.
     Correction("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
     Correction("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    # The same optimization without debug symbols: a fifth less time to compile, a wheel of 1 MB instead of 20.
+    # The same optimization without debug symbols: a wheel of 1 MB instead of 20. 5:42 minutes of processor time become 4:25.
     Correction("setup.py", "else 'RelWithDebInfo'", "else 'Release'"),
+    # The headers are read once for eight sources, the longest first: 4:25 become 2:36. With CUDA nobody has tried it.
+    Correction(
+        "horovod/torch/CMakeLists.txt",
+        "add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})",
+        "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n  set(CMAKE_UNITY_BUILD ON)\nendif()\n"
+        "add_library(${PYTORCH_TARGET_LIB} SHARED ${PYTORCH_SOURCES} ${SOURCES})",
+    ),
 )
 # An MPI inside this virtual environment is found by a path relative to the library: the cached wheel serves the next environment too.
 RELATIVE_MPI = Correction("CMakeLists.txt", "create_metadata()", 'create_metadata()\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")')

@@ -51,12 +51,12 @@ def _epoch_line(f: dict[str, Any]) -> str:
 
 
 class JsonLines:
-    """One JSON object a line, flushed: {"time", "kind", "step", and the event's fields}."""
+    """One JSON object a line, written before the call returns: {"time", "kind", "step", and the event's fields}."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def __call__(self, event: Event) -> None:
         line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:  # 30 us; nothing to close when a job ends badly
+            file.write(json.dumps(line) + "\n")

@@ -32,10 +32,14 @@ def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine,
     if name == "auto":
         name, why = _choose_engine(place)
     engine: Engine = leaf.load("comm", name, origins.where("comm.engine")).connect(place)
-    if config.batch.size < engine.size:
-        what = f"batch {config.batch.size} does not split over {engine.size} ranks: some would have no sample"
-        raise UserError(what, origins.where("batch.size"), f"batch.size={engine.size} or more, or fewer ranks")
     return engine, why
+
+
+def check_batch(config: Config, origins: Origins, size: int) -> None:
+    """Every rank has a sample of every step."""
+    if config.batch.size < size:
+        what = f"batch {config.batch.size} does not split over {size} ranks: some would have no sample"
+        raise UserError(what, origins.where("batch.size"), f"batch.size={size} or more, or fewer ranks")
 
 
 def _choose_engine(place: Placement) -> tuple[str, str]:

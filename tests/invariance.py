@@ -1,0 +1,90 @@
+"""Runs on the ranks: the loss curves of several jobs on one engine, as JSON from rank 0.
+
+python tests/invariance.py ENGINE OUT.json [deaf]     deaf: allreduce returns what it was given, which the test must notice
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.comm.engine import Buffer, Done, Handle, Op
+from hvdtrain.comm.placement import placement
+from hvdtrain.configure import configure
+from hvdtrain.report.log import Event, Log
+from hvdtrain.run.build import build_learner, build_recipe, connect
+from hvdtrain.run.job import prepare
+from hvdtrain.run.loop import Job, evaluate, train_epoch
+from hvdtrain.run.start import share_state
+from hvdtrain.state import Progress
+
+# 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
+COMMON = "speed.precision=fp64 batch.size=31 epochs=2 max_steps=60 log.every_steps=1 recipe.warmup_epochs=0.5 optim.weight_decay=1e-3"
+JOBS = {
+    "numpy softmax": "frame=numpy model.name=linear optim.base_lr=0.05",
+    "torch softmax": "model.name=linear optim.base_lr=0.05",
+    "torch softmax, buckets": "model.name=linear optim.base_lr=0.05 comm.reduce=bucket comm.bucket_mb=0.001",
+    "torch softmax, micro-batches": "model.name=linear optim.base_lr=0.05 batch.micro=3",
+    "torch softmax, partition": "model.name=linear optim.base_lr=0.05 data.sampling=partition",
+    "numpy least squares": "frame=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
+    "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
+    "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
+    "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
+}
+
+
+class Deaf:
+    """An engine whose allreduce hears nobody; the numbers of ranks and the rest are the real engine's."""
+
+    def __init__(self, engine: object) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return x if name.startswith("gradient") else self._engine.allreduce(x, name, op)
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        return Done(x)
+
+
+def losses(words: str, engine: object) -> dict[str, object]:
+    """The mean loss of every step over all ranks, and the last evaluation."""
+    config, origins = configure(None, f"{COMMON} {words}".split())
+    parts = prepare(config, origins)
+    learner = build_learner(config, origins, parts.task, engine)
+    share_state(engine, learner, None)
+    curve: list[float] = []
+
+    def listen(event: Event) -> None:
+        curve.append(event.fields["loss"])
+
+    job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, Log([listen]), Path("nowhere"))
+    p = Progress(len(parts.train), len(parts.train) * config.epochs)
+    while p.step < config.max_steps:
+        p, _, _ = train_epoch(job, p)
+    weights = {name: np.abs(array).sum() for name, array in learner.state().items()}
+    return {"losses": curve, "val": evaluate(job), "weights": sum(weights.values())}
+
+
+def main() -> None:
+    name, out = sys.argv[1:3]
+    config, origins = configure(None, [f"comm.engine={name}"])
+    engine, _ = connect(config, origins, placement(os.environ))
+    heard = Deaf(engine) if sys.argv[3:] == ["deaf"] else engine
+    jobs = JOBS
+    if sys.argv[3:] == ["deaf"]:
+        jobs = {job: words for job, words in JOBS.items() if "numpy" in job or "buckets" in job}
+    results = {job: losses(words, heard) for job, words in jobs.items()}
+    if engine.rank == 0:
+        Path(out).write_text(json.dumps(results))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""YAML and key=value: what is read, and what each mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import config
+from hvdtrain.configure import configure, known_keys, to_yaml
+from hvdtrain.errors import UserError
+
+
+def read(*words: str, text: str = "", tmp: Path | None = None) -> config.Config:
+    path = None
+    if tmp is not None:
+        path = tmp / "x.yaml"
+        path.write_text(text)
+    return configure(str(path) if path else None, words)[0]
+
+
+def error(*words: str, text: str = "", tmp: Path | None = None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read(*words, text=text, tmp=tmp)
+    return caught.value
+
+
+def test_defaults_are_the_schema() -> None:
+    assert read() == config.Config()
+
+
+def test_words_win_over_the_file_and_the_last_word_wins(tmp_path: Path) -> None:
+    text = "epochs: 3\nbatch:\n  size: 12\noptim: {base_lr: 1e-3}\n"
+    c = read("batch.size=13", "--batch.size=14", text=text, tmp=tmp_path)
+    assert (c.epochs, c.batch.size, c.optim.base_lr) == (3, 14, 0.001)
+
+
+def test_unknown_keys_of_open_sections_are_options() -> None:
+    c = read("model.widths=[1,2,3,4]", "data.samples=100")
+    assert c.model.options == {"widths": [1, 2, 3, 4]}
+    assert c.data.options == {"samples": 100}
+
+
+def test_the_printed_configuration_reads_back_equal(tmp_path: Path) -> None:
+    c = read("model.name=mlp", "model.widths=[3]", "stop.target_accuracy=0.85", "data.root=/a b/c", "seed=9223372036854775807")
+    assert read(text=to_yaml(c), tmp=tmp_path) == c
+
+
+def test_origins_name_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
+    _, origins = configure(str(path), ["seed=2"])
+    assert origins.where("batch.size") == f"batch.size, {path}:5"
+    assert origins.where("seed") == "seed, command line"
+    assert origins.where("run") == "run, default"
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "fix"),
+    [
+        ("bach.size=3", "no such key: bach.size", "did you mean batch.size?"),
+        ("size=3", "no such key: size", "did you mean batch.size?"),
+        ("epoch=3", "no such key: epoch", "did you mean epochs?"),
+        ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
+        ("zzz=3", "no such key: zzz", "known: frame, run"),
+        ("model=3", "no such key: model", "model is a section: write model.<key>=value"),
+        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes int"),
+        ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes int"),
+        ("epochs=[1]", "wrong value for epochs", "epochs takes int"),
+        ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes float"),
+        ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'bucket'"),
+        ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes int, or null"),
+        ("stop.target_accuracy=85", "stop.target_accuracy is 85.0", "give 0 to 1"),
+        ("optim.base_lr=nan", "optim.base_lr is nan", "give 0 or more"),
+        ("batch.size=0", "batch.size is 0", "give 1 or more"),
+        ("seed=-1", "seed is -1", "give 0 or more"),
+        ("--fast", "cannot read the word '--fast'", "write key=value"),
+        ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
+        ("data.root=${foo}", "cannot read the value of 'data.root=${foo}'", "quote it"),
+    ],
+)
+def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
+    e = error(word)
+    assert what in e.what
+    assert "command line" in e.where
+    assert fix in e.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line", "fix"),
+    [
+        ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
+        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes int"),
+        ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
+        ("epochs: [\n", "not YAML", 2, "mend that line"),
+        ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "mend that line"),
+        ("epochs: 3\nepochs: 4\n", "found duplicate key epochs", 2, "mend that line"),
+        ("run: !!python/object/apply:os.system ['echo hacked']", "not YAML", 1, "mend that line"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, what: str, line: int, fix: str) -> None:
+    e = error(text=text, tmp=tmp_path)
+    assert what in e.what
+    assert f"x.yaml:{line}" in e.where
+    assert fix in e.fix
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere\.yaml"):
+        configure("nowhere.yaml", [])
+
+
+def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
+    from hvdtrain import manual
+
+    assert set(config.LIMITS) <= set(known_keys())
+    page = manual.help_text(None)
+    for key in known_keys():
+        assert f"  {key}=" in page, f"{key} has no text under it in config.py"
+
+
+def test_sections_are_those_of_config() -> None:
+    built = config.Config()
+    assert {name: type(getattr(built, name)) for name in config.SECTIONS} == config.SECTIONS

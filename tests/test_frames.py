@@ -1,0 +1,194 @@
+"""What a frame computes on one rank: against hand-written gradients, against the rule, and against itself in pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.comm.engine import Single
+from hvdtrain.configure import configure
+from hvdtrain.errors import UserError
+from hvdtrain.frames import torch_optimizer
+from hvdtrain.frames.learner import Learner, Task
+from hvdtrain.optim.sgd import Sgd
+from hvdtrain.run.build import build_learner
+from hvdtrain.state import Batch, Hyper, digest
+
+TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+
+
+def learner(*words: str) -> Learner:
+    config, origins = configure(None, ["speed.precision=fp64", *words])
+    return build_learner(config, origins, TASK, Single())
+
+
+def batch(n: int, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    return {"x": rng.integers(0, 256, (n, 4, 4, 2), dtype=np.uint8), "y": rng.integers(0, 3, n)}
+
+
+def hyper(batch: int, lr: float = 0.1) -> Hyper:
+    return Hyper(lr=lr, momentum=0.9, weight_decay=0.01, batch=batch)
+
+
+def floats(sums: dict) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
+
+
+def test_numpy_gradient_is_the_difference_quotient_of_its_loss() -> None:
+    for loss in ("cross_entropy", "squared_error"):
+        one = learner("frame=numpy", "model.name=linear", f"model.loss={loss}")
+        data = one.put(batch(5))
+        state = one.state()
+        rng = np.random.default_rng(1)
+        state["p.fc.weight"] = rng.normal(size=state["p.fc.weight"].shape)
+        one.load(state)
+        direction = rng.normal(size=state["p.fc.weight"].shape)
+        sides = []
+        for sign in (1, -1):
+            one.load(state | {"p.fc.weight": state["p.fc.weight"] + sign * 1e-6 * direction})
+            sides.append(one.evaluate(data)["loss"])
+        one.load(state)
+        one.step([data], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=5), 0)
+        gradient = state["p.fc.weight"] - one.state()["p.fc.weight"]
+        assert (gradient * direction).sum() == pytest.approx((sides[0] - sides[1]) / 2e-6 / 5, rel=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+def test_torch_and_numpy_move_alike(loss: str) -> None:
+    both = [learner(f"frame={frame}", "model.name=linear", f"model.loss={loss}") for frame in ("torch", "numpy")]
+    for step in range(20):
+        sums = [floats(one.step([one.put(batch(7, step))], hyper(7, lr=0.02 * (step + 1)), step)) for one in both]
+        assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+    states = [one.state() for one in both]
+    assert states[0].keys() == states[1].keys() == {"p.fc.weight", "p.fc.bias", "s.fc.weight.0", "s.fc.bias.0"}
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-12, atol=1e-14)
+
+
+def test_torch_optimizer_is_its_rule() -> None:
+    """20 steps with a changing rate, float64, against the rule on numpy arrays."""
+    rule, p = Sgd(), torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+    optimizer = torch_optimizer.make_optimizer(rule, [p])
+    torch_optimizer.fill_slots(optimizer)
+    q = p.detach().numpy().copy()
+    slots = rule.init(q, np)
+    for step in range(20):
+        h = Hyper(lr=0.1 / (step + 1), momentum=0.9, weight_decay=0.05, batch=1)
+        g = np.sin(np.arange(6.0) + step)
+        p.grad = torch.from_numpy(g)
+        torch_optimizer.set_hyper(optimizer, h)
+        optimizer.step()
+        delta, slots = rule.update(g, slots, q, h, np)
+        q = q + delta
+    np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-12)
+    np.testing.assert_allclose(torch_optimizer.slots(optimizer, p)[0].numpy(), slots[0], rtol=1e-12)
+
+
+def test_sgd_by_hand() -> None:
+    rule, p, v = Sgd(), 2.0, 0.0
+    h = Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=1)
+    delta, (v,) = rule.update(1.0, (v,), p, h, None)  # v = 1 + 0.1 * 2 = 1.2
+    assert (delta, v) == (pytest.approx(-0.6), pytest.approx(1.2))
+    delta, (v,) = rule.update(1.0, (v,), p + delta, h, None)  # v = 0.9 * 1.2 + 1 + 0.14 = 2.22
+    assert (delta, v) == (pytest.approx(-1.11), pytest.approx(2.22))
+
+
+@pytest.mark.parametrize("reduce", ["auto", "bucket"])
+def test_micro_batches_and_empty_ones_change_nothing(reduce: str) -> None:
+    words = ["model.name=mlp", "model.widths=[5]", f"comm.reduce={reduce}", "comm.bucket_mb=0.001"]
+    whole, pieces = learner(*words), learner(*words)
+    for step in range(3):
+        data = batch(9, step)
+        cuts = [{"x": data["x"][a:b], "y": data["y"][a:b]} for a, b in ((0, 4), (4, 4), (4, 9))]
+        a = floats(whole.step([whole.put(data)], hyper(9), 0))
+        b = floats(pieces.step([pieces.put(cut) for cut in cuts], hyper(9), 0))
+        assert a == pytest.approx(b, rel=1e-12)
+        assert a["count"] == 9
+    for name, array in whole.state().items():
+        np.testing.assert_allclose(pieces.state()[name], array, rtol=1e-12, atol=1e-15)
+
+
+def test_a_step_of_no_samples_only_decays() -> None:
+    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
+    before = one.state()
+    sums = one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0}
+    for name, array in one.state().items():
+        if name.startswith("p."):
+            np.testing.assert_allclose(array, before[name] * (1 - 0.5 * 0.1), rtol=1e-12)
+        elif name.startswith("b."):
+            np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("reduce", ["auto", "bucket"])
+def test_a_parameter_that_no_loss_reaches_counts_as_zero_gradient(reduce: str) -> None:
+    one = learner("model.name=faulty:Faulty", f"comm.reduce={reduce}")
+    before = one.state()["p.unused.weight"]
+    one.step([one.put(batch(4))], Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=4), 0)
+    np.testing.assert_allclose(one.state()["p.unused.weight"], before * 0.95, rtol=1e-12)
+
+
+def test_dropout_is_seeded_by_the_step() -> None:
+    words = ["model.name=mlp", "model.dropout=0.5"]
+    a, b, c = learner(*words), learner(*words), learner(*words)
+    data = batch(8)
+    for one, seed in ((a, 7), (b, 7), (c, 8)):
+        one.step([one.put(data)], hyper(8), seed)
+    assert digest(a.state()) == digest(b.state()) != digest(c.state())
+
+
+def test_evaluation_learns_nothing_and_counts_hits() -> None:
+    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
+    before = digest(one.state())
+    data = batch(6)
+    sums = floats(one.evaluate(one.put(data)))
+    assert digest(one.state()) == before
+    halves = [floats(one.evaluate(one.put({k: v[s] for k, v in data.items()}))) for s in (slice(0, 2), slice(2, 6))]
+    assert sums == pytest.approx({k: halves[0][k] + halves[1][k] for k in sums}, rel=1e-12)
+    assert 0 <= sums["right"] <= 6 == sums["count"]
+
+
+def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
+    words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]"]
+    a = learner(*words)
+    for step in range(3):
+        a.step([a.put(batch(8, step))], hyper(8), step)
+    b = learner(*words, "seed=2")
+    assert digest(b.state()) != digest(a.state())
+    b.load(a.state())
+    for one in (a, b):
+        one.step([one.put(batch(8, 9))], hyper(8), 9)
+    assert digest(a.state()) == digest(b.state())
+    assert any(name.startswith("b.stem.1.running_mean") for name in a.state())
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    a, b = learner("model.name=mlp", "model.widths=[5]"), learner("model.name=mlp", "model.widths=[6]")
+    with pytest.raises(UserError, match=r"p\.fc1\.weight has shape \(6, 32\), the model has \(5, 32\)"):
+        a.load(b.state())
+    with pytest.raises(UserError, match=r"the state lacks p\.fc1\.bias and 7 more"):
+        a.load({})
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["frame=numpy", "model.name=mlp"], "frame=numpy cannot train mlp"),
+        (["frame=numpy", "model.name=linear", "model.depth=3"], "linear has no options"),
+        (["frame=numpy", "model.name=linear", "comm.reduce=distributed_optimizer"], "wraps torch optimizers only"),
+        (["comm.reduce=distributed_optimizer"], "needs the horovod engine; this is single"),
+        (["speed.device=cuda"], "no CUDA device is visible"),
+        (["optim.name=sgdd"], "unknown name: sgdd"),
+        (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
+        (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),
+    ],
+)
+def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str) -> None:
+    if "speed.device=cuda" in words and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    with pytest.raises(UserError) as caught:
+        learner(*words)
+    assert what in caught.value.what
+    assert caught.value.fix

@@ -1,0 +1,189 @@
+"""Whole jobs on one process through the command line: lines, events, early stop, resume, and what bad input is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import python
+from safetensors.numpy import load_file
+
+from hvdtrain.__main__ import main
+from hvdtrain.run import checkpoint
+
+FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])}
+FAST = ["model.name=linear", "optim.base_lr=0.05"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_launched_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == kind]
+
+
+def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
+    assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling"
+    assert lines[2] == "batch   64 over all ranks, 64 on each"
+    assert "650 parameters, torch float32 on cpu" in lines[3]
+    head = next(line for line in lines if line.startswith("epoch"))
+    assert head.split("  ") == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "     lr"] or head
+    rows = [line.split() for line in lines if re.match(r" +\d", line)]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert all(len(row) == 8 for row in rows)
+    assert float(rows[2][6]) > 0.9
+    assert any(line.startswith("  step ") for line in lines)
+    assert lines[-2].startswith("done: epochs=3")
+    assert lines[-1] == "run folder: out"
+    (start,), (end,) = events(Path("out"), "start"), events(Path("out"), "end")
+    assert (start["ranks"], end["reason"]) == (1, "epochs=3")
+    epochs = events(Path("out"), "epoch")
+    assert [e["val_count"] for e in epochs] == [360, 360, 360]
+    assert epochs[0]["seconds"] < epochs[1]["seconds"] < epochs[2]["seconds"]
+    assert epochs[2]["step"] == -(-3 * 1437 // 64)
+    assert f"{epochs[2]['val_accuracy']:.4f}" == rows[2][6]
+    assert "name: linear" in (Path("out") / "config.yaml").read_text()
+
+
+def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1"]) == 0
+    steps, (epoch,) = events(Path("out"), "step"), events(Path("out"), "epoch")
+    assert len(steps) == 23  # 1437 samples in steps of 64
+    assert epoch["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps]), rel=1e-12)
+    assert steps[0]["loss"] == pytest.approx(np.log(10), rel=1e-6)  # zero weights: every class is as likely
+
+
+def test_warmup_rises_by_step() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1", "recipe.warmup_epochs=0.5"]) == 0
+    lrs = [s["lr"] for s in events(Path("out"), "step")]
+    expected = [0.05 * min(1.0, 64 * t / 1437 / 0.5) for t in range(23)]
+    assert lrs == pytest.approx(expected, rel=1e-12)
+
+
+def test_early_stop_needs_patience_epochs_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=9", "run=out", "stop.target_accuracy=0.5", "stop.patience=2"]) == 0
+    reached = [e["val_accuracy"] >= 0.5 for e in events(Path("out"), "epoch")]
+    assert reached[-2:] == [True, True]
+    assert len(reached) < 9
+    assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
+    assert "validation accuracy 0.5 or more for 2 epochs" in capsys.readouterr().out
+
+
+def test_max_steps_stops_inside_an_epoch() -> None:
+    assert main([*FAST, "epochs=9", "run=out", "max_steps=7"]) == 0
+    (epoch,) = events(Path("out"), "epoch")
+    assert epoch["step"] == 7
+    assert checkpoint.newest(Path("out")).name == "step-00000007"
+
+
+def test_resume_goes_on_as_if_never_stopped() -> None:
+    words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]", "batch.size=50"]
+    assert main([*words, "epochs=4", "run=straight"]) == 0
+    assert main([*words, "epochs=2", "run=halves"]) == 0
+    assert main([*words, "epochs=4", "resume=halves"]) == 0
+    ends = [checkpoint.newest(Path(run)) for run in ("straight", "halves")]
+    assert ends[0].name == ends[1].name
+    for name in ("weights.safetensors", "slots.safetensors"):
+        a, b = (load_file(folder / name) for folder in ends)
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+    assert [e["epoch"] for e in events(Path("halves"), "epoch")] == [1, 2, 3, 4]
+
+
+def test_evaluation_does_not_depend_on_its_batches() -> None:
+    found = []
+    for size in (360, 100, 7):
+        assert main([*FAST, "epochs=1", f"run=out{size}", f"batch.evaluate={size}", "speed.precision=fp64"]) == 0
+        found += events(Path(f"out{size}"), "epoch")
+    for other in found[1:]:
+        assert other["val_accuracy"] == found[0]["val_accuracy"]
+        assert other["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-12)
+
+
+def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=out"]) == 0
+    before = (Path("out") / "events.jsonl").read_bytes()
+    assert main([*FAST, "epochs=1", "run=out"]) == 2
+    assert "out holds another run" in capsys.readouterr().err
+    assert (Path("out") / "events.jsonl").read_bytes() == before
+
+
+def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["batch.size=12", "model.widths=[8,8,8,8]", "--print-config"]) == 0
+    text = capsys.readouterr().out
+    Path("again.yaml").write_text(text)
+    assert main(["--config", "again.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def idx_root() -> str:
+    raw = Path("data/FashionMNIST/raw")
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 00000002 0000001c 0000001c") + b"\1" * 28 * 28)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002") + b"\1\2")
+    return "data"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
+        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes int"]),
+        (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
+        (["model.widhts=3"], ["no such option: model.widhts", "did you mean widths?"]),
+        (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
+        (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
+        (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
+        (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
+        (["resume=nowhere"], ["no checkpoint in nowhere"]),
+        (["--config"], ["--config needs a file"]),
+        (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
+        (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
+        (["frame=torhc"], ["unknown name: torhc", "did you mean torch?"]),
+    ],
+)
+def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    root = idx_root()
+    assert main([word.replace("IDX", root) for word in words]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("hvdtrain: ")
+    assert "Traceback" not in text
+    assert len(text.splitlines()) < 20
+    for part in says:
+        assert part in text, text
+
+
+def test_a_bug_shows_its_traceback_and_code_1() -> None:
+    result = python(["-m", "hvdtrain", "model.name=faulty:Faulty", "model.bad_rank=0", "model.bad_step=1", "model.stamp=stamp"], env=FAULTY)
+    assert result.returncode == 1
+    assert "ArithmeticError: forward 1 was made to fail" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("rank 0 on ")
+
+
+def test_too_few_samples_for_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check comes before any collective, so that pretending two ranks is enough."""
+    from hvdtrain.comm.engine import Single
+    from hvdtrain.comm.placement import placement
+    from hvdtrain.configure import configure
+    from hvdtrain.errors import UserError
+    from hvdtrain.run.build import check_batch
+
+    assert placement({}).size == 1
+    config, origins = configure(None, ["batch.size=1"])
+    check_batch(config, origins, Single.size)
+    with pytest.raises(UserError, match="batch 1 does not split over 2 ranks"):
+        check_batch(config, origins, 2)
