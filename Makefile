@@ -1,13 +1,14 @@
 # make train | test | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
-#   make train RANKS=4 ARGS="epochs=3"      make test ARGS="-k sampler"      make PYTHON=python3.12 train
+#   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 2
 LIMIT_S ?= 1800
 ARGS ?=
 PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
-CORES := $(shell getconf _NPROCESSORS_ONLN)
+PIP := $(PY) -m pip
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+THREADS := $(shell cores=$$(nproc); echo $$(( cores > $(RANKS) ? cores / $(RANKS) : 1 )))
 
 # The site's own MPI where mpicc is on the path; elsewhere Open MPI's wheel from PyPI. Each has its own stamp, so that a changed path reinstalls.
 SITE_MPICC := $(filter-out $(CURDIR)/.venv/bin/mpicc,$(shell command -v mpicc))
@@ -33,7 +34,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
-export OMP_NUM_THREADS ?= $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
+export OMP_NUM_THREADS ?= $(THREADS)
 # one test's seconds; pytest-timeout reads it
 export PYTEST_TIMEOUT ?= 300
 ifeq ($(shell id -u),0)

@@ -20,7 +20,7 @@ from hvdtrain.run.build import build_learner, build_recipe, connect
 from hvdtrain.run.job import prepare
 from hvdtrain.run.loop import Job, evaluate, train_epoch
 from hvdtrain.run.start import share_state
-from hvdtrain.state import Progress
+from hvdtrain.state import Progress, digest
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 COMMON = "speed.precision=fp64 batch.size=31 epochs=2 max_steps=60 log.every_steps=1 recipe.warmup_epochs=0.5 optim.weight_decay=1e-3"
@@ -33,6 +33,7 @@ JOBS = {
     "numpy least squares": "frame=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
+    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }
 
@@ -54,7 +55,7 @@ class Deaf:
 
 
 def losses(words: str, engine: object) -> dict[str, object]:
-    """The mean loss of every step over all ranks, and the last evaluation."""
+    """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
     config, origins = configure(None, f"{COMMON} {words}".split())
     parts = prepare(config, origins)
     learner = build_learner(config, origins, parts.task, engine)
@@ -64,12 +65,13 @@ def losses(words: str, engine: object) -> dict[str, object]:
     def listen(event: Event) -> None:
         curve.append(event.fields["loss"])
 
-    job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, Log([listen]), Path("nowhere"))
+    job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, Log([listen]), Path())
     p = Progress(len(parts.train), len(parts.train) * config.epochs)
     while p.step < config.max_steps:
         p, _, _ = train_epoch(job, p)
-    weights = {name: np.abs(array).sum() for name, array in learner.state().items()}
-    return {"losses": curve, "val": evaluate(job), "weights": sum(weights.values())}
+    val, state = evaluate(job), learner.state()
+    digests = set(engine.exchange(digest(state)))
+    return {"losses": curve, "val": val, "weights": sum(np.abs(a).sum() for a in state.values()), "digests": len(digests)}
 
 
 def main() -> None:

@@ -35,10 +35,11 @@ def run(curves: dict, tmp: Path, engine: str, size: int) -> dict:
     return curves[key]
 
 
-@pytest.mark.parametrize(("engine", "size"), GROUPS, ids=[f"{e}-{n}" for e, n in GROUPS])
+@pytest.mark.parametrize(("engine", "size"), [pytest.param(e, n, id=f"{e}-{n}", marks=[pytest.mark.ranks4] * (n == 4)) for e, n in GROUPS])
 def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine: str, size: int) -> None:
     one, many = run(curves, tmp_path, "single", 1), run(curves, tmp_path, engine, size)
     assert one.keys() == many.keys() == JOBS.keys()
+    assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(JOBS, 1)
     for group in SAME:
         reference = np.array(one[group[0]]["losses"])
         assert len(reference) == 60

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -204,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nccl", action="store_true", help="HOROVOD_GPU_OPERATIONS=NCCL; your own HOROVOD_* variables win over it")
     parser.add_argument("--rebuild", action="store_true", help="build and install even if a usable Horovod is installed or cached")
     options = parser.parse_args(argv)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # leaves every block, so that no compiler lives on
     try:
         make_usable(options.version, options.nccl, options.rebuild)
     except UserError as error:

@@ -60,7 +60,10 @@ _ADVICE = (
     (r"does not support CUDA", "install a CUDA build of torch, or leave out --nccl and HOROVOD_GPU_OPERATIONS"),
     (r"NCCL|nccl\.h", "install NCCL with its headers (libnccl-dev), or set HOROVOD_NCCL_HOME to where they are"),
     (r"CUDA|nvcc", "install the CUDA toolkit that torch was built with, or set HOROVOD_CUDA_HOME to where it is"),
-    (r"[cC]\+\+ ?(17|1z|20)", "use a newer compiler (GCC 9, Clang 9 or later): CXX=g++-12 CC=gcc-12, or the site's module"),
+    (
+        r"[cC]\+\+ ?(17|1z|20)|not able to compile",
+        "use a newer compiler (GCC 9, Clang 9 or later): CXX=g++-12 CC=gcc-12, or the site's module",
+    ),
     (r"name resolution|Connection|No matching distribution|ReadTimeout", "this needs the network once, or pip's settings for your mirror"),
     (r"ModuleNotFoundError|No module named", "pip install 'hvdtrain[horovod]'"),
 )

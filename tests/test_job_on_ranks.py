@@ -1,0 +1,63 @@
+"""The main job under a real mpirun: what it prints and writes, resume on another number of ranks, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from ranks import Result, mpirun, python
+
+WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64"]
+
+
+def job(size: int, run: Path, *words: str) -> Result:
+    argv = [*WORDS, *words, f"run={run}"]
+    result = mpirun(size, argv, timeout_s=120) if size else python(argv, timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result
+
+
+def epochs(run: Path) -> list[dict]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
+
+
+@pytest.mark.parametrize(("engine", "how"), [("horovod", "hvd.DistributedOptimizer"), ("mpi", "1 overlapped bucket")])
+def test_two_ranks_train_and_one_goes_on(tmp_path: Path, engine: str, how: str) -> None:
+    run = tmp_path / "run"
+    first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
+    lines = first.stdout.splitlines()
+    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: as asked", lines[0]), lines
+    assert lines[2] == "batch   33 over all ranks, 16 or 17 on each"
+    assert how in lines[3]
+    assert lines[-1] == f"run folder: {run}"
+    assert len([line for line in lines if re.match(r" +\d", line)]) == 2, "rank 0 speaks, the other is silent"
+    second = job(0, run, "epochs=3", f"resume={run}")
+    assert "resume  from step 88" in second.stdout
+    third = job(2, run, "epochs=4", f"resume={run}", f"comm.engine={engine}")
+    assert "resume  from step 131" in third.stdout
+    rows = epochs(run)
+    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [(1, 44, 360), (2, 88, 360), (3, 131, 360), (4, 175, 360)]
+    assert rows[3]["val_accuracy"] > 0.7  # 0.1 is chance
+
+
+def test_auto_takes_horovod_under_mpirun() -> None:
+    pytest.importorskip("horovod", reason="Horovod is not built here: no C++ compiler")
+    result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"], timeout_s=60)
+    assert result.returncode == 2
+    assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr
+    code = (
+        "import os; from hvdtrain.run.build import connect; from hvdtrain.configure import configure\n"
+        "from hvdtrain.comm.placement import placement; engine, why = connect(*configure(None, []), placement(os.environ))\n"
+        "print(engine.name, engine.size, why)"
+    )
+    found = mpirun(2, ["-c", code], timeout_s=60)
+    assert found.stdout.splitlines() == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
+
+
+def test_single_is_refused_under_mpirun() -> None:
+    result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"], timeout_s=60)
+    assert result.returncode == 2
+    assert result.stderr.count("started 2 processes") == 1, result.stderr

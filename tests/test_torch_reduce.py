@@ -1,0 +1,111 @@
+"""Buckets: what is in them, when they start, and that they start in one order whatever order backward takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.comm.engine import Buffer, Done, Handle, Op, Single
+from hvdtrain.frames.torch_reduce import Buckets, Named, fits_horovod
+
+
+class Twice(Single):
+    """Two equal ranks: every sum doubles. Notes what was started, and gives back another buffer than it was given."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.sizes: list[tuple[int, torch.dtype]] = []
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        assert op == "sum"
+        self.seen.append(name)
+        self.sizes.append((len(x), x.dtype))
+        return Done(x * 2)
+
+
+def layers(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes)])
+
+
+def named(model: nn.Module) -> Named:
+    return list(model.named_parameters())
+
+
+def backward(model: nn.Module, reducer: Buckets, passes: int = 1) -> None:
+    reducer.begin(passes)
+    for place in range(passes):
+        if place == passes - 1:
+            reducer.last_pass()
+        x = torch.ones(2, next(model.parameters()).shape[1], dtype=next(model.parameters()).dtype)
+        model(x).square().sum().backward()
+    reducer.finish()
+
+
+def test_gradients_are_summed_over_ranks_and_passes() -> None:
+    model, plain = layers(3, 4, 5), layers(3, 4, 5)
+    backward(model, Buckets(named(model), Twice(), bucket_bytes=64), passes=3)
+    plain(torch.ones(2, 3)).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 6 * q.grad)
+
+
+def test_buckets_are_cut_by_bytes_from_the_last_layer_on() -> None:
+    model, engine = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
+    backward(model, Buckets(named(model), engine, bucket_bytes=100))
+    assert engine.sizes == [(25, torch.float32), (16, torch.float32)]
+    assert engine.seen == ["gradient.0", "gradient.1"]
+
+
+def test_a_bucket_starts_while_backward_still_runs() -> None:
+    model, engine = layers(3, 4, 5), Twice()
+    reducer = Buckets(named(model), engine, bucket_bytes=100)
+    next(model.parameters()).register_hook(lambda gradient: engine.seen.append("first layer"))
+    backward(model, reducer)
+    assert engine.seen == ["gradient.0", "first layer", "gradient.1"]
+
+
+def test_only_the_last_pass_starts_buckets() -> None:
+    model, engine = layers(3, 4), Twice()
+    backward(model, Buckets(named(model), engine, bucket_bytes=1 << 20), passes=4)
+    assert engine.seen == ["gradient.0"]
+
+
+def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
+    class Reversed(nn.Module):
+        """Uses its first parameter last, so that backward reaches it first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(self.second(x))
+
+    model, engine = Reversed(), Twice()
+    reducer = Buckets(named(model), engine, bucket_bytes=48)
+    for _ in range(2):
+        engine.seen.clear()
+        backward(model, reducer)
+        assert engine.seen == [f"gradient.{i}" for i in range(3)]
+    assert torch.count_nonzero(model.unused.weight.grad) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_travels_as_float32(dtype: torch.dtype) -> None:
+    model, engine = layers(3, 4, dtype=dtype), Twice()
+    backward(model, Buckets(named(model), engine, bucket_bytes=1 << 20))
+    assert engine.sizes == [(16, torch.float32)]
+    assert all(p.grad.dtype == dtype for p in model.parameters())
+
+
+def test_what_horovod_cannot_reduce_is_told() -> None:
+    assert fits_horovod(named(layers(3, 4))) == ""
+    assert fits_horovod(named(layers(3, 4, dtype=torch.bfloat16))) == "Horovod cannot reduce bfloat16 (0.weight)"
+    strided = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    assert fits_horovod(named(strided)) == "Horovod cannot reduce channels_last or otherwise strided tensors (weight)"
