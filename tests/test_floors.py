@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,9 +92,9 @@ def test_help_is_fast_and_imports_no_framework() -> None:
     code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded"
     best = 9.0
     for _ in range(3):
-        start = time.perf_counter()
+        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of processor time: a busy machine must not fail this
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start)
         assert done.returncode == 0, done.stderr
     assert "batch.size=64" in done.stdout and "model.widths" in done.stdout
     assert best < 0.3, f"--help took {best:.2f} s"
