@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hvdtrain import __version__, manual
 from hvdtrain.configure import Origins, configure, to_yaml
 from hvdtrain.errors import BUG, DONE, USER, UserError
+from hvdtrain.leaf import check_names
 
 if TYPE_CHECKING:
     from hvdtrain.comm.engine import Engine
@@ -28,11 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(words)
     except UserError as error:
         return _fail(f"hvdtrain: {error}", USER, None)
+    except BrokenPipeError:  # `hvdtrain --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
 
 
 def _command(words: list[str]) -> int:
-    if words[:1] in (["-h"], ["--help"], ["help"]):
-        print(manual.help_text(words[1] if len(words) > 1 else None))
+    asks = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
+    if asks is not None:
+        print(manual.help_text(words[asks + 1] if len(words) > asks + 1 else None))
     elif words == ["--version"]:
         print(f"hvdtrain {__version__}")
     elif words == ["list"]:
@@ -40,10 +45,10 @@ def _command(words: list[str]) -> int:
     else:
         path, words = _take_option(words[words[:1] == ["train"] :], "--config")
         config, origins = configure(path, [word for word in words if word != "--print-config"])
-        if "--print-config" in words:
-            print(to_yaml(config), end="")
-        else:
+        check_names(config, origins)
+        if "--print-config" not in words:
             return run(config, origins)
+        print(to_yaml(config), end="")
     return DONE
 
 
@@ -64,7 +69,7 @@ def run(config: Config, origins: Origins) -> int:
         return DONE
     except UserError as error:
         return _fail(f"hvdtrain: {error}", USER, engine)
-    except Exception:
+    except BaseException:  # SystemExit too: a rank that leaves alone would let the others wait for ever
         return _fail(traceback.format_exc().rstrip(), BUG, engine)
 
 

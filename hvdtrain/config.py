@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Sections whose name picks a file; keys that are not fields here are options of that file's build(), which checks them.
-OPEN_SECTIONS = ("data", "model", "optim")
+# Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().
+OPEN_SECTIONS = {"data": "data", "model": "models", "optim": "optim"}
 
 
 @dataclass(frozen=True)

@@ -26,68 +26,106 @@ class Origins(dict[str, str]):
 
 
 def configure(path: str | None, words: Sequence[str]) -> tuple[Config, Origins]:
-    """Defaults, then the file, then the words `key=value` or `--key=value`; the last one wins."""
+    """Defaults, then the file, then the words `key=value` or `--key=value`; the last one wins.
+
+    With resume=RUN the resolved configuration of that run comes before all these: the same job goes on, but for what is said anew.
+    """
+    given = [*(read_file(path) if path is not None else ()), *map(read_word, words)]
+    resume = next((a.value for a in reversed(given) if a.key == "resume"), "no")
+    if resume not in (None, "no"):
+        former = read_file(str(Path(resume).expanduser() / "config.yaml"))
+        given = [*(a for a in former if a.key not in ("run", "resume")), *given]
+    return _resolve(given)
+
+
+def _resolve(given: Sequence[Assignment]) -> tuple[Config, Origins]:
     from omegaconf import OmegaConf  # 0.2 s, which --help does without
 
     node: Any = OmegaConf.structured(Config)
     origins = Origins()
-    for assignment in [*(read_file(path) if path else ()), *map(read_word, words)]:
+    for assignment in given:
         node = _assign(node, assignment)
         origins[assignment.key] = assignment.origin
-    config = _to_config(node)
+    config = _to_config(node, origins)
     _check_limits(config, origins)
     return config, origins
 
 
 def read_word(word: str) -> Assignment:
     """One word of the command line."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    import yaml
 
-    key, equals, _ = word.removeprefix("--").partition("=")
+    key, equals, text = word.removeprefix("--").partition("=")
     if not equals or not key:
         raise UserError(f"cannot read the word '{word}'", "command line", "write key=value, as in batch.size=128; --help lists the keys")
     try:
-        node = OmegaConf.from_dotlist([word.removeprefix("--")])
-        return Assignment(key, OmegaConf.select(node, key), "command line")
-    except (OmegaConfBaseException, YAMLError) as error:
+        value = text if takes_text(key) and text != "null" else _value(key, yaml.compose(text, Loader=yaml.SafeLoader))
+        return Assignment(key, None if value == "" else value, "command line")
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"cannot read the value of '{word}': {_first_line(error)}", "command line", "quote it for the shell") from None
 
 
 def read_file(path: str) -> Iterator[Assignment]:
-    """Every leaf of a YAML file, with its line."""
+    """Every value of a YAML file, with its line. Keys may be nested or dotted."""
     import yaml
-    from omegaconf import OmegaConf
 
     try:
-        text = Path(path).read_text()
-        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
-        values = OmegaConf.create(text) if lines else OmegaConf.create()
+        root = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+        lines: dict[str, int] = {}
+        for key, node, line in _leaves(root, "", ()):
+            if key in lines:
+                raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", f"{path}:{line}", "keep one of them")
+            lines[key] = line
+            yield Assignment(key, _value(key, node), f"{path}:{line}")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration: {error}", path, "give --config an existing text file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise UserError(f"not YAML: {getattr(error, 'problem', None) or _first_line(error)}", place, "mend that line") from None
-    for key, line in lines.items():
-        yield Assignment(key, OmegaConf.select(values, key), f"{path}:{line}")
+        raise UserError(f"cannot read the configuration: {error}", path or "--config", "give the path of an existing text file") from None
+    except yaml.MarkedYAMLError as error:
+        place = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
+        raise UserError(f"not YAML: {error.problem or _first_line(error)}", place, "mend that line") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"not YAML: {_first_line(error)}", path, "mend the file") from None
 
 
-def _lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of every value that is not a mapping itself."""
+def _leaves(node: Any, prefix: str, inside: tuple[Any, ...]) -> Iterator[tuple[str, Any, int]]:
+    """(dotted key, node, line) of every value that is not a mapping itself; a section with nothing under it gives none."""
     import yaml
 
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
-        raise yaml.composer.ComposerError(None, None, "a configuration is lines of `key: value`", node.start_mark)
+        raise yaml.MarkedYAMLError(problem="a configuration is lines of `key: value`", problem_mark=node.start_mark)
     for key, value in node.value:
         name = f"{prefix}{key.value}"
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _lines(value, f"{name}.")
-        else:
-            yield name, key.start_mark.line + 1
+        if value in inside:
+            raise yaml.MarkedYAMLError(problem=f"{name} holds itself", problem_mark=key.start_mark)
+        if isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, f"{name}.", (*inside, node, value))
+        elif not (name in SECTIONS and value.value == ""):
+            yield name, value, key.start_mark.line + 1
+
+
+def _value(key: str, node: Any) -> Any:
+    """What a YAML node means for a key: the text itself where the key takes text, else what OmegaConf reads (1e-3 is a number)."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
+        return None
+    if takes_text(key) and isinstance(node, yaml.ScalarNode):
+        return node.value
+    pair = (yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node)
+    text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(_first_line(error)) from None
+    return tree["value"]
+
+
+def takes_text(key: str) -> bool:
+    """Whether a key is a text: 'no', '007' and '1e3' are then no number and no truth value."""
+    return key in (keys := known_keys()) and str(keys[key].type) in ("str", "str | None")
 
 
 def _assign(node: Any, assignment: Assignment) -> Any:
@@ -97,10 +135,10 @@ def _assign(node: Any, assignment: Assignment) -> Any:
     key, value, origin = assignment
     known = known_keys()
     section, _, option = key.partition(".")
-    if section in OPEN_SECTIONS and option and option != "options" and key not in known:
-        path = [section, "options", *option.split(".")]
-    elif key in known:
+    if key in known:
         path = key.split(".")
+    elif section in OPEN_SECTIONS and option not in ("", "options") and all(option.split(".")):
+        path = [section, "options", *option.split(".")]
     else:
         section_fix = f"{key} is a section: write {key}.<key>=value; --help {key} lists its keys" if key in SECTIONS else ""
         raise UserError(f"no such key: {key}", origin, section_fix or nearest(key, list(known)))
@@ -145,15 +183,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _to_config(node: Any) -> Config:
+def _to_config(node: Any, origins: Origins) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "")
-        raise UserError(f"cannot resolve {key}: {_first_line(error)}", key, "mend the ${...} in it") from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = str(getattr(error, "full_key", None) or "").replace(".options.", ".")
+        where = origins.where(key) if key else ""
+        raise UserError(f"cannot resolve a value: {_first_line(error)}", where, "mend the ${...} in it") from None
     assert isinstance(config, Config), type(config)
     return config
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
-import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
 from hvdtrain.configure import Origins, nearest
 from hvdtrain.errors import UserError
 
@@ -35,38 +36,74 @@ def files(folder: str) -> dict[str, Path]:
 
 def load(folder: str, name: str, where: str) -> ModuleType:
     """The module that `name` means in a folder, or a UserError with the nearest name."""
+    return importlib.import_module(f"hvdtrain.{folder}.{find(folder, name, where).stem}")
+
+
+def find(folder: str, name: str, where: str) -> Path:
+    """The file that `name` means in a folder, or a UserError with the nearest name."""
     known = files(folder)
     if name not in known:
         raise UserError(f"unknown name: {name}", where, nearest(name, sorted(known)))
-    return importlib.import_module(f"hvdtrain.{folder}.{known[name].stem}")
+    return known[name]
 
 
 def load_dotted(name: str, where: str) -> Callable[..., Any]:
-    """What `package.module:Class` means. It is the user's own code, imported from the current folder or the environment."""
+    """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH)."""
     module_name, _, attribute = name.partition(":")
+    fix = "write package.module:Class"
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UserError(f"{name} names no class", where, fix)
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise UserError(f"no module named {error.name}", where, "add its folder to PYTHONPATH, or mend the name") from None
         raise
-    except AttributeError:
-        raise UserError(f"{module_name} has no {attribute}", where, "write package.module:Class") from None
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise UserError(f"{module_name} has no {attribute}", where, fix)
     if not callable(found):
-        raise UserError(f"{name} is no class or function", where, "write package.module:Class")
+        raise UserError(f"{name} is no class or function", where, fix)
     return typing.cast("Callable[..., Any]", found)
 
 
+def entry(path: Path) -> ast.FunctionDef:
+    """The build() or connect() of a leaf, unread by Python: no framework is imported."""
+    body = ast.parse(path.read_text()).body
+    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name in ("build", "connect"))
+
+
+def options(build: ast.FunctionDef) -> dict[str, str]:
+    """option -> default, as it is written: the keyword-only parameters."""
+    pairs = zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True)
+    return {argument.arg: ast.unparse(default) if default else "" for argument, default in pairs}
+
+
+def check_names(config: Config, origins: Origins) -> None:
+    """A UserError for a name or an option that no file knows, before anything is imported or read."""
+    find("frames", config.frame, origins.where("frame"))
+    if config.comm.engine != "auto":
+        find("comm", config.comm.engine, origins.where("comm.engine"))
+    for section, folder in OPEN_SECTIONS.items():
+        name, given = getattr(config, section).name, getattr(config, section).options
+        if ":" not in name:  # the user's own class checks its own
+            known = options(entry(find(folder, name, origins.where(f"{section}.name"))))
+            for option in given:
+                if option not in known:
+                    raise _unknown_option(section, name, option, known, origins)
+
+
+def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], origins: Origins) -> UserError:
+    keys = [f.name for f in dataclasses.fields(SECTIONS[section]) if f.name != "options"]
+    shown = ", ".join(f"{known_option}={default}" for known_option, default in known.items()) or "none"
+    where = origins.where(f"{section}.{option}")
+    return UserError(
+        f"{section}.name={name} has no option {option}", where, f"{nearest(option, [*known, *keys])}; options of {name}: {shown}"
+    )
+
+
 def check_options(build: Callable[..., Any], options: Mapping[str, Any], section: str, origins: Origins) -> dict[str, Any]:
-    """The options, converted to the types that the keyword-only parameters of build() are annotated with."""
-    parameters = {p.name: p for p in inspect.signature(build).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    for name in options:
-        if name not in parameters:
-            known = ", ".join(f"{p.name}={p.default}" for p in parameters.values()) or "none"
-            close = nearest(name, list(parameters)) if parameters else ""
-            raise UserError(
-                f"no such option: {section}.{name}", origins.where(f"{section}.{name}"), f"options here: {known}. {close}".rstrip(". ")
-            )
+    """The options, converted to the types that the keyword-only parameters of build() are annotated with; check_names() knows them all."""
     hints = typing.get_type_hints(build)
     return {name: _convert(value, hints[name], f"{section}.{name}", origins) for name, value in options.items()}
 

@@ -25,7 +25,7 @@ Exit codes: 0 done, 1 an unexpected error, 2 something to mend in what was given
 
 keys, defaults"""
 
-_FOLDERS = {"data": "data", "model": "models", "optim": "optim", "comm": "comm", "frame": "frames"}
+_FOLDERS = {**config.OPEN_SECTIONS, "comm": "comm", "frame": "frames"}
 
 
 def help_text(section: str | None) -> str:
@@ -79,12 +79,10 @@ def _options(section: str) -> list[str]:
     for name, path in leaf.files(_FOLDERS[section]).items():
         done.setdefault(path, []).append(name)
     for path, names in done.items():
-        build = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "build")
+        build = leaf.entry(path)
         lines += ["", f"{section}.name={'|'.join(names)}: {_first_line(path)}"]
-        defaults = zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True)
-        values = {a.arg: ast.unparse(d) if d else "" for a, d in defaults}
         texts = _option_texts(ast.get_docstring(build) or "")
-        lines += [f"  {f'{section}.{option}={value}':34} {texts.get(option, '')}".rstrip() for option, value in values.items()]
+        lines += [f"  {f'{section}.{option}={value}':34} {texts.get(option, '')}".rstrip() for option, value in leaf.options(build).items()]
     return lines
 
 

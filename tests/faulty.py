@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -13,19 +14,23 @@ from hvdtrain.comm.placement import placement
 
 
 class Faulty(nn.Module):
-    """A linear model; rank `bad_rank` raises in forward number `bad_step`, and writes into the file `stamp` when."""
+    """A linear model; rank `bad_rank` raises (or with `leave` exits) in forward number `bad_step`, and writes into `stamp` when."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, bad_rank: int = -1, bad_step: int = 10, stamp: str = "") -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, bad_rank: int = -1, bad_step: int = 10, stamp: str = "", leave: bool = False
+    ) -> None:
         super().__init__()
         self.fc = nn.Linear(shape[0] * shape[1] * shape[2], classes)
         self.unused = nn.Linear(3, 3)
         self.bad_step = bad_step if placement(os.environ).rank == bad_rank else -1
-        self.passes, self.stamp = 0, stamp
+        self.passes, self.stamp, self.leave = 0, stamp, leave
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.passes += 1
         if self.passes == self.bad_step:
             Path(self.stamp).write_text(str(time.time()))
+            if self.leave:
+                sys.exit(0)
             raise ArithmeticError(f"forward {self.passes} was made to fail")
         return self.fc(x.flatten(1))
 

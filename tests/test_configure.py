@@ -46,6 +46,33 @@ def test_the_printed_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert read(text=to_yaml(c), tmp=tmp_path) == c
 
 
+def test_keys_may_be_dotted_and_sections_empty(tmp_path: Path) -> None:
+    c = read(text="stop.target_accuracy: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n", tmp=tmp_path)
+    assert (c.stop.target_accuracy, c.batch.micro, c.model.options) == (0.9, 3, {"widths": [3]})
+
+
+@pytest.mark.parametrize("text", ["no", "007", "1e3", "null and void", "~/x", "a: b"])
+def test_a_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
+    assert read(f"run={text}").run == text
+    if ":" not in text:
+        assert read(text=f"run: {text}", tmp=tmp_path).run == text
+
+
+def test_null_and_nothing_leave_out() -> None:
+    assert read("run=null", "stop.target_accuracy=", "batch.micro=null") == config.Config()
+
+
+def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> None:
+    former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
+    (tmp_path / "config.yaml").write_text(to_yaml(former))
+    now, origins = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
+    assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
+    assert (now.run, now.resume) == (None, str(tmp_path))
+    assert origins["optim.base_lr"].startswith(f"{tmp_path}/config.yaml:")
+    with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere/config\.yaml"):
+        configure(None, ["resume=nowhere"])
+
+
 def test_origins_name_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
@@ -76,7 +103,8 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
         ("seed=-1", "seed is -1", "give 0 or more"),
         ("--fast", "cannot read the word '--fast'", "write key=value"),
         ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
-        ("data.root=${foo}", "cannot read the value of 'data.root=${foo}'", "quote it"),
+        ("model..x=3", "no such key: model..x", "did you mean"),
+        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes int"),
     ],
 )
 def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
@@ -94,7 +122,11 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
         ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
         ("epochs: [\n", "not YAML", 2, "mend that line"),
         ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "mend that line"),
-        ("epochs: 3\nepochs: 4\n", "found duplicate key epochs", 2, "mend that line"),
+        ("epochs: 3\nepochs: 4\n", "epochs is given twice, in lines 1 and 2", 2, "keep one of them"),
+        ("batch.size: 3\nbatch:\n  size: 4\n", "batch.size is given twice, in lines 1 and 3", 3, "keep one of them"),
+        ("model: &x\n  b: *x\n", "not YAML: model.b holds itself", 2, "mend that line"),
+        ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "mend the ${...}"),
+        ("run: runs/${nothing}\n", "cannot resolve a value", 1, "mend the ${...}"),
         ("run: !!python/object/apply:os.system ['echo hacked']", "not YAML", 1, "mend that line"),
     ],
 )

@@ -38,6 +38,16 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
+    options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}", "model.leave=true"
+    result = mpirun(2, words(tmp_path, engine, *options), timeout_s=100, env=env())
+    assert time.time() - float((tmp_path / "stamp").read_text()) < LIMIT_S
+    assert result.returncode == 1, result
+    assert "SystemExit: 0" in result.stderr
+    assert f"rank 1 on {socket.gethostname()}" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
 def test_a_killed_rank_ends_all(tmp_path: Path, engine: str) -> None:
     with Job(2, words(tmp_path, engine), timeout_s=100, env=env()) as job:
         wait_for(lambda: job.output().count("\n") > 8, 90)  # it trains

@@ -175,9 +175,13 @@ def test_a_state_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["frame=numpy", "model.name=mlp"], "frame=numpy cannot train mlp"),
-        (["frame=numpy", "model.name=linear", "model.depth=3"], "linear has no options"),
-        (["frame=numpy", "model.name=linear", "comm.reduce=distributed_optimizer"], "wraps torch optimizers only"),
+        (["frame=numpy", "model.name=mlp"], "frame=numpy cannot do this model.name"),
+        (["frame=numpy", "model.name=linear", "speed.device=cuda"], "frame=numpy cannot do this speed.device"),
+        (["frame=numpy", "model.name=linear", "comm.reduce=bucket"], "frame=numpy cannot do this comm.reduce"),
+        (["model.name=torch.nn:Identity"], "torch.nn:Identity has no parameter to train"),
+        (["model.name=torch.nn:Conv2d", "model.in_channels=2", "model.out_channels=5", "model.kernel_size=1"], "not logits (2, 3)"),
+        (["model.widths=[0,4,4,4]"], "make no network"),
+        (["model.name=mlp", "model.dropout=2"], "make no network"),
         (["comm.reduce=distributed_optimizer"], "needs the horovod engine; this is single"),
         (["speed.device=cuda"], "no CUDA device is visible"),
         (["optim.name=sgdd"], "unknown name: sgdd"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ranks import Result, mpirun, python
 
-WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64"]
+WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
 
 
 def job(size: int, run: Path, *words: str) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import leaf, manual
-from hvdtrain.configure import Origins
+from hvdtrain.configure import Origins, configure
 from hvdtrain.errors import UserError
 
 
@@ -47,13 +47,39 @@ def test_options_are_converted_to_their_annotations() -> None:
     assert leaf.check_options(build, given, "model", Origins()) == {"widths": (4, 5), "ratio": 1.0, "root": Path("/x")}
 
 
-def test_an_unknown_option_lists_the_known_ones_with_defaults() -> None:
+@pytest.mark.parametrize(
+    ("word", "what", "fix"),
+    [
+        (
+            "model.widhts=3",
+            "model.name=wide_resnet has no option widhts",
+            "did you mean widths? --help lists all; options of wide_resnet: widths=",
+        ),
+        ("model.nmae=mlp", "model.name=wide_resnet has no option nmae", "did you mean name?"),
+        ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
+        ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
+        ("data.name=nonsense", "unknown name: nonsense", "known: "),
+        ("frame=tensorflow", "unknown name: tensorflow", "known: numpy, torch"),
+        ("comm.engine=nccl", "unknown name: nccl", "known: horovod, mpi, single"),
+    ],
+)
+def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
+    config, origins = configure(None, [word])
     with pytest.raises(UserError) as caught:
-        leaf.check_options(build, {"width": 3}, "model", Origins({"model.width": "x.yaml:7"}))
-    assert caught.value.what == "no such option: model.width"
-    assert caught.value.where == "model.width, x.yaml:7"
-    assert "widths=(3,), root=None, ratio=0.5" in caught.value.fix
-    assert "did you mean widths?" in caught.value.fix
+        leaf.check_names(config, origins)
+    assert caught.value.what == what
+    assert "command line" in caught.value.where
+    assert fix in caught.value.fix
+
+
+def test_good_names_and_options_pass() -> None:
+    for words in (
+        [],
+        ["model.name=mlp", "model.widths=[3]"],
+        ["model.name=my.own:Model", "model.anything=1"],
+        ["data.name=folder", "data.size=3"],
+    ):
+        leaf.check_names(*configure(None, words))
 
 
 @pytest.mark.parametrize(("name", "value"), [("widths", "abc"), ("widths", [1, "x"]), ("ratio", [1]), ("widths", None)])
@@ -70,6 +96,9 @@ def test_dotted_names() -> None:
         ("faulty:Nothing", "faulty has no Nothing"),
         ("no_such:Thing", "no module named no_such"),
         ("faulty:os", "no class"),
+        (":Class", "names no class"),
+        (".foo:Bar", "names no class"),
+        ("faulty:", "names no class"),
     ):
         with pytest.raises(UserError, match=what):
             leaf.load_dotted(name, "model.name")

@@ -58,3 +58,39 @@ def test_resnet_by_name() -> None:
     small.layer1.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape)))
     small(torch.randn(2, 3, 32, 32))
     assert sizes == [(2, 64, 32, 32)]
+
+
+def test_wide_resnet_computes_what_it_describes() -> None:
+    """Against the same network written out, in evaluation mode with statistics that are not the initial ones."""
+    torch.manual_seed(3)
+    model = wide_resnet.build("wide_resnet", (8, 12, 3), 5, widths=(4, 4, 6, 8)).double().eval()
+    state = {name: torch.rand_like(t, dtype=torch.float64) if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    model.load_state_dict(state)
+    f = torch.nn.functional
+
+    def convolution(x: torch.Tensor, at: str) -> torch.Tensor:
+        x = f.conv2d(x, state[f"{at}.0.weight"], padding=1)
+        s = {key: state[f"{at}.1.{key}"].view(1, -1, 1, 1) for key in ("running_mean", "running_var", "weight", "bias")}
+        return ((x - s["running_mean"]) / (s["running_var"] + 1e-5).sqrt() * s["weight"] + s["bias"]).clamp(min=0)
+
+    def block(x: torch.Tensor, at: str) -> torch.Tensor:
+        scaled = f.conv2d(x, state[f"{at}.scale.weight"], state[f"{at}.scale.bias"]) if f"{at}.scale.weight" in state else x
+        return scaled + convolution(convolution(x, f"{at}.first"), f"{at}.second")
+
+    x = torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    expected = convolution(x, "stem")
+    for group in ("narrow", "middle", "wide"):
+        expected = block(block(expected, f"{group}.0"), f"{group}.1")
+        expected = expected if group == "wide" else f.max_pool2d(expected, 2)
+    expected = expected.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=0)
+    assert {name.rsplit(".", 1)[0] for name in state if ".scale." in name} == {"middle.0.scale", "wide.0.scale"}
+
+
+def test_mlp_computes_what_it_describes() -> None:
+    model = mlp.build("mlp", (2, 3, 2), 4, widths=(5, 6)).double()
+    x = torch.randn(3, 2, 2, 3, dtype=torch.float64)
+    hidden = x.reshape(3, 12)
+    for layer in (model.fc1, model.fc2):
+        hidden = (hidden @ layer.weight.T + layer.bias).clamp(min=0)
+    torch.testing.assert_close(model(x), hidden @ model.head.weight.T + model.head.bias)

@@ -39,7 +39,7 @@ SRUN = {
     ("environ", "expected"),
     [
         ({}, NOBODY),
-        ({"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_btl": "self", "PMIX_RANK": "1"}, NOBODY),
+        ({"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_btl": "self", "PMIX_MCA_mca_base_component_show_load_errors": "1"}, NOBODY),
         (OPEN_MPI, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
         (HOROVODRUN, Placement(3, 8, 1, 2, "horovodrun")),
         (HYDRA, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
@@ -146,3 +146,11 @@ def test_the_single_engine_is_not_run_many_times() -> None:
     assert isinstance(connect(NOBODY), Single)
     with pytest.raises(UserError, match="Open MPI's mpirun started 8 processes, but the single engine is for one"):
         connect(placement(OPEN_MPI))
+
+
+@pytest.mark.parametrize("sign", ["PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"])
+def test_an_unknown_launcher_is_refused(sign: str) -> None:
+    """prterun, for one: N processes would each train alone."""
+    with pytest.raises(UserError, match=f"a launcher that is not known here started this process: it set {sign}"):
+        placement({sign: "1"})
+    assert placement({**OPEN_MPI, sign: "3"}).launcher == "Open MPI's mpirun"

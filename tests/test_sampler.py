@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hvdtrain.data.sampler import Sampling, indices, permutation, share
+from hvdtrain.data.sampler import Sampling, indices, largest_share, permutation, share
 from hvdtrain.state import fold
 
 SIZES = [1, 2, 3, 4, 5]
@@ -132,3 +132,14 @@ def test_share_bounds() -> None:
 def test_an_unknown_sampling_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="gloabl"):
         indices(0, 1, 0, 1, 1, 0, "gloabl")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", ["global", "partition"])
+def test_largest_share_is_reached_or_just_above(sampling: Sampling) -> None:
+    for start, count, size, dataset in [(0, 31, 4, 100), (95, 31, 4, 100), (99, 4, 4, 100), (7, 250, 3, 100), (3, 3, 5, 100)]:
+        lengths = [len(indices(start, count, rank, size, dataset, 1, sampling)) for rank in range(size)]
+        epochs = (start + count - 1) // dataset - start // dataset + 1 if sampling == "partition" else 1
+        largest = largest_share(start, count, size, dataset, sampling)
+        assert max(lengths) <= largest <= -(-count // size) + epochs - 1
+    assert largest_share(0, 31, 4, 100, sampling) == 8
+    assert largest_share(95, 10, 4, 100, sampling) == (4 if sampling == "partition" else 3)  # 5 places of each of two epochs

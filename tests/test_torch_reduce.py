@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
 
@@ -28,9 +27,9 @@ class Twice(Single):
         return Done(x * 2)
 
 
-def layers(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def layers(*sizes: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes)])
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
 
 def named(model: nn.Module) -> Named:
@@ -42,7 +41,7 @@ def backward(model: nn.Module, reducer: Buckets, passes: int = 1) -> None:
     for place in range(passes):
         if place == passes - 1:
             reducer.last_pass()
-        x = torch.ones(2, next(model.parameters()).shape[1], dtype=next(model.parameters()).dtype)
+        x = torch.ones(2, next(model.parameters()).shape[1])
         model(x).square().sum().backward()
     reducer.finish()
 
@@ -96,16 +95,7 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
     assert torch.count_nonzero(model.unused.weight.grad) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_travels_as_float32(dtype: torch.dtype) -> None:
-    model, engine = layers(3, 4, dtype=dtype), Twice()
-    backward(model, Buckets(named(model), engine, bucket_bytes=1 << 20))
-    assert engine.sizes == [(16, torch.float32)]
-    assert all(p.grad.dtype == dtype for p in model.parameters())
-
-
 def test_what_horovod_cannot_reduce_is_told() -> None:
     assert fits_horovod(named(layers(3, 4))) == ""
-    assert fits_horovod(named(layers(3, 4, dtype=torch.bfloat16))) == "Horovod cannot reduce bfloat16 (0.weight)"
     strided = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     assert fits_horovod(named(strided)) == "Horovod cannot reduce channels_last or otherwise strided tensors (weight)"

@@ -14,7 +14,12 @@ from ranks import python
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
+from hvdtrain.comm.engine import Single
+from hvdtrain.configure import configure
+from hvdtrain.data.sampler import indices
 from hvdtrain.run import checkpoint
+from hvdtrain.run.loop import Job, rows_of_step
+from hvdtrain.state import Hyper, Progress
 
 FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])}
 FAST = ["model.name=linear", "optim.base_lr=0.05"]
@@ -116,9 +121,61 @@ def test_evaluation_does_not_depend_on_its_batches() -> None:
 def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     before = (Path("out") / "events.jsonl").read_bytes()
-    assert main([*FAST, "epochs=1", "run=out"]) == 2
-    assert "out holds another run" in capsys.readouterr().err
-    assert (Path("out") / "events.jsonl").read_bytes() == before
+    for left in ("config.yaml", "events.jsonl", "nothing but checkpoints"):
+        assert main([*FAST, "epochs=1", "run=out"]) == 2, left
+        assert "out holds another run" in capsys.readouterr().err
+        if left == "config.yaml":
+            assert (Path("out") / "events.jsonl").read_bytes() == before
+        (Path("out") / left).unlink(missing_ok=True)
+    assert checkpoint.newest(Path("out")).name == "step-00000023"
+
+
+def test_jobs_of_the_same_second_get_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda pattern: "20260102-030405")
+    for _ in range(3):
+        assert main([*FAST, "max_steps=1"]) == 0
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == [f"digits-linear-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_what_cannot_be_resumed_leaves_the_run_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=out"]) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert main(["resume=out", "model.name=mlp", "epochs=2"]) == 2
+    assert "the model lacks p.fc.bias and 11 more" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=3", "run=out", "stop.target_accuracy=0.5"]) == 0
+    assert "0.5 or more for 1 epoch" in capsys.readouterr().out
+    done = len(events(Path("out"), "epoch"))
+    assert main(["resume=out", "stop.target_accuracy=0.999"]) == 0
+    assert "done: epochs=3" in capsys.readouterr().out
+    assert len(events(Path("out"), "epoch")) == 3 > done
+
+
+def test_numbers_that_are_none_are_null_in_the_events() -> None:
+    assert main(["model.name=mlp", "optim.base_lr=1e6", "epochs=1", "run=out", "log.every_steps=1"]) == 0
+    (epoch,) = events(Path("out"), "epoch")  # json.loads would take NaN: read the text
+    assert "NaN" not in (Path("out") / "events.jsonl").read_text()
+    assert epoch["train_loss"] is None
+
+
+def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
+    config, _ = configure(None, ["batch.size=31", "batch.micro=4", "data.sampling=partition"])
+    for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
+        p, counts = Progress(1437, 99999, 7, start), []
+        for rank in range(3):
+            engine = Single()
+            engine.rank, engine.size = rank, 3  # type: ignore[misc]
+            job = Job(config, engine, None, None, None, None, None, Path())  # type: ignore[arg-type]
+            rows = rows_of_step(job, p, Hyper(0.1, 0.9, 0.0, 31))
+            expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
+            np.testing.assert_array_equal(np.concatenate(rows), expected)
+            assert max(map(len, rows)) <= 4
+            counts.append(len(rows))
+        assert len(set(counts)) == 1
 
 
 def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,15 +201,19 @@ def idx_root() -> str:
         (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
         (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes int"]),
         (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
-        (["model.widhts=3"], ["no such option: model.widhts", "did you mean widths?"]),
+        (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
         (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
         (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
         (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
-        (["resume=nowhere"], ["no checkpoint in nowhere"]),
+        (["resume=nowhere"], ["cannot read the configuration", "nowhere/config.yaml"]),
         (["--config"], ["--config needs a file"]),
         (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
         (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
+        (["--config="], ["cannot read the configuration", "where: --config"]),
+        (["data.root=/x"], ["the digits are read from no folder"]),
+        (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
+        (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
         (["frame=torhc"], ["unknown name: torhc", "did you mean torch?"]),
     ],
 )
@@ -167,22 +228,20 @@ def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[
         assert part in text, text
 
 
-def test_a_bug_shows_its_traceback_and_code_1() -> None:
-    result = python(["-m", "hvdtrain", "model.name=faulty:Faulty", "model.bad_rank=0", "model.bad_step=1", "model.stamp=stamp"], env=FAULTY)
+def test_a_bug_shows_its_traceback_and_code_1(tmp_path: Path) -> None:
+    result = python(
+        ["-m", "hvdtrain", "model.name=faulty:Faulty", "model.bad_rank=0", "model.bad_step=2", f"model.stamp={tmp_path / 'stamp'}"],
+        env=FAULTY,
+    )
     assert result.returncode == 1
-    assert "ArithmeticError: forward 1 was made to fail" in result.stderr
+    assert "ArithmeticError: forward 2 was made to fail" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("rank 0 on ")
 
 
-def test_too_few_samples_for_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The check comes before any collective, so that pretending two ranks is enough."""
-    from hvdtrain.comm.engine import Single
-    from hvdtrain.comm.placement import placement
-    from hvdtrain.configure import configure
+def test_too_few_samples_for_the_ranks() -> None:
     from hvdtrain.errors import UserError
     from hvdtrain.run.build import check_batch
 
-    assert placement({}).size == 1
     config, origins = configure(None, ["batch.size=1"])
     check_batch(config, origins, Single.size)
     with pytest.raises(UserError, match="batch 1 does not split over 2 ranks"):

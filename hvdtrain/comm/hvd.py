@@ -134,5 +134,5 @@ def _abort_mpi(code: int) -> None:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return
-    if MPI.Is_initialized():
+    if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)

@@ -65,6 +65,7 @@ LAUNCHERS = (
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 NOBODY = Placement(0, 1, 0, 1, "none")
 
+_STRANGE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # ranks that would each train alone
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
 _FIRST_TRY = {
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
@@ -80,7 +81,12 @@ def placement(environ: Mapping[str, str]) -> Placement:
         if (other.rank, other.size) != (told[0].rank, told[0].size):
             one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (told[0], other))
             raise UserError(f"{one}, but {two}", "the environment variables", _ONE_LAUNCHER)
-    return told[0] if told else _step(environ) or NOBODY
+    place = told[0] if told else _step(environ)
+    strange = [key for key in _STRANGE if key in environ]
+    if not place and strange:
+        what = f"a launcher that is not known here started this process: it set {', '.join(strange)}"
+        raise UserError(what, "the environment", f"known: {', '.join(row.name for row in (*LAUNCHERS, SRUN))}")
+    return place or NOBODY
 
 
 def _told(launcher: Launcher, environ: Mapping[str, str]) -> Placement | None:

@@ -31,13 +31,15 @@ def build(
     shape: tuple[int, int, int] = (32, 32, 3),
     classes: int = 10,
 ) -> Source:
-    """A quarter class pattern, three quarters noise, made anew at each read. `root` is not used.
+    """A quarter class pattern, three quarters noise, made anew at each read.
 
     samples: training images
     val_samples: validation images
     shape: height, width, channels of an image (pixels)
     classes: classes, equally frequent
     """
+    if root is not None:
+        raise UserError("synthetic images are read from no folder", "data.root", "leave data.root out, or choose another data.name")
     height, width, channels = shape
     options = {"samples": samples, "val_samples": val_samples, "shape": min(height, width, channels), "classes": classes}
     for option, value in options.items():

@@ -8,8 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
+from hvdtrain.optim.rule import Rule
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
 
 
@@ -61,3 +65,10 @@ def check_fit(own: Arrays, given: Arrays) -> None:
     for name, array in own.items():
         if array.shape != given[name].shape:
             raise UserError(f"{name} has shape {given[name].shape}, the model has {array.shape}", "state of the model", fix)
+
+
+def build_rule(config: Config, origins: Origins) -> Rule:
+    """The rule that optim.name means."""
+    make = leaf.load("optim", config.optim.name, origins.where("optim.name")).build
+    rule: Rule = make(**leaf.check_options(make, config.optim.options, "optim", origins))
+    return rule

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, check_fit
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
 from hvdtrain.optim.rule import Rule
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
 
@@ -87,15 +86,14 @@ class NumpyLearner:
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
     """The learner of frame=numpy; it knows model.name=linear alone."""
-    if config.model.name != "linear":
-        fix = "model.name=linear, or frame=torch"
-        raise UserError(f"frame=numpy cannot train {config.model.name}", origins.where("model.name"), fix)
-    if config.comm.reduce == "distributed_optimizer":
-        where = origins.where("comm.reduce")
-        raise UserError("hvd.DistributedOptimizer wraps torch optimizers only", where, "comm.reduce=auto, or frame=torch")
-    optimizer = leaf.load("optim", config.optim.name, origins.where("optim.name")).build
-    rule = optimizer(**leaf.check_options(optimizer, config.optim.options, "optim", origins))
-    if config.model.options:
-        raise UserError("linear has no options", origins.where(f"model.{next(iter(config.model.options))}"), "remove it")
+    impossible = {
+        "model.name": config.model.name != "linear",
+        "comm.reduce": config.comm.reduce != "auto",
+        "speed.device": config.speed.device == "cuda",
+    }
+    for key, wrong in impossible.items():
+        if wrong:
+            fix = "frame=numpy takes model.name=linear, comm.reduce=auto and the CPU; or frame=torch"
+            raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
     dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
-    return NumpyLearner(task, config.model.loss == "squared_error", rule, dtype, engine)
+    return NumpyLearner(task, config.model.loss == "squared_error", build_rule(config, origins), dtype, engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
-from hvdtrain.frames.learner import Learner, Task, check_fit
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
 from hvdtrain.state import Arrays, Batch, Hyper, Sums, fold
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (n, classes), labels (n,) -> sum over samples
@@ -57,19 +58,20 @@ class TorchLearner:
         return total
 
     def settle(self, engine: Engine) -> None:
-        """Floating buffers (running statistics) become their mean over ranks, the others rank 0's."""
+        """Running statistics of norms become their mean over ranks, other buffers rank 0's."""
+        if engine.size == 1:
+            return
+        here = torch_reduce.meeting_place(self.device, engine)
         buffers = dict(self.model.named_buffers())
-        floating = [b for b in buffers.values() if b.is_floating_point()]
-        if engine.size > 1 and floating:
-            here = torch_reduce.meeting_place(self.device, engine)
-            flat = engine.allreduce(torch.cat([b.detach().flatten() for b in floating]).to(here), "settle") / engine.size
-            for buffer, part in zip(floating, flat.split([b.numel() for b in floating]), strict=True):
+        running = {name: b for name, b in buffers.items() if name.endswith((".running_mean", ".running_var"))}
+        if running:
+            flat = torch.cat([b.flatten() for b in running.values()]) / engine.size
+            flat = engine.allreduce(flat.to(here), "settle")
+            for buffer, part in zip(running.values(), flat.split([b.numel() for b in running.values()]), strict=True):
                 buffer.copy_(part.view(buffer.shape))
         for name, buffer in buffers.items():
-            if engine.size > 1 and not buffer.is_floating_point():
-                buffer.copy_(
-                    engine.broadcast(buffer.detach().to(torch_reduce.meeting_place(self.device, engine), copy=True), f"settle.{name}")
-                )
+            if name not in running:
+                buffer.copy_(engine.broadcast(buffer.detach().to(here, copy=True), f"settle.{name}"))
 
     def evaluate(self, batch: Batch) -> Sums:
         self.model.eval()
@@ -122,17 +124,29 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
     """The learner of frame=torch."""
+    share_cores(engine)
     device = pick_device(config, origins, engine)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     model = build_model(config, origins, task).to(device=device, dtype=dtype)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    make_rule = leaf.load("optim", config.optim.name, origins.where("optim.name")).build
-    rule = make_rule(**leaf.check_options(make_rule, config.optim.options, "optim", origins))
-    optimizer = torch_optimizer.make_optimizer(rule, [p for _, p in named])
+    optimizer = torch_optimizer.make_optimizer(build_rule(config, origins), [p for _, p in named])
     optimizer, reducer = meet(config, origins, engine, optimizer, named)
     loss_sum = squared_error_sum if config.model.loss == "squared_error" else cross_entropy_sum
-    return TorchLearner(model, optimizer, reducer, loss_sum, task, dtype)
+    learner = TorchLearner(model, optimizer, reducer, loss_sum, task, dtype)
+    check_logits(learner, task, origins)
+    return learner
+
+
+def check_logits(learner: TorchLearner, task: Task, origins: Origins) -> None:
+    """One forward pass of two black images: the model gives a row of logits for each."""
+    images = torch.zeros((2, task.shape[2], *task.shape[:2]), dtype=learner.dtype, device=learner.device)
+    with torch.no_grad():
+        logits = learner.model.eval()(images)
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < task.classes:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        what = f"for images {tuple(images.shape)} the model gives {shape}, not logits (2, {task.classes})"
+        raise UserError(what, origins.where("model.name"), "end the model with one output for each class")
 
 
 def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
@@ -152,6 +166,8 @@ def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module
     model = make(**arguments)
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
     return model
 
 
@@ -172,7 +188,7 @@ def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, named
 
 
 def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU with this rank's part of the cores."""
+    """The GPU of this rank's local rank, or the CPU."""
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
         raise UserError("no CUDA device is visible", origins.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
@@ -180,8 +196,13 @@ def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.devic
         device = torch.device("cuda", engine.local_rank % count)
         torch.cuda.set_device(device)
         return device
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        bound = cores < (os.cpu_count() or 1)  # the launcher gave this rank cores of its own
-        torch.set_num_threads(max(1, cores if bound else cores // engine.local_size))
     return torch.device("cpu")
+
+
+def share_cores(engine: Engine) -> None:
+    """Each rank computes with its part of the cores that it may use; OMP_NUM_THREADS wins. Every rank calls it."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    mine = (socket.gethostname(), tuple(cores))
+    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(cores) // sharers))

@@ -119,8 +119,7 @@ class _Bucket:
         self.parameters, self.name = parameters, name
         first = parameters[0]
         device = meeting_place(first.device, engine)
-        half = first.dtype in (torch.bfloat16, torch.float16)  # Horovod and MPI cannot sum them well: they travel as float32
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32 if half else first.dtype, device=device)
+        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=device)
         self._handle: Handle | None = None
 
     def start(self, engine: Engine) -> None:
@@ -132,7 +131,7 @@ class _Bucket:
         assert self._handle is not None, self.name
         self._flat = self._handle.wait()
         for p, part in self._parts(self._flat):
-            p.grad = part.to(p.device, p.dtype)  # no copy where both agree: the optimizer reads the buffer itself
+            p.grad = part.to(p.device)  # no copy on the same device: the optimizer reads the buffer itself
 
     def _parts(self, flat: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         parts = flat.split([p.numel() for p in self.parameters])
@@ -161,8 +160,6 @@ def _group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
 def fits_horovod(named: Named) -> str:
     """Why hvd.DistributedOptimizer cannot take these parameters; empty where it can."""
     for name, p in named:
-        if p.dtype == torch.bfloat16:
-            return f"Horovod cannot reduce bfloat16 ({name})"
         if not p.is_contiguous():
             return f"Horovod cannot reduce channels_last or otherwise strided tensors ({name})"
     return ""

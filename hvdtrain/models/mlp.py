@@ -8,6 +8,8 @@ from collections import OrderedDict
 
 from torch import nn
 
+from hvdtrain.errors import UserError
+
 
 def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
     """Images flattened, hidden layers, logits.
@@ -15,6 +17,12 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     widths: neurons of each hidden layer
     dropout: share of hidden activations dropped in training, 0 to 1
     """
+    if min(widths, default=1) < 1 or not 0 <= dropout < 1:
+        raise UserError(
+            f"widths {widths} with dropout {dropout} make no network",
+            "model.widths, model.dropout",
+            "widths of 1 or more, 0 <= dropout < 1",
+        )
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for i, (inputs, outputs) in enumerate(itertools.pairwise((math.prod(shape), *widths)), start=1):
         layers[f"fc{i}"] = nn.Linear(inputs, outputs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hvdtrain.errors import UserError
+
 
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
     """3x3 convolution, norm, ReLU; the norm has the bias."""
@@ -58,4 +60,12 @@ def build(
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
     """
+    if min(widths) < 1 or not 0 <= dropout < 1:
+        raise UserError(
+            f"widths {widths} with dropout {dropout} make no network",
+            "model.widths, model.dropout",
+            "widths of 1 or more, 0 <= dropout < 1",
+        )
+    if min(shape[:2]) < 4:
+        raise UserError(f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice", "model.name=wide_resnet", "model.name=mlp")
     return WideResNet(shape[2], classes, widths, dropout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -59,4 +60,9 @@ class JsonLines:
     def __call__(self, event: Event) -> None:
         line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
         with self._path.open("a", encoding="utf-8") as file:  # 30 us; nothing to close when a job ends badly
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({key: _json(value) for key, value in line.items()}, allow_nan=False) + "\n")
+
+
+def _json(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
 from pathlib import Path
@@ -73,12 +74,38 @@ def build_recipe(config: Config) -> Recipe:
     return Recipe(lr, config.optim.momentum, config.optim.weight_decay, config.batch.size)
 
 
-def run_folder(config: Config, origins: Origins) -> Path:
-    """Where rank 0 writes. A folder that holds another run is refused, never overwritten."""
-    if config.run is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path(config.resume if config.resume != "no" else f"runs/{config.data.name}-{config.model.name.split(':')[-1]}-{stamp}")
-    run = Path(config.run).expanduser()
-    if (run / "config.yaml").exists() and (config.resume == "no" or Path(config.resume).resolve() != run.resolve()):
-        raise UserError(f"{run} holds another run", origins.where("run"), f"resume={run} goes on with it; or give another run=")
-    return run
+def check_dataset(config: Config, origins: Origins, samples: int) -> None:
+    """A step is no more than one pass over the data."""
+    if config.batch.size > samples:
+        what = f"batch {config.batch.size} is more than the {samples} training samples"
+        raise UserError(what, origins.where("batch.size"), f"batch.size={samples} or less")
+
+
+def make_run_folder(config: Config, origins: Origins) -> Path:
+    """Where rank 0 writes: made anew, or the resumed run's own. A folder that holds another run is refused, never overwritten."""
+    resumed = None if config.resume == "no" else Path(config.resume).expanduser()
+    try:
+        if config.run is not None:
+            run = Path(config.run).expanduser()
+            if _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
+                raise UserError(f"{run} holds another run", origins.where("run"), f"resume={run} goes on with it; or give another run=")
+            run.mkdir(parents=True, exist_ok=True)
+            return run
+        return resumed or _new_folder(config)
+    except OSError as error:
+        raise UserError(f"cannot write the run folder: {error}", origins.where("run"), "give run= a folder that can be written") from None
+
+
+def _holds_a_run(run: Path) -> bool:
+    return any((run / name).exists() for name in ("config.yaml", "events.jsonl", "checkpoints"))
+
+
+def _new_folder(config: Config) -> Path:
+    """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same second."""
+    name = f"{config.data.name}-{config.model.name.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            run = Path("runs") / f"{name}{suffix}"
+            run.mkdir(parents=True)
+            return run
+    raise FileExistsError(f"runs/{name} and 998 more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ class Standing:
 
     progress: Progress
     seconds: float = 0.0  # spent in this job so far, over all its runs
-    at_target: int = 0  # epochs in a row, up to now, at the target accuracy
+    at_target: int = 0  # epochs in a row, up to now, at the accuracy `target`
+    target: float | None = None
 
 
 def save(run: Path, standing: Standing, arrays: Arrays, seed: int, keep_last: int) -> Path:
@@ -36,8 +37,9 @@ def save(run: Path, standing: Standing, arrays: Arrays, seed: int, keep_last: in
     save_file({k: v for k, v in arrays.items() if k.startswith("s.")}, unfinished / "slots.safetensors")
     (unfinished / "progress.json").write_text(json.dumps({"format": FORMAT, "seed": seed} | asdict(standing), indent=2) + "\n")
     if folder.exists():  # the same step again: the job was resumed from an older one
-        shutil.rmtree(folder)
+        os.replace(folder, folder.with_name(f".{folder.name}.old"))
     os.replace(unfinished, folder)
+    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
     for old in _finished(run)[:-keep_last]:
         shutil.rmtree(old)
     return folder
@@ -57,26 +59,33 @@ def load(folder: Path, dataset: int, seed: int, total: int) -> tuple[Standing, A
     from safetensors.numpy import load_file
 
     try:
-        saved = json.loads((folder / "progress.json").read_text())
-        standing = _read_standing(saved)
+        standing, saved_seed = _read_standing(json.loads((folder / "progress.json").read_text()))
         arrays = load_file(folder / "weights.safetensors") | load_file(folder / "slots.safetensors")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(
             f"cannot read the checkpoint: {type(error).__name__}: {error}", str(folder), "resume from another run folder"
         ) from None
-    for name, found, wanted in (("training set of samples", standing.progress.dataset, dataset), ("seed", saved["seed"], seed)):
+    for name, found, wanted in (("training set of samples", standing.progress.dataset, dataset), ("seed", saved_seed, seed)):
         if found != wanted:
             fix = "give the data and seed that the run folder's config.yaml names"
             raise UserError(f"the checkpoint has another {name}: {found}, this job has {wanted}", str(folder), fix)
     progress = Progress(dataset, total, standing.progress.step, standing.progress.samples)
-    return Standing(progress, standing.seconds, standing.at_target), arrays
+    return replace(standing, progress=progress), arrays
 
 
-def _read_standing(saved: dict[str, Any]) -> Standing:
+def _read_standing(saved: dict[str, Any]) -> tuple[Standing, int]:
+    """(standing, seed); ValueError, KeyError or TypeError where a number is missing or is none."""
     if saved["format"] != FORMAT:
         raise ValueError(f"format {saved['format']}, this version reads {FORMAT}")
-    return Standing(Progress(**saved["progress"]), float(saved["seconds"]), int(saved["at_target"]))
+    counts = [saved["progress"][name] for name in ("dataset", "total", "step", "samples")]
+    counts += [saved["at_target"], saved["seed"]]
+    if not all(type(count) is int and count >= 0 for count in counts) or not counts[0]:
+        raise ValueError(f"counts that cannot be: {counts}")
+    target = saved["target"]
+    return Standing(Progress(*counts[:4]), float(saved["seconds"]), counts[4], None if target is None else float(target)), counts[5]
 
 
 def _finished(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("step-*"))
+    """Folders of whole checkpoints, by step."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
@@ -16,7 +17,7 @@ from hvdtrain.frames.learner import Task
 from hvdtrain.report.log import Log
 from hvdtrain.report.sinks import Console, JsonLines
 from hvdtrain.run import checkpoint
-from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task, run_folder
+from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task, check_dataset, make_run_folder
 from hvdtrain.run.checkpoint import Standing
 from hvdtrain.run.loop import Job, stop_reason, train
 from hvdtrain.run.start import agree, share_state
@@ -35,15 +36,18 @@ def prepare(config: Config, origins: Origins) -> Parts:
     """Reads the data; what is missing or broken is a UserError on this rank."""
     train_source = build_source(config, origins, "train")
     val_source = build_source(config, origins, "val")
+    check_dataset(config, origins, len(train_source))
     return Parts(train_source, val_source, build_task(train_source, val_source, origins))
 
 
 def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, why: str) -> Standing:
     """Every rank calls it; rank 0 speaks and writes."""
-    agree(engine, {"training samples": len(parts.train), "validation samples": len(parts.val), "configuration": to_yaml(config)})
+    agree(engine, facts(config, parts))
     learner = build_learner(config, origins, parts.task, engine)
     run, standing, restored = _begin(config, origins, parts, engine)
     digest = share_state(engine, learner, restored)
+    if engine.rank == 0:
+        _write_config(config, run)  # not before: what cannot be resumed leaves the run folder as it was
     log = Log(_open_sinks(config, run) if engine.rank == 0 else [])
     job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, log, run)
     hosts = engine.exchange(socket.gethostname())
@@ -54,6 +58,21 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     lines = [f"done: {reason}, {standing.seconds:.1f} s of training", f"run folder: {run}"]
     log.emit("end", standing.progress.step, reason=reason, lines=lines)
     return standing
+
+
+def facts(config: Config, parts: Parts) -> dict[str, Any]:
+    """What must be equal on all ranks: every key of the configuration, and what is known of the data."""
+    known: dict[str, Any] = {"training samples": len(parts.train), "validation samples": len(parts.val)}
+    task = parts.task
+    known |= {
+        "image shape": task.shape,
+        "classes": task.classes,
+        "mean of the pixels": task.mean.tolist(),
+        "their deviation": task.std.tolist(),
+    }
+    for name, value in dataclasses.asdict(config).items():
+        known |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return known
 
 
 def _begin(config: Config, origins: Origins, parts: Parts, engine: Engine) -> tuple[Path, Standing, Arrays | None]:
@@ -72,18 +91,20 @@ def _begin(config: Config, origins: Origins, parts: Parts, engine: Engine) -> tu
 
 
 def _begin_alone(config: Config, origins: Origins, parts: Parts) -> tuple[Path, Standing, Arrays | None]:
-    run = run_folder(config, origins)
     progress = Progress(dataset=len(parts.train), total=len(parts.train) * config.epochs)
     standing, restored = Standing(progress), None
     if config.resume != "no":
         folder = checkpoint.newest(Path(config.resume).expanduser())
         standing, restored = checkpoint.load(folder, len(parts.train), config.seed, progress.total)
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise UserError(f"cannot write the run folder: {error}", origins.where("run"), "give run= a folder that can be written") from None
-    return run, standing, restored
+        if standing.target != config.stop.target_accuracy:  # epochs at another target do not count
+            standing = dataclasses.replace(standing, at_target=0)
+    return make_run_folder(config, origins), standing, restored
+
+
+def _write_config(config: Config, run: Path) -> None:
+    unfinished = run / ".config.yaml.unfinished"
+    unfinished.write_text(to_yaml(config))
+    unfinished.replace(run / "config.yaml")
 
 
 def _open_sinks(config: Config, run: Path) -> list[Console | JsonLines]:

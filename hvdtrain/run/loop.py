@@ -44,7 +44,8 @@ def train(job: Job, now: Standing) -> Standing:
         val = evaluate(job)
         accuracy = val["right"] / val["count"]
         reached = c.stop.target_accuracy is not None and accuracy >= c.stop.target_accuracy
-        now = Standing(p, now.seconds + time.perf_counter() - started, now.at_target + 1 if reached else 0)
+        at_target = now.at_target + 1 if reached else 0
+        now = Standing(p, now.seconds + time.perf_counter() - started, at_target, c.stop.target_accuracy)
         job.log.emit(
             "epoch",
             p.step,

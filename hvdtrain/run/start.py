@@ -19,7 +19,7 @@ def agree(engine: Engine, facts: dict[str, Any]) -> None:
     for rank, (host, theirs) in enumerate(everyone):
         for name, value in everyone[0][1].items():
             if theirs[name] != value:
-                what = f"{name} differs: {value} on rank 0, {theirs[name]} on rank {rank}"
+                what = f"{name} differs between ranks: {value} on rank 0, {theirs[name]} on rank {rank}"
                 raise UserError(what, f"hosts {everyone[0][0]} and {host}", "give every rank the same command and the same data")
 
 
