@@ -23,7 +23,7 @@ def arrays(value: float = 1.5) -> Arrays:
 
 
 def standing(step: int) -> Standing:
-    return Standing(Progress(dataset=10, total=30, step=step, samples=4 * step), seconds=2.5, at_target=1)
+    return Standing(Progress(dataset=10, total=30, step=step, samples=4 * step), seconds=2.5, at_target=1, target=0.9, accuracy=0.95)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     assert folder == tmp_path / "checkpoints" / "step-00000003" == checkpoint.newest(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["progress.json", "slots.safetensors", "weights.safetensors"]
     found, read = checkpoint.load(folder, dataset=10, seed=5, total=50)
-    assert found == Standing(Progress(dataset=10, total=50, step=3, samples=12), seconds=2.5, at_target=1)
+    assert found == Standing(Progress(dataset=10, total=50, step=3, samples=12), seconds=2.5, at_target=1, target=0.9, accuracy=0.95)
     assert read.keys() == arrays().keys()
     for name, array in arrays().items():
         np.testing.assert_array_equal(read[name], array)
@@ -83,4 +83,34 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, standing(3), arrays(), seed=5, keep_last=2) / "progress.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(UserError, match="format 99, this version reads 1"):
+        checkpoint.load(path.parent, 10, 5, 30)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "abc"),
+        ("samples", None),
+        ("samples", -64),
+        ("dataset", 0),
+        ("total", 1.5),
+        ("at_target", float("inf")),
+        ("seed", True),
+        ("seconds", "x"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    path = checkpoint.save(tmp_path, standing(3), arrays(), seed=5, keep_last=2) / "progress.json"
+    saved = json.loads(path.read_text())
+    (saved["progress"] if key in saved["progress"] else saved)[key] = value
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="cannot read the checkpoint"):
+        checkpoint.load(path.parent, 10, 5, 30)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"format": 1}'])
+def test_another_shape_of_json_is_refused(tmp_path: Path, text: str) -> None:
+    path = checkpoint.save(tmp_path, standing(3), arrays(), seed=5, keep_last=2) / "progress.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="cannot read the checkpoint"):
         checkpoint.load(path.parent, 10, 5, 30)

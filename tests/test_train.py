@@ -51,7 +51,7 @@ def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsy
     assert all(len(row) == 8 for row in rows)
     assert float(rows[2][6]) > 0.9
     assert any(line.startswith("  step ") for line in lines)
-    assert lines[-2].startswith("done: epochs=3")
+    assert re.fullmatch(rf"done \(epochs=3\): validation accuracy {rows[2][6]} after 3.0\d epochs and [0-9.]+ s", lines[-2])
     assert lines[-1] == "run folder: out"
     (start,), (end,) = events(Path("out"), "start"), events(Path("out"), "end")
     assert (start["ranks"], end["reason"]) == (1, "epochs=3")
@@ -84,7 +84,7 @@ def test_early_stop_needs_patience_epochs_at_the_target(capsys: pytest.CaptureFi
     assert reached[-2:] == [True, True]
     assert len(reached) < 9
     assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
-    assert "validation accuracy 0.5 or more for 2 epochs" in capsys.readouterr().out
+    assert "done (stop.target_accuracy=0.5 held for 2 epochs): validation accuracy 0." in capsys.readouterr().out
 
 
 def test_max_steps_stops_inside_an_epoch() -> None:
@@ -148,10 +148,10 @@ def test_what_cannot_be_resumed_leaves_the_run_as_it_was(capsys: pytest.CaptureF
 
 def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=3", "run=out", "stop.target_accuracy=0.5"]) == 0
-    assert "0.5 or more for 1 epoch" in capsys.readouterr().out
+    assert "stop.target_accuracy=0.5 held for 1 epoch)" in capsys.readouterr().out
     done = len(events(Path("out"), "epoch"))
     assert main(["resume=out", "stop.target_accuracy=0.999"]) == 0
-    assert "done: epochs=3" in capsys.readouterr().out
+    assert "done (epochs=3)" in capsys.readouterr().out
     assert len(events(Path("out"), "epoch")) == 3 > done
 
 

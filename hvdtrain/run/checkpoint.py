@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,7 @@ class Standing:
     seconds: float = 0.0  # spent in this job so far, over all its runs
     at_target: int = 0  # epochs in a row, up to now, at the accuracy `target`
     target: float | None = None
+    accuracy: float = math.nan  # of the last evaluation
 
 
 def save(run: Path, standing: Standing, arrays: Arrays, seed: int, keep_last: int) -> Path:
@@ -81,8 +83,8 @@ def _read_standing(saved: dict[str, Any]) -> tuple[Standing, int]:
     counts += [saved["at_target"], saved["seed"]]
     if not all(type(count) is int and count >= 0 for count in counts) or not counts[0]:
         raise ValueError(f"counts that cannot be: {counts}")
-    target = saved["target"]
-    return Standing(Progress(*counts[:4]), float(saved["seconds"]), counts[4], None if target is None else float(target)), counts[5]
+    target = None if saved["target"] is None else float(saved["target"])
+    return Standing(Progress(*counts[:4]), float(saved["seconds"]), counts[4], target, float(saved["accuracy"])), counts[5]
 
 
 def _finished(run: Path) -> list[Path]:

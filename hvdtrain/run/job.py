@@ -55,8 +55,8 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
     standing = train(job, standing)
     reason = stop_reason(config, standing)
-    lines = [f"done: {reason}, {standing.seconds:.1f} s of training", f"run folder: {run}"]
-    log.emit("end", standing.progress.step, reason=reason, lines=lines)
+    reached = f"validation accuracy {standing.accuracy:.4f} after {standing.progress.epochs:.2f} epochs and {standing.seconds:.1f} s"
+    log.emit("end", standing.progress.step, reason=reason, lines=[f"done ({reason}): {reached}", f"run folder: {run}"])
     return standing
 
 

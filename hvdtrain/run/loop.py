@@ -45,7 +45,7 @@ def train(job: Job, now: Standing) -> Standing:
         accuracy = val["right"] / val["count"]
         reached = c.stop.target_accuracy is not None and accuracy >= c.stop.target_accuracy
         at_target = now.at_target + 1 if reached else 0
-        now = Standing(p, now.seconds + time.perf_counter() - started, at_target, c.stop.target_accuracy)
+        now = Standing(p, now.seconds + time.perf_counter() - started, at_target, c.stop.target_accuracy, accuracy)
         job.log.emit(
             "epoch",
             p.step,
@@ -68,7 +68,7 @@ def stop_reason(config: Config, now: Standing) -> str:
     """Why the job is over; empty while it is not. Equal on all ranks, since all that it reads is."""
     target = config.stop.target_accuracy
     if target is not None and now.at_target >= config.stop.patience:
-        return f"validation accuracy {target:g} or more for {now.at_target} epoch{'s' * (now.at_target > 1)}"
+        return f"stop.target_accuracy={target:g} held for {now.at_target} epoch{'s' * (now.at_target > 1)}"
     if config.max_steps is not None and now.progress.step >= config.max_steps:
         return f"max_steps={config.max_steps}"
     return f"epochs={config.epochs}" if now.progress.done else ""
