@@ -97,6 +97,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         ("at_target", float("inf")),
         ("seed", True),
         ("seconds", "x"),
+        ("accuracy", None),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: object) -> None:
