@@ -162,7 +162,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """The fix for a misspelt word: the nearest known one, or all of them."""
     last = word.rsplit(".", maxsplit=1)[-1]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [name for name in known if name.split(".")[-1] == last]
-    return f"did you mean {close[0]}? --help lists all" if close else f"known: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
 def _expected(key: str) -> str:

@@ -98,7 +98,7 @@ def _unknown_option(section: str, name: str, option: str, known: Mapping[str, st
     shown = ", ".join(f"{known_option}={default}" for known_option, default in known.items()) or "none"
     where = origins.where(f"{section}.{option}")
     return UserError(
-        f"{section}.name={name} has no option {option}", where, f"{nearest(option, [*known, *keys])}; options of {name}: {shown}"
+        f"{section}.name={name} has no option {option}", where, f"{nearest(option, [*known, *keys])} options of {name}: {shown}"
     )
 
 

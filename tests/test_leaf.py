@@ -53,7 +53,7 @@ def test_options_are_converted_to_their_annotations() -> None:
         (
             "model.widhts=3",
             "model.name=wide_resnet has no option widhts",
-            "did you mean widths? --help lists all; options of wide_resnet: widths=",
+            "did you mean widths? options of wide_resnet: widths=",
         ),
         ("model.nmae=mlp", "model.name=wide_resnet has no option nmae", "did you mean name?"),
         ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
