@@ -154,3 +154,12 @@ def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
 def test_sections_are_those_of_config() -> None:
     built = config.Config()
     assert {name: type(getattr(built, name)) for name in config.SECTIONS} == config.SECTIONS
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
+    from hvdtrain.leaf import check_names
+
+    check_names(*configure(str(path), []))
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
