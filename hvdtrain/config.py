@@ -51,7 +51,7 @@ class OptimConfig:
 
     name: str = "sgd"
     """optimizer: sgd"""
-    base_lr: float = 0.1
+    base_lr: float = 0.02
     """learning rate after the warm-up"""
     momentum: float = 0.9
     """momentum of the optimizer, 0 to 1"""
