@@ -76,13 +76,18 @@ def read_file(path: str) -> Iterator[Assignment]:
             if key in lines:
                 raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", f"{path}:{line}", "keep one of them")
             lines[key] = line
-            yield Assignment(key, _value(key, node), f"{path}:{line}")
+            try:
+                value = _value(key, node)
+            except (yaml.YAMLError, ValueError) as error:
+                what = f"cannot read the value of {key}: {getattr(error, 'problem', None) or _first_line(error)}"
+                raise UserError(what, f"{path}:{line}", "mend that line") from None
+            yield Assignment(key, value, f"{path}:{line}")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the configuration: {error}", path or "--config", "give the path of an existing text file") from None
     except yaml.MarkedYAMLError as error:
         place = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
         raise UserError(f"not YAML: {error.problem or _first_line(error)}", place, "mend that line") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"not YAML: {_first_line(error)}", path, "mend the file") from None
 
 

@@ -34,6 +34,7 @@ JOBS = {
     "numpy least squares": "frame=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
+    "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }

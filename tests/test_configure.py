@@ -127,7 +127,13 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
         ("model: &x\n  b: *x\n", "not YAML: model.b holds itself", 2, "mend that line"),
         ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "mend the ${...}"),
         ("run: runs/${nothing}\n", "cannot resolve a value", 1, "mend the ${...}"),
-        ("run: !!python/object/apply:os.system ['echo hacked']", "not YAML", 1, "mend that line"),
+        (
+            "seed: 2\nrun: !!python/object/apply:os.system ['echo hacked']",
+            "cannot read the value of run: could not determine",
+            2,
+            "mend that",
+        ),
+        ("seed: 2\nmodel:\n  widths: &x [*x]\n", "cannot read the value of model.widths: YAML recursive aliases", 3, "mend that line"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, what: str, line: int, fix: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import signal
@@ -16,15 +15,12 @@ from typing import Any
 import conformance
 import pytest
 import ranks
+from ranks import ENGINES, needs_horovod, needs_mpirun
 
 from hvdtrain import errors
 from hvdtrain.comm.engine import Single
 
-HAVE_HOROVOD = importlib.util.find_spec("horovod") is not None
 ENDS_WITHIN_S = 10
-needs_mpirun = pytest.mark.skipif(ranks.mpirun_path() is None, reason="no mpirun on the path")
-needs_horovod = pytest.mark.skipif(not HAVE_HOROVOD, reason="Horovod is not installed: python -m hvdtrain.launch.horovod")
-ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
 
 # What a rank does in the tests below; the exit code and the words of a UserError are those of the real commands.
 PRELUDE = """

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Job, mpirun
+from ranks import ENGINES, Job, mpirun
 
 LIMIT_S = 10.0
 TRAIN = ["-m", "hvdtrain", "model.name=faulty:Faulty", "epochs=1000000", "log.every_s=0.5"]
@@ -23,7 +23,7 @@ def env() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])}
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
     options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}"
     result = mpirun(2, words(tmp_path, engine, *options), timeout_s=100, env=env())
@@ -37,7 +37,7 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
     assert "engine " + engine in result.stdout
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
     options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}", "model.leave=true"
     result = mpirun(2, words(tmp_path, engine, *options), timeout_s=100, env=env())
@@ -47,7 +47,7 @@ def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
     assert f"rank 1 on {socket.gethostname()}" in result.stderr
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_killed_rank_ends_all(tmp_path: Path, engine: str) -> None:
     with Job(2, words(tmp_path, engine), timeout_s=100, env=env()) as job:
         wait_for(lambda: job.output().count("\n") > 8, 90)  # it trains
@@ -70,7 +70,7 @@ def test_a_user_error_on_all_ranks_is_told_once(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     """Rank 0 waits in the engine's start for a rank that found no data."""
     code = (
@@ -82,6 +82,16 @@ def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     assert result.returncode == 2, result
     assert "/nowhere" in result.stderr
     assert f"rank 1 on {socket.gethostname()}" in result.stderr
+
+
+def test_ranks_that_were_given_different_jobs_are_refused(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from hvdtrain.__main__ import main; from hvdtrain.comm.placement import placement; "
+        f"sys.exit(main(['run={tmp_path / 'run'}', 'comm.engine=mpi', f'seed={{1 + placement(os.environ).rank}}']))"
+    )
+    result = mpirun(2, ["-c", code], timeout_s=60, env=env())
+    assert result.returncode == 2, result
+    assert result.stderr.count("seed differs between ranks: 1 on rank 0, 2 on rank 1") == 1, result.stderr
 
 
 def wait_for(condition: object, limit_s: float) -> None:

@@ -8,13 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from invariance import JOBS
-from ranks import mpirun, python
+from ranks import ENGINES, mpirun, needs_horovod, python
 
-GROUPS = [("single", 1), ("mpi", 2), ("mpi", 3), ("mpi", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4)]
+SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4))]
+GROUPS = [
+    pytest.param(engine, size, id=f"{engine}-{size}", marks=[needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4))
+    for engine, size in SIZES
+]
 SAME = [  # jobs that compute the same numbers, whatever the frame and the way gradients meet
     [name for name in JOBS if "softmax" in name],
     [name for name in JOBS if "least squares" in name],
     [name for name in JOBS if "mlp" in name],
+    ["torch with an unused layer"],
 ]
 
 
@@ -35,7 +40,7 @@ def run(curves: dict, tmp: Path, engine: str, size: int) -> dict:
     return curves[key]
 
 
-@pytest.mark.parametrize(("engine", "size"), [pytest.param(e, n, id=f"{e}-{n}", marks=[pytest.mark.ranks4] * (n == 4)) for e, n in GROUPS])
+@pytest.mark.parametrize(("engine", "size"), GROUPS)
 def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine: str, size: int) -> None:
     one, many = run(curves, tmp_path, "single", 1), run(curves, tmp_path, engine, size)
     assert one.keys() == many.keys() == JOBS.keys()
@@ -55,7 +60,7 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine:
             assert many[job]["weights"] == pytest.approx(one[group[0]]["weights"], rel=1e-11), job
 
 
-@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, tmp_path: Path, engine: str) -> None:
     out = tmp_path / "deaf.json"
     result = mpirun(2, ["tests/invariance.py", engine, str(out), "deaf"], timeout_s=120)

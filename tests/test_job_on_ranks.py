@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import Result, mpirun, python
+from ranks import Result, mpirun, needs_horovod, python
 
 WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
 
@@ -24,7 +24,9 @@ def epochs(run: Path) -> list[dict]:
     return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
 
 
-@pytest.mark.parametrize(("engine", "how"), [("horovod", "hvd.DistributedOptimizer"), ("mpi", "1 overlapped bucket")])
+@pytest.mark.parametrize(
+    ("engine", "how"), [pytest.param("horovod", "hvd.DistributedOptimizer", marks=needs_horovod), ("mpi", "1 overlapped bucket")]
+)
 def test_two_ranks_train_and_one_goes_on(tmp_path: Path, engine: str, how: str) -> None:
     run = tmp_path / "run"
     first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
@@ -43,8 +45,8 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path, engine: str, how: str) 
     assert rows[3]["val_accuracy"] > 0.7  # 0.1 is chance
 
 
+@needs_horovod
 def test_auto_takes_horovod_under_mpirun() -> None:
-    pytest.importorskip("horovod", reason="Horovod is not built here: no C++ compiler")
     result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"], timeout_s=60)
     assert result.returncode == 2
     assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr

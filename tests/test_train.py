@@ -63,6 +63,12 @@ def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsy
     assert "name: linear" in (Path("out") / "config.yaml").read_text()
 
 
+def test_progress_lines_wait_for_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=2", "run=out", "log.every_s=1000", "log.every_steps=1"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("  step ")]
+    assert len(events(Path("out"), "step")) == 45
+
+
 def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
     assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1"]) == 0
     steps, (epoch,) = events(Path("out"), "step"), events(Path("out"), "epoch")

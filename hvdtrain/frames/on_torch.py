@@ -181,7 +181,7 @@ def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, named
         return optimizer, torch_reduce.Alone(named)
     if engine.name == "horovod" and kind != "bucket" and not why:
         optimizer = torch_reduce.wrap_optimizer(optimizer, named)
-        return optimizer, torch_reduce.InOptimizer(optimizer)
+        return optimizer, torch_reduce.InOptimizer(optimizer, named)
     reducer = torch_reduce.Buckets(named, engine, int(config.comm.bucket_mb * 2**20))
     reducer.words += f": {why}" if why and kind == "auto" else ""
     return optimizer, reducer

@@ -29,6 +29,13 @@ class Reducer(Protocol):
         """The last backward is over."""
 
 
+def fill_missing(parameters: list[torch.nn.Parameter]) -> None:
+    """Gives a gradient of zero to each parameter that has none."""
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+
+
 class Alone:
     """One rank: there is nobody to meet."""
 
@@ -44,9 +51,7 @@ class Alone:
         pass
 
     def finish(self) -> None:
-        for p in self._parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        fill_missing(self._parameters)
 
 
 class InOptimizer:
@@ -54,8 +59,9 @@ class InOptimizer:
 
     words = "gradients by hvd.DistributedOptimizer"
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, named: Named) -> None:
         self._optimizer, self._passes = optimizer, 1
+        self._parameters = [p for _, p in named]
 
     def begin(self, passes: int) -> None:
         if passes != self._passes:
@@ -66,7 +72,7 @@ class InOptimizer:
         pass
 
     def finish(self) -> None:
-        pass
+        fill_missing(self._parameters)  # Horovod does so itself, but for a single rank
 
 
 class Buckets:
