@@ -55,12 +55,14 @@ def _command(words: list[str]) -> int:
 def run(config: Config, origins: Origins) -> int:
     """Trains, and ends every rank where one fails."""
     from hvdtrain.comm.placement import placement
+    from hvdtrain.recipe.compose import for_ranks
     from hvdtrain.run.build import check_batch, connect
     from hvdtrain.run.job import prepare, train_job
 
     engine: Engine | None = None
     try:
         place = placement(os.environ)
+        config = for_ranks(config, place.size)
         check_batch(config, origins, place.size)
         parts = prepare(config, origins)
         engine, why = connect(config, origins, place)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config import LIMITS, OPEN_SECTIONS, SECTIONS, Config
+from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
 from hvdtrain.errors import UserError
+from hvdtrain.limits import LIMITS
 
 
 class Assignment(NamedTuple):

@@ -20,7 +20,8 @@ from hvdtrain.errors import UserError
 ALIASES: dict[str, dict[str, str]] = {
     "comm": {"horovod": "hvd", "single": "engine"},
     "data": {"mnist": "idx", "fashion_mnist": "idx", "kmnist": "idx", "cifar10": "cifar", "cifar100": "cifar"},
-    "frames": {"torch": "on_torch", "numpy": "on_numpy"},
+    "frames": {"torch": "on_torch", "numpy": "on_numpy", "jax": "on_jax"},
+    "jax_models": {},
     "models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)},
     "optim": {},
 }
@@ -49,7 +50,7 @@ def find(folder: str, name: str, where: str) -> Path:
 
 def load_dotted(name: str, where: str) -> Callable[..., Any]:
     """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH)."""
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UserError(f"{name} names no class", where, fix)
@@ -84,13 +85,23 @@ def check_names(config: Config, origins: Origins) -> None:
     find("frames", config.frame, origins.where("frame"))
     if config.comm.engine != "auto":
         find("comm", config.comm.engine, origins.where("comm.engine"))
-    for section, folder in OPEN_SECTIONS.items():
+    for section in OPEN_SECTIONS:
         name, given = getattr(config, section).name, getattr(config, section).options
-        if ":" not in name:  # the user's own class checks its own
-            known = options(entry(find(folder, name, origins.where(f"{section}.name"))))
+        if not is_dotted(name):  # the user's own class checks its own
+            known = options(entry(find(folder_of(section, config), name, origins.where(f"{section}.name"))))
             for option in given:
                 if option not in known:
                     raise _unknown_option(section, name, option, known, origins)
+
+
+def is_dotted(name: str) -> bool:
+    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, and no leaf's."""
+    return ":" in name or "." in name
+
+
+def folder_of(section: str, config: Config) -> str:
+    """The folder whose files the names of an open section are: the models of JAX have their own."""
+    return "jax_models" if section == "model" and config.frame == "jax" else OPEN_SECTIONS[section]
 
 
 def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], origins: Origins) -> UserError:

@@ -25,7 +25,7 @@ Exit codes: 0 done, 1 an unexpected error, 2 something to mend in what was given
 
 keys, defaults"""
 
-_FOLDERS = {**config.OPEN_SECTIONS, "comm": "comm", "frame": "frames"}
+_FOLDERS = {**config.OPEN_SECTIONS, "model with frame=jax": "jax_models", "comm": "comm", "frame": "frames"}
 
 
 def help_text(section: str | None) -> str:
@@ -45,9 +45,11 @@ def list_text() -> str:
     """The names of every leaf, a line each with the first line of its file."""
     lines = []
     for section, folder in _FOLDERS.items():
-        lines.append({"comm": "comm.engine", "frame": "frame"}.get(section, f"{section}.name"))
+        head, _, when = section.partition(" ")
+        lines.append({"comm": "comm.engine", "frame": "frame"}.get(head, f"{head}.name {when}".rstrip()))
         lines += [f"  {name:14} {_first_line(path)}" for name, path in leaf.files(folder).items()]
-    return "\n".join([*lines, "model.name also takes package.module:Class, and comm.engine takes auto"])
+    more = "model.name also takes package.module:Class, optim.name any class of torch.optim by its path, and comm.engine takes auto"
+    return "\n".join([*lines, more])
 
 
 def _rows(kind: type, prefix: str) -> list[str]:
@@ -75,14 +77,16 @@ def _field_texts(class_name: str) -> dict[str, str]:
 def _options(section: str) -> list[str]:
     """The options of each leaf of a section: its build()'s keyword-only parameters and its docstring."""
     lines: list[str] = []
-    done: dict[Path, list[str]] = {}
-    for name, path in leaf.files(_FOLDERS[section]).items():
-        done.setdefault(path, []).append(name)
-    for path, names in done.items():
-        build = leaf.entry(path)
-        lines += ["", f"{section}.name={'|'.join(names)}: {_first_line(path)}"]
-        texts = _option_texts(ast.get_docstring(build) or "")
-        lines += [f"  {f'{section}.{option}={value}':34} {texts.get(option, '')}".rstrip() for option, value in leaf.options(build).items()]
+    for when, folder in ((key.removeprefix(section), folder) for key, folder in _FOLDERS.items() if key.split()[0] == section):
+        done: dict[Path, list[str]] = {}
+        for name, path in leaf.files(folder).items():
+            done.setdefault(path, []).append(name)
+        for path, names in done.items():
+            build = leaf.entry(path)
+            lines += ["", f"{section}.name={'|'.join(names)}{when}: {_first_line(path)}"]
+            texts = _option_texts(ast.get_docstring(build) or "")
+            given = leaf.options(build).items()
+            lines += [f"  {f'{section}.{option}={value}':34} {texts.get(option, '')}".rstrip() for option, value in given]
     return lines
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Arrays = dict[str, np.ndarray]  # "p." weights, "b." buffers, "s." optimizer slots: {"p.fc.weight": ..., "s.fc.weight.0": ...}
-Batch = dict[str, Any]  # {"x": uint8 (n, H, W, C), "y": int64 (n,)} on the host; a frame's own tensors after Learner.put
+# {"x": uint8 (n, H, W, C), "y": int64 (n,)} on the host, and "w": float64 (n,) where samples are weighted; a frame's own after Learner.put
+Batch = dict[str, Any]
 Sums = dict[str, Any]  # {"loss": sum, "right": sum, "count": n}: sums over samples, never means; device scalars
 
 _MASK = 2**64 - 1
@@ -19,9 +20,12 @@ class Hyper(NamedTuple):
     """Every number of one step."""
 
     lr: float
-    momentum: float
+    momentum: float  # the first beta of Adam and its kin
     weight_decay: float
     batch: int  # samples over all ranks
+    step: int = 0  # updates done before this one
+    noise: float = 0.0  # variance of the noise added to each number of the mean gradient
+    sample_noise: float = 0.0  # standard deviation of the random weight, of mean 1, of each sample's loss
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ from hvdtrain.state import Progress, digest
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 COMMON = "speed.precision=fp64 batch.size=31 epochs=2 max_steps=60 log.every_steps=1 recipe.warmup_epochs=0.5 optim.weight_decay=1e-3"
+GROWN = (  # a recipe with nearly everything
+    "model.name=linear optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.base_batch=24 optim.clip_norm=2 optim.clip_value=0.05 "
+    "model.label_smoothing=0.1 recipe.sample_noise=0.5 recipe.growth=milestones recipe.grow_at=[0.4,0.9] recipe.grow_to=[47,62]"
+)
 JOBS = {
     "numpy softmax": "frame=numpy model.name=linear optim.base_lr=0.05",
     "torch softmax": "model.name=linear optim.base_lr=0.05",
@@ -36,6 +40,15 @@ JOBS = {
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
+    "jax softmax": "frame=jax model.name=linear optim.base_lr=0.05",
+    "jax least squares": "frame=jax model.name=linear model.loss=squared_error optim.base_lr=0.002",
+    "jax convnet": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2",
+    "jax convnet, micro-batches": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
+    "numpy, grown": f"frame=numpy {GROWN}",
+    "torch, grown": GROWN,
+    "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",
+    "jax, grown": f"frame=jax {GROWN}",
+    "torch mlp, RMSprop": "model.name=mlp model.widths=[24,16] optim.name=torch.optim.RMSprop optim.base_lr=0.001",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }
 
@@ -67,7 +80,7 @@ def losses(words: str, engine: object) -> dict[str, object]:
     def listen(event: Event) -> None:
         curve.append(event.fields["loss"])
 
-    job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, Log([listen]), Path())
+    job = Job(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, Log([listen]), Path())
     p = Progress(len(parts.train), len(parts.train) * config.epochs)
     while p.step < config.max_steps:
         p, _, _ = train_epoch(job, p)

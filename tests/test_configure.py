@@ -9,6 +9,7 @@ import pytest
 from hvdtrain import config
 from hvdtrain.configure import configure, known_keys, to_yaml
 from hvdtrain.errors import UserError
+from hvdtrain.limits import LIMITS
 
 
 def read(*words: str, text: str = "", tmp: Path | None = None) -> config.Config:
@@ -151,7 +152,7 @@ def test_a_missing_file_is_named() -> None:
 def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
     from hvdtrain import manual
 
-    assert set(config.LIMITS) <= set(known_keys())
+    assert set(LIMITS) <= set(known_keys())
     page = manual.help_text(None)
     for key in known_keys():
         assert f"  {key}=" in page, f"{key} has no text under it in config.py"

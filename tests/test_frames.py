@@ -9,9 +9,7 @@ import torch
 from hvdtrain.comm.engine import Single
 from hvdtrain.configure import configure
 from hvdtrain.errors import UserError
-from hvdtrain.frames import torch_optimizer
 from hvdtrain.frames.learner import Learner, Task
-from hvdtrain.optim.sgd import Sgd
 from hvdtrain.run.build import build_learner
 from hvdtrain.state import Batch, Hyper, digest
 
@@ -67,32 +65,73 @@ def test_torch_and_numpy_move_alike(loss: str) -> None:
         np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-12, atol=1e-14)
 
 
-def test_torch_optimizer_is_its_rule() -> None:
-    """20 steps with a changing rate, float64, against the rule on numpy arrays."""
-    rule, p = Sgd(), torch.nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    optimizer = torch_optimizer.make_optimizer(rule, [p])
-    torch_optimizer.fill_slots(optimizer)
-    q = p.detach().numpy().copy()
-    slots = rule.init(q, np)
-    for step in range(20):
-        h = Hyper(lr=0.1 / (step + 1), momentum=0.9, weight_decay=0.05, batch=1)
-        g = np.sin(np.arange(6.0) + step)
-        p.grad = torch.from_numpy(g)
-        torch_optimizer.set_hyper(optimizer, h)
-        optimizer.step()
-        delta, slots = rule.update(g, slots, q, h, np)
-        q = q + delta
-    np.testing.assert_allclose(p.detach().numpy(), q, rtol=1e-12)
-    np.testing.assert_allclose(torch_optimizer.slots(optimizer, p)[0].numpy(), slots[0], rtol=1e-12)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optim.clip_norm=0.3"],
+        ["optim.clip_value=0.02"],
+        ["model.label_smoothing=0.2"],
+        ["optim.exclude=none"],
+        ["model.label_smoothing=0.2", "model.loss=squared_error"],
+        ["optim.name=larc"],
+    ],
+)
+def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
+    plain = learner("frame=numpy", "model.name=linear")
+    both = [learner(f"frame={frame}", "model.name=linear", *words) for frame in ("torch", "numpy")]
+    for step in range(5):
+        data = batch(7, step)
+        weighted = data | {"w": np.linspace(-0.5, 2.0, 7)}
+        plain.step([plain.put(data)], hyper(7), step)
+        sums = [floats(one.step([one.put(weighted)], hyper(7), step)) for one in both]
+        assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+    states = [one.state() for one in both]
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-11, atol=1e-13)
+    assert not np.allclose(states[0]["p.fc.weight"], plain.state()["p.fc.weight"])
 
 
-def test_sgd_by_hand() -> None:
-    rule, p, v = Sgd(), 2.0, 0.0
-    h = Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=1)
-    delta, (v,) = rule.update(1.0, (v,), p, h, None)  # v = 1 + 0.1 * 2 = 1.2
-    assert (delta, v) == (pytest.approx(-0.6), pytest.approx(1.2))
-    delta, (v,) = rule.update(1.0, (v,), p + delta, h, None)  # v = 0.9 * 1.2 + 1 + 0.14 = 2.22
-    assert (delta, v) == (pytest.approx(-1.11), pytest.approx(2.22))
+def test_label_smoothing_is_for_training_alone() -> None:
+    one, other = learner("model.name=mlp", "model.label_smoothing=0.3"), learner("model.name=mlp")
+    data = one.put(batch(6))
+    assert floats(one.evaluate(data)) == floats(other.evaluate(data))
+    assert floats(one.step([data], hyper(6), 0))["loss"] != pytest.approx(floats(other.step([data], hyper(6), 0))["loss"], rel=1e-3)
+
+
+def test_excluded_parameters_do_not_decay() -> None:
+    one = learner("model.name=mlp")
+    before = one.state()
+    one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    for name, array in one.state().items():
+        if name.startswith("p."):
+            np.testing.assert_allclose(array, before[name] * (0.95 if array.ndim > 1 else 1.0), rtol=1e-12)
+
+
+def test_added_noise_is_drawn_from_the_seed() -> None:
+    a, b, c = (learner("model.name=mlp") for _ in range(3))
+    h = hyper(4)._replace(noise=0.01, momentum=0.0)
+    for one, seed in ((a, 7), (b, 7), (c, 8)):
+        one.step([one.put(batch(0))], h, seed)  # no sample: the gradient is noise alone
+    assert digest(a.state()) == digest(b.state()) != digest(c.state())
+    moved = learner("model.name=mlp").state()["p.fc1.weight"] * (1 - 0.1 * 0.01) - a.state()["p.fc1.weight"]
+    assert moved.std() / 0.1 == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_torch_class_by_its_path_is_saved_and_goes_on() -> None:
+    words = ["model.name=mlp", "optim.name=torch.optim.RMSprop", "optim.alpha=0.9"]
+    a = learner(*words)
+    assert not any(name.startswith("s.") for name in a.state()), "its state comes with its first step"
+    for step in range(3):
+        a.step([a.put(batch(8, step))], hyper(8, 0.001), step)
+    assert "s.fc1.weight.square_avg" in a.state()
+    b = learner(*words, "seed=2")
+    b.load(a.state())
+    for one in (a, b):
+        one.step([one.put(batch(8, 9))], hyper(8, 0.001), 9)
+    assert digest(a.state()) == digest(b.state())
+    model = torch.nn.Sequential(*[torch.nn.Linear(*shape).double() for shape in ((32, 128), (128, 3))])
+    by_hand = torch.optim.RMSprop(model.parameters(), alpha=0.9)
+    assert by_hand.param_groups[0]["alpha"] == a.optimizer.param_groups[0]["alpha"] and len(a.optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize("reduce", ["auto", "bucket"])
@@ -111,7 +150,7 @@ def test_micro_batches_and_empty_ones_change_nothing(reduce: str) -> None:
 
 
 def test_a_step_of_no_samples_only_decays() -> None:
-    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
+    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]", "optim.exclude=none")
     before = one.state()
     sums = one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
     assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0}
@@ -185,6 +224,13 @@ def test_a_state_of_another_model_is_refused() -> None:
         (["comm.reduce=distributed_optimizer"], "needs the horovod engine; this is single"),
         (["speed.device=cuda"], "no CUDA device is visible"),
         (["optim.name=sgdd"], "unknown name: sgdd"),
+        (
+            ["frame=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
+            "torch.optim.SGD is a torch optimizer, frame=numpy needs a rule",
+        ),
+        (["frame=numpy", "model.name=linear", "norm.kind=ghost"], "frame=numpy cannot do this norm.kind"),
+        (["log.noise_scale=true"], "this is one rank"),
+        (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
         (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
         (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),
     ],

@@ -18,8 +18,11 @@ GROUPS = [
 SAME = [  # jobs that compute the same numbers, whatever the frame and the way gradients meet
     [name for name in JOBS if "softmax" in name],
     [name for name in JOBS if "least squares" in name],
-    [name for name in JOBS if "mlp" in name],
+    [name for name in JOBS if "mlp" in name and "RMSprop" not in name],
     ["torch with an unused layer"],
+    ["jax convnet", "jax convnet, micro-batches"],
+    [name for name in JOBS if "grown" in name],
+    ["torch mlp, RMSprop"],
 ]
 
 

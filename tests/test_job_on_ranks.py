@@ -6,8 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import Result, mpirun, needs_horovod, python
+
+from hvdtrain.configure import configure
+from hvdtrain.run.job import prepare
 
 WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
 
@@ -33,7 +37,7 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path, engine: str, how: str) 
     lines = first.stdout.splitlines()
     assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: as asked", lines[0]), lines
     assert lines[2] == "batch   33 over all ranks, 16 or 17 on each"
-    assert how in lines[3]
+    assert how in lines[4]
     assert lines[-1] == f"run folder: {run}"
     assert len([line for line in lines if re.match(r" +\d", line)]) == 2, "rank 0 speaks, the other is silent"
     second = job(0, run, "epochs=3", f"resume={run}")
@@ -63,3 +67,26 @@ def test_single_is_refused_under_mpirun() -> None:
     result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"], timeout_s=60)
     assert result.returncode == 2
     assert result.stderr.count("started 2 processes") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"), [pytest.param("horovod", ["batch.micro=9"], marks=needs_horovod), ("mpi", ["comm.bucket_mb=0.001"])]
+)
+def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, engine: str, more: list[str]) -> None:
+    """At rest (lr 0) from zero weights a sample's gradient of the squared error is -(one-hot label) x, so |G|^2 and S are sums by hand."""
+    run = tmp_path / "run"
+    words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
+    result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    config, origins = configure(None, [])
+    parts = prepare(config, origins)
+    data = parts.train.read(np.arange(len(parts.train)))
+    x = ((data["x"] / 255.0 - parts.task.mean) / parts.task.std).reshape(len(data["x"]), -1)
+    x = np.concatenate([x, np.ones((len(x), 1))], 1)  # the bias
+    mean = np.eye(10)[data["y"]].T @ x / len(x)
+    signal = np.square(mean).sum()
+    noise = np.square(x).sum() / len(x) - signal
+    measured = epochs(run)[-1]["noise_scale"]
+    assert measured == pytest.approx(noise / signal, rel=0.1)
+    assert 10 < measured < 30
+    assert f"noise scale {measured:.0f}: batches far above that many samples save few steps" in result.stdout

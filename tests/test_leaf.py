@@ -25,7 +25,9 @@ def test_every_name_loads() -> None:
 def test_known_names() -> None:
     assert {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder"} == set(leaf.files("data"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(leaf.files("models"))
-    assert set(leaf.files("frames")) == {"torch", "numpy"}
+    assert set(leaf.files("frames")) == {"torch", "numpy", "jax"}
+    assert set(leaf.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"}
+    assert set(leaf.files("jax_models")) == {"linear", "mlp", "convnet"}
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
@@ -59,7 +61,7 @@ def test_options_are_converted_to_their_annotations() -> None:
         ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
         ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
         ("data.name=nonsense", "unknown name: nonsense", "known: "),
-        ("frame=tensorflow", "unknown name: tensorflow", "known: numpy, torch"),
+        ("frame=tensorflow", "unknown name: tensorflow", "known: jax, numpy, torch"),
         ("comm.engine=nccl", "unknown name: nccl", "known: horovod, mpi, single"),
     ],
 )

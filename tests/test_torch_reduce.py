@@ -96,6 +96,14 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
 
 
 def test_what_horovod_cannot_reduce_is_told() -> None:
-    assert fits_horovod(named(layers(3, 4))) == ""
+    model = layers(3, 4)
+    assert fits_horovod(torch.optim.SGD(model.parameters(), lr=0.1), named(model)) == ""
     strided = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    assert fits_horovod(named(strided)) == "Horovod cannot reduce channels_last or otherwise strided tensors (weight)"
+    why = fits_horovod(torch.optim.SGD(strided.parameters(), lr=0.1), named(strided))
+    assert why == "Horovod cannot reduce channels_last or otherwise strided tensors (weight)"
+
+    class Needs(torch.optim.SGD):
+        def __init__(self, params: object, horizon: int) -> None:
+            super().__init__(params, lr=0.1)
+
+    assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot make Needs anew without its horizon"

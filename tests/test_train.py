@@ -18,7 +18,7 @@ from hvdtrain.comm.engine import Single
 from hvdtrain.configure import configure
 from hvdtrain.data.sampler import indices
 from hvdtrain.run import checkpoint
-from hvdtrain.run.loop import Job, rows_of_step
+from hvdtrain.run.micro import rows_of_step
 from hvdtrain.state import Hyper, Progress
 
 FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])}
@@ -43,7 +43,8 @@ def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsy
     assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
     assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling"
     assert lines[2] == "batch   64 over all ranks, 64 on each"
-    assert "650 parameters, torch float32 on cpu" in lines[3]
+    assert lines[3] == "recipe  sgd, lr 0.05"
+    assert "650 parameters, torch float32 on cpu" in lines[4]
     head = next(line for line in lines if line.startswith("epoch"))
     assert re.split(r"  +", head) == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "lr"]
     rows = [line.split() for line in lines if re.match(r" +\d", line)]
@@ -175,13 +176,45 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
         for rank in range(3):
             engine = Single()
             engine.rank, engine.size = rank, 3  # type: ignore[misc]
-            job = Job(config, engine, None, None, None, None, None, Path())  # type: ignore[arg-type]
-            rows = rows_of_step(job, p, Hyper(0.1, 0.9, 0.0, 31))
+            rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, engine)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
             np.testing.assert_array_equal(np.concatenate(rows), expected)
             assert max(map(len, rows)) <= 4
             counts.append(len(rows))
         assert len(set(counts)) == 1
+
+
+def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
+    config, p = configure(None, ["batch.size=10"])[0], Progress(1437, 99999, 7, 1430)
+    for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
+        rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, batch), 10, Single())
+        assert [len(part) for part in rows] == lengths
+        np.testing.assert_array_equal(np.concatenate(rows), indices(1430, batch, 0, 1, 1437, config.seed))
+
+
+def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    """1437 samples: batch 64 up to epoch 1 (23 steps, 1472 samples), then 200: 7 steps to 2872, 8 to 3072 > 2874."""
+    words = [*FAST, "batch.size=64", "log.every_steps=1", "recipe.schedule=steps", "recipe.milestones=[1]", "recipe.gamma=0.25",
+             "recipe.growth=decays", "recipe.batch_max=200"]  # fmt: skip
+    assert main([*words, "epochs=2", "run=whole"]) == 0
+    out = capsys.readouterr().out
+    assert "batch   64, 200 from epoch 1 over all ranks, 64 on each at first\n" in out
+    assert "lr 0.05, then x 0.25 at epochs 1\n" in out
+    steps = events(Path("whole"), "step")
+    assert [s["batch"] for s in steps] == [64] * 23 + [200] * 8
+    assert [s["lr"] for s in steps] == pytest.approx([0.05] * 23 + [0.05 * 0.25 * 200 / 64] * 8)
+    assert main([*words, "epochs=2", "max_steps=27", "run=half"]) == 0
+    assert main(["resume=half", "max_steps=null"]) == 0
+    newest = "checkpoints/step-00000031/weights.safetensors"
+    assert (Path("half") / newest).read_bytes() == (Path("whole") / newest).read_bytes()
+
+
+def test_a_rank_may_say_its_own_batch() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "batch.per_rank=48", "optim.base_batch=16", "optim.base_lr=0.01", "max_steps=2"]) == 0
+    (epoch,) = events(Path("out"), "epoch")
+    assert (epoch["batch"], epoch["lr"]) == (48, pytest.approx(0.03))
+    text = Path("out/config.yaml").read_text()
+    assert "size: 48" in text and "per_rank: null" in text
 
 
 def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,8 @@ class Learner(Protocol):
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.
 
-        Returns this rank's own sums {"loss", "right", "count"} over its samples, as device scalars.
+        `seed` is the same on all ranks. A micro-batch with weights "w" is learned from with each sample's loss times its weight.
+        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted, as device scalars.
         """
 
     def settle(self, engine: Engine) -> None:
@@ -68,7 +69,17 @@ def check_fit(own: Arrays, given: Arrays) -> None:
 
 
 def build_rule(config: Config, origins: Origins) -> Rule:
-    """The rule that optim.name means."""
-    make = leaf.load("optim", config.optim.name, origins.where("optim.name")).build
+    """The rule that optim.name means; a class of torch.optim is no rule."""
+    name, where = config.optim.name, origins.where("optim.name")
+    if leaf.is_dotted(name):
+        raise UserError(f"{name} is a torch optimizer, frame={config.frame} needs a rule", where, "frame=torch, or a name of `list`")
+    make = leaf.load("optim", name, where).build
     rule: Rule = make(**leaf.check_options(make, config.optim.options, "optim", origins))
     return rule
+
+
+def momentum(config: Config, origins: Origins) -> float:
+    """optim.momentum, or where it is left out the rule's own; a class of torch.optim keeps what its constructor says."""
+    if config.optim.momentum is not None or leaf.is_dotted(config.optim.name):
+        return config.optim.momentum or 0.0
+    return build_rule(config, origins).momentum

@@ -11,33 +11,41 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
-from hvdtrain.optim.rule import Rule
+from hvdtrain.optim.gradient import clip
+from hvdtrain.optim.rule import Plain, Rule, is_excluded
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
 
 
 class NumpyLearner:
     """logits = x W' + b from zero weights; names and shapes are those of models/linear.py."""
 
-    def __init__(self, task: Task, squared_error: bool, rule: Rule, dtype: np.dtype, engine: Engine) -> None:
-        self.task, self.squared_error, self.rule, self.dtype, self.engine = task, squared_error, rule, dtype, engine
+    def __init__(self, config: Config, task: Task, rule: Rule, engine: Engine) -> None:
+        self.config, self.task, self.engine = config, task, engine
+        self.dtype = dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
-        self.slots = {name: rule.init(p, np) for name, p in self.weights.items()}
+        self.ops = Plain(np)
+        self.slots = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
+        spared = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
+        self.rules = {name: rule.unadapted() if name in spared else rule for name in self.weights}
+        self.decays = {name: 0.0 if name in spared else 1.0 for name in self.weights}
 
     def put(self, batch: Batch) -> Batch:
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
         x = x.transpose(0, 3, 1, 2).reshape(len(x), -1)  # (n, C H W), as torch flattens
-        return {"x": x.astype(self.dtype), "y": batch["y"]}
+        return batch | {"x": x.astype(self.dtype)}
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
         for batch in micro:
-            sums, error = self._forward(batch)
+            sums, error = self._forward(batch, self.config.model.label_smoothing)
+            if "w" in batch:
+                error = error * batch["w"][:, None]
             error = error / hyper.batch  # a sum over ranks is then the mean over the global batch
             gradient += np.concatenate([(error.T @ batch["x"]).ravel(), error.sum(0)])
             total = {name: total[name] + sums[name] for name in total}
-        self._update(self.engine.allreduce(gradient, "gradient.0"), hyper)
+        self._update(self.engine.allreduce(gradient, "gradient.0"), hyper, seed)
         return total
 
     def settle(self, engine: Engine) -> None:
@@ -60,11 +68,11 @@ class NumpyLearner:
         parameters = sum(p.size for p in self.weights.values())
         return f"linear, {parameters:,} parameters, numpy {self.dtype} on the CPU, gradients by one allreduce"
 
-    def _forward(self, batch: Batch) -> tuple[Sums, np.ndarray]:
+    def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), both (n, classes)-shaped inside."""
         logits = batch["x"] @ self.weights["fc.weight"].T + self.weights["fc.bias"]
-        one_hot = np.eye(self.task.classes, dtype=self.dtype)[batch["y"]]
-        if self.squared_error:
+        one_hot = np.eye(self.task.classes, dtype=self.dtype)[batch["y"]] * (1.0 - smoothing) + smoothing / self.task.classes
+        if self.config.model.loss == "squared_error":
             error = logits - one_hot
             loss = 0.5 * np.square(error).sum()
         else:
@@ -75,13 +83,16 @@ class NumpyLearner:
         right = (logits.argmax(1) == batch["y"]).sum()
         return {"loss": float(loss), "right": float(right), "count": len(logits)}, error
 
-    def _update(self, gradient: np.ndarray, hyper: Hyper) -> None:
-        start = 0
-        for name, p in self.weights.items():
-            g = gradient[start : start + p.size].reshape(p.shape)
-            delta, self.slots[name] = self.rule.update(g, self.slots[name], p, hyper, np)
-            self.weights[name] = p + delta
-            start += p.size
+    def _update(self, gradient: np.ndarray, hyper: Hyper, seed: int) -> None:
+        parts = np.split(gradient, np.cumsum([p.size for p in self.weights.values()])[:-1])
+        parts = clip(parts, self.config.optim.clip_norm, self.config.optim.clip_value, np)
+        random = np.random.default_rng(seed)
+        for (name, p), g in zip(self.weights.items(), parts, strict=True):
+            if hyper.noise:
+                g = g + random.normal(0.0, hyper.noise**0.5, g.shape)  # noqa: PLW2901 (the same on every rank, since the seed is)
+            h = hyper._replace(weight_decay=hyper.weight_decay * self.decays[name])
+            new, slots = self.rules[name].update(g.astype(self.dtype).reshape(p.shape), self.slots[name], p, h, self.ops)
+            self.weights[name], self.slots[name] = new.astype(self.dtype), slots
 
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
@@ -90,10 +101,12 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
         "model.name": config.model.name != "linear",
         "comm.reduce": config.comm.reduce != "auto",
         "speed.device": config.speed.device == "cuda",
+        "norm.kind": config.norm.kind != "batch",
+        "model.classifier_std": config.model.classifier_std is not None,
+        "log.noise_scale": config.log.noise_scale,
     }
     for key, wrong in impossible.items():
         if wrong:
-            fix = "frame=numpy takes model.name=linear, comm.reduce=auto and the CPU; or frame=torch"
+            fix = "frame=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or frame=torch"
             raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
-    dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
-    return NumpyLearner(task, config.model.loss == "squared_error", build_rule(config, origins), dtype, engine)
+    return NumpyLearner(config, task, build_rule(config, origins), engine)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
@@ -19,29 +17,44 @@ from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
+from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
+from hvdtrain.frames.torch_loss import Loss
+from hvdtrain.frames.torch_model import check_logits, make_model
+from hvdtrain.frames.torch_optimizer import RuleOptimizer
 from hvdtrain.state import Arrays, Batch, Hyper, Sums, fold
-
-LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (n, classes), labels (n,) -> sum over samples
 
 
 class TorchLearner:
     """A torch model that gives logits (n, classes) for images (n, C, H, W)."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Any, reducer: torch_reduce.Reducer, loss_sum: LossSum, task: Task, dtype: torch.dtype
+        self,
+        config: Config,
+        model: torch.nn.Module,
+        optimizer: Any,
+        reducer: torch_reduce.Reducer,
+        meter: Meter | NoMeter,
+        task: Task,
+        rank: int,
     ) -> None:
-        self.model, self.optimizer, self.reducer, self.loss_sum, self.dtype = model, optimizer, reducer, loss_sum, dtype
-        self.device = next(model.parameters()).device
-        self._mean = torch.tensor(task.mean, dtype=dtype, device=self.device).view(1, -1, 1, 1)
-        self._std = torch.tensor(task.std, dtype=dtype, device=self.device).view(1, -1, 1, 1)
+        self.config, self.model, self.optimizer, self.reducer, self.meter = config, model, optimizer, reducer, meter
+        self.rank = rank
+        self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
+        self._mean = torch.tensor(task.mean, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
+        self._std = torch.tensor(task.std, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
         torch_optimizer.fill_slots(optimizer)
 
     def put(self, batch: Batch) -> Batch:
         x = torch.from_numpy(batch["x"]).to(self.device).permute(0, 3, 1, 2)  # (n, C, H, W), uint8
-        return {"x": x, "y": torch.from_numpy(batch["y"]).to(self.device)}
+        there = {"x": x, "y": torch.from_numpy(batch["y"]).to(self.device)}
+        if "w" in batch:
+            there["w"] = torch.from_numpy(batch["w"]).to(self.device, self.dtype)
+        return there
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
-        torch.manual_seed(seed & (2**63 - 1))  # dropout
+        torch.manual_seed(fold(seed, self.rank) & (2**63 - 1))  # dropout: each rank's own
         torch_optimizer.set_hyper(self.optimizer, hyper)
         self.model.train()
         self.reducer.begin(len(micro))
@@ -49,11 +62,15 @@ class TorchLearner:
         for place, batch in enumerate(micro, start=1):
             if place == len(micro):
                 self.reducer.last_pass()
+                self.meter.last_pass()
             loss, sums = self._forward(batch)
             (loss / hyper.batch).backward()  # a sum over ranks is the mean over the global batch
             total = {name: total[name] + sums[name] for name in total}
         self.reducer.finish()
-        self.optimizer.step()
+        total |= self.meter.read(hyper, total["count"])
+        clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
+        add_noise_(self.parameters, hyper.noise, seed)
+        self.reducer.apply(self.optimizer)
         self.optimizer.zero_grad()
         return total
 
@@ -82,10 +99,18 @@ class TorchLearner:
         return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._tensors().items()}
 
     def load(self, state: Arrays) -> None:
-        check_fit(self.state(), state)
+        free = "" if isinstance(self.optimizer, RuleOptimizer) else "s."  # the slots of a user's class come with its first step
+        own, given = ({name: a for name, a in arrays.items() if not free or not name.startswith(free)} for arrays in (self.state(), state))
+        check_fit(own, given)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                tensor.copy_(torch.from_numpy(np.asarray(state[name])))
+                if name in own:
+                    tensor.copy_(torch.from_numpy(np.asarray(state[name])))
+        for name, p in self._trained():
+            start = f"s.{name}."
+            torch_optimizer.load_slots(
+                self.optimizer, p, {key.removeprefix(start): array for key, array in state.items() if key.startswith(start)}
+            )
 
     def describe(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
@@ -96,30 +121,24 @@ class TorchLearner:
         """Every live tensor that a resume needs."""
         tensors: dict[str, torch.Tensor] = {f"p.{name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"b.{name}": b for name, b in self.model.named_buffers()}
-        for name, p in self.model.named_parameters():
-            if p.requires_grad:
-                tensors |= {f"s.{name}.{i}": slot for i, slot in enumerate(torch_optimizer.slots(self.optimizer, p))}
+        for name, p in self._trained():
+            tensors |= {f"s.{name}.{key}": slot for key, slot in torch_optimizer.slots(self.optimizer, p).items()}
         return tensors
+
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """The loss to go backward from, and the sums over the batch."""
-        if len(batch["y"]) == 0:  # no sample for this rank: gradients of zero, without batch statistics of nothing
-            nothing = torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+        training = self.model.training
+        if len(batch["y"]) == 0 and not (training and self.config.norm.kind == "sync"):  # its statistics are every rank's
+            nothing = torch.stack([p.sum() for p in self.parameters]).sum() * 0.0  # gradients of zero, without statistics of nothing
             return nothing, {"loss": 0.0, "right": 0.0, "count": 0}
         logits = self.model((batch["x"].to(self.dtype) / 255.0 - self._mean) / self._std)
-        loss = self.loss_sum(logits, batch["y"])
+        each = self.loss.each(logits, batch["y"], training)
         right = (logits.detach().argmax(1) == batch["y"]).sum()
-        return loss, {"loss": loss.detach().double(), "right": right.double(), "count": len(logits)}
-
-
-def squared_error_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Half the squared distance to the one-hot label, summed over samples and classes."""
-    return 0.5 * (logits - functional.one_hot(labels, logits.shape[1]).to(logits.dtype)).square().sum()
-
-
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the softmax, summed over samples."""
-    return functional.cross_entropy(logits, labels, reduction="sum")
+        sums = {"loss": each.detach().double().sum(), "right": right.double(), "count": len(logits)}
+        return (each * batch["w"] if "w" in batch else each).sum(), sums
 
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
@@ -128,52 +147,36 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     device = pick_device(config, origins, engine)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    model = build_model(config, origins, task).to(device=device, dtype=dtype)
+    model = make_model(config, origins, task, engine).to(device=device, dtype=dtype)
+    check_logits(model, task, origins)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = torch_optimizer.make_optimizer(build_rule(config, origins), [p for _, p in named])
+    optimizer = make_optimizer(config, origins, named)
+    meter = make_meter(config, origins, [p for _, p in named], engine)  # before the reducer: its hooks come first
     optimizer, reducer = meet(config, origins, engine, optimizer, named)
-    loss_sum = squared_error_sum if config.model.loss == "squared_error" else cross_entropy_sum
-    learner = TorchLearner(model, optimizer, reducer, loss_sum, task, dtype)
-    check_logits(learner, task, origins)
-    return learner
+    return TorchLearner(config, model, optimizer, reducer, meter, task, engine.rank)
 
 
-def check_logits(learner: TorchLearner, task: Task, origins: Origins) -> None:
-    """One forward pass of two black images: the model gives a row of logits for each."""
-    images = torch.zeros((2, task.shape[2], *task.shape[:2]), dtype=learner.dtype, device=learner.device)
-    with torch.no_grad():
-        logits = learner.model.eval()(images)
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < task.classes:
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        what = f"for images {tuple(images.shape)} the model gives {shape}, not logits (2, {task.classes})"
-        raise UserError(what, origins.where("model.name"), "end the model with one output for each class")
+def make_optimizer(config: Config, origins: Origins, named: torch_reduce.Named) -> torch.optim.Optimizer:
+    """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
+    name, where = config.optim.name, origins.where("optim.name")
+    if leaf.is_dotted(name):
+        return torch_optimizer.make_user_optimizer(leaf.load_dotted(name, where), name, named, config, origins)
+    return torch_optimizer.make_optimizer(build_rule(config, origins), named, config.optim.exclude == "norms_and_biases")
 
 
-def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
-    """A leaf of models/ by name, or the user's own package.module:Class, which is given shape and classes where it asks for them."""
-    name, options, where = config.model.name, config.model.options, origins.where("model.name")
-    if ":" not in name:
-        make = leaf.load("models", name, where).build
-        return make(name, task.shape, task.classes, **leaf.check_options(make, options, "model", origins))
-    make = leaf.load_dotted(name, where)
-    signature = inspect.signature(make)
-    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
-    model = make(**arguments)
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
-    return model
+def make_meter(config: Config, origins: Origins, parameters: list[torch.nn.Parameter], engine: Engine) -> Meter | NoMeter:
+    """What measures the gradient noise scale, where log.noise_scale asks for it."""
+    if not config.log.noise_scale:
+        return NoMeter()
+    if engine.size == 1:
+        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
+        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
+    return Meter(parameters, engine.size)
 
 
 def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, named: torch_reduce.Named) -> tuple[Any, torch_reduce.Reducer]:
     """The optimizer, wrapped where comm.reduce says so, and the reducer."""
-    kind, why = config.comm.reduce, torch_reduce.fits_horovod(named)
+    kind, why = config.comm.reduce, torch_reduce.fits_horovod(optimizer, named)
     if kind == "distributed_optimizer" and (engine.name != "horovod" or why):
         why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {engine.name}"
         raise UserError(why, origins.where("comm.reduce"), "comm.reduce=auto")

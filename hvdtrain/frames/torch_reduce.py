@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """The last backward is over."""
 
+    def apply(self, optimizer: Any) -> None:
+        """The optimizer's step, with the gradients as they are now."""
+
 
 def fill_missing(parameters: list[torch.nn.Parameter]) -> None:
     """Gives a gradient of zero to each parameter that has none."""
@@ -53,9 +57,12 @@ class Alone:
     def finish(self) -> None:
         fill_missing(self._parameters)
 
+    def apply(self, optimizer: Any) -> None:
+        optimizer.step()
+
 
 class InOptimizer:
-    """hvd.DistributedOptimizer: its hooks start the allreduces, its step() waits for them."""
+    """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for them."""
 
     words = "gradients by hvd.DistributedOptimizer"
 
@@ -73,6 +80,11 @@ class InOptimizer:
 
     def finish(self) -> None:
         fill_missing(self._parameters)  # Horovod does so itself, but for a single rank
+        self._optimizer.synchronize()
+
+    def apply(self, optimizer: Any) -> None:
+        with self._optimizer.skip_synchronize():
+            optimizer.step()
 
 
 class Buckets:
@@ -103,6 +115,9 @@ class Buckets:
         self._start_until(len(self._buckets))  # those that backward did not complete
         for bucket in self._buckets:
             bucket.unpack()
+
+    def apply(self, optimizer: Any) -> None:
+        optimizer.step()
 
     def _ready(self, p: torch.nn.Parameter) -> None:
         if self._last:
@@ -163,17 +178,24 @@ def _group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
     return groups
 
 
-def fits_horovod(named: Named) -> str:
-    """Why hvd.DistributedOptimizer cannot take these parameters; empty where it can."""
+def fits_horovod(optimizer: torch.optim.Optimizer, named: Named) -> str:
+    """Why hvd.DistributedOptimizer cannot take this optimizer with these parameters; empty where it can."""
+    required = [p.name for p in list(inspect.signature(type(optimizer)).parameters.values())[1:] if _is_required(p)]
+    if required:  # it makes the optimizer anew from its parameter groups alone
+        return f"Horovod cannot make {type(optimizer).__name__} anew without its {', '.join(required)}"
     for name, p in named:
         if not p.is_contiguous():
             return f"Horovod cannot reduce channels_last or otherwise strided tensors ({name})"
     return ""
 
 
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
 def wrap_optimizer(optimizer: torch.optim.Optimizer, named: Named) -> Any:
     """hvd.DistributedOptimizer with op=Sum: the loss is already divided by the global batch. Wrap before any state is there."""
     import horovod.torch as hvd
 
-    assert not optimizer.state, "state present before wrapping is dropped"
+    # State present before wrapping is dropped: our slots are made after it, Adagrad's by the constructor, which is called again.
     return hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)

@@ -5,22 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.optim.rule import Array, Rule
+from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.state import Hyper
 
 
 @dataclass(frozen=True)
 class Sgd:
-    """v = m v + g + d p, p = p - lr v (Sutskever et al. 2013, in the form of torch.optim.SGD, dampening 0)."""
+    """v = m v + g + d p, p = p - lr v; Nesterov: p = p - lr (g + d p + m v) (Sutskever et al. 2013, as torch.optim.SGD, dampening 0)."""
 
-    def init(self, p: Array, xp: Any) -> tuple[Array, ...]:
-        return (xp.zeros_like(p),)
+    nesterov: bool = False
+    momentum: float = 0.9
 
-    def update(self, g: Array, slots: tuple[Array, ...], p: Array, h: Hyper, xp: Any) -> tuple[Array, tuple[Array, ...]]:
-        velocity = h.momentum * slots[0] + g + h.weight_decay * p
-        return -h.lr * velocity, (velocity,)
+    def unadapted(self) -> Rule:
+        return self
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return (ops.zeros_like(p),)
+
+    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, slots[0])))
+        if self.nesterov:
+            step = ops.axpy(h.momentum, v, ops.axpy(h.weight_decay, P, ops.copy(g)))
+            return ops.axpy(-h.lr, step, P), (v,)
+        return ops.axpy(-h.lr, v, P), (v,)
 
 
-def build() -> Rule:
-    """The rule of optim.name=sgd; it has no options of its own."""
-    return Sgd()
+def build(*, nesterov: bool = False) -> Rule:
+    """The rule of optim.name=sgd.
+
+    nesterov: true: look ahead along the momentum (Nesterov)
+    """
+    return Sgd(nesterov)

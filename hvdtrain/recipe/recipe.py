@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
+from hvdtrain.recipe.growth import Growth
+from hvdtrain.recipe.noise import noise_variance
 from hvdtrain.recipe.schedule import Schedule
 from hvdtrain.state import Hyper, Progress
+
+Scale = Literal["linear", "sqrt", "none"]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What the step after `progress` uses, on every rank alike."""
 
-    lr: Schedule
+    lr: Schedule  # for the first batch
+    batch: Growth  # samples over all ranks
     momentum: float
     weight_decay: float
-    batch: int  # samples over all ranks
+    epochs: int  # of the whole job
+    follow: Scale = "none"  # how the rate follows a batch that grows
+    base_batch: int = 1  # global batch whose gradient noise sample_noise=1 brings back
+    sample_noise: float = 0.0
+    gradient_noise: float = 0.0
 
     def at(self, progress: Progress) -> Hyper:
-        return Hyper(lr=self.lr(progress.epochs), momentum=self.momentum, weight_decay=self.weight_decay, batch=self.batch)
+        batch = self.batch(progress.epochs)
+        return Hyper(
+            lr=self.lr(progress.epochs) * scaling(self.follow, batch, self.batch.first),
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            batch=batch,
+            step=progress.step,
+            noise=noise_variance(self.gradient_noise, progress.step),
+            sample_noise=math.sqrt(self.sample_noise * max(0.0, batch / self.base_batch - 1.0)),
+        )
+
+
+def scaling(scale: Scale, batch: int, base_batch: int) -> float:
+    """The factor on the rate that was found for base_batch.
+
+    linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root (Krizhevsky 2014, arXiv:1404.5997, 5.1).
+    """
+    if scale == "none":
+        return 1.0
+    return batch / base_batch if scale == "linear" else math.sqrt(batch / base_batch)

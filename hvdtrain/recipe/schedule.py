@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Schedule = Callable[[float], float]  # epochs done, with the fraction -> value
+Schedule = Callable[[float], float]  # epochs done, with the fraction -> value before the step that follows
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,98 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Warmup:
-    """Rises linearly from 0 at epoch 0 to `then` at epoch `epochs`, and follows `then` from there (Goyal 2017, arXiv:1706.02677, 2.2).
+class Steps:
+    """`value`, multiplied by gamma at each milestone (epochs, rising): the step that starts at a milestone has the new value."""
 
-    A step's value is taken before the step, so the first step of a warm-up moves nothing and fills the momentum.
+    value: float
+    milestones: tuple[float, ...]
+    gamma: float
+
+    def __call__(self, epochs: float) -> float:
+        return self.value * self.gamma ** bisect.bisect_right(self.milestones, epochs)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from `value` at epoch `begin` to `end` at epoch `finish` (Loshchilov, Hutter 2016, arXiv:1608.03983, eq. 5)."""
+
+    value: float
+    end: float
+    begin: float
+    finish: float
+
+    def __call__(self, epochs: float) -> float:
+        done = _share(epochs, self.begin, self.finish)
+        return self.end + (self.value - self.end) * (1 + math.cos(math.pi * done)) / 2
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """end + (value - end) (1 - done)^power from epoch `begin` to epoch `finish` (You et al. 2017, arXiv:1708.03888, with power 2)."""
+
+    value: float
+    end: float
+    begin: float
+    finish: float
+    power: float
+
+    def __call__(self, epochs: float) -> float:
+        return self.end + (self.value - self.end) * (1 - _share(epochs, self.begin, self.finish)) ** self.power
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """value gamma^((epochs - begin) / per): multiplied by gamma every `per` epochs from epoch `begin` on, evenly by step."""
+
+    value: float
+    gamma: float
+    begin: float
+    per: float = 1.0
+
+    def __call__(self, epochs: float) -> float:
+        return float(self.value * self.gamma ** (max(0.0, epochs - self.begin) / self.per))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Schedules one after the other: from starts[i] on, pieces[i]. All of them count epochs from the beginning of the job."""
+
+    starts: tuple[float, ...]
+    pieces: tuple[Schedule, ...]
+
+    def __call__(self, epochs: float) -> float:
+        return self.pieces[max(0, bisect.bisect_right(self.starts, epochs) - 1)](epochs)
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Before `epochs` rises linearly from `start` towards what `then` gives, and follows `then` from there.
+
+    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. A step's value is taken before the step: the first step has `start`,
+    and with start 0 it moves nothing and fills the momentum.
     """
 
     epochs: float
+    start: float
     then: Schedule
 
     def __call__(self, epochs: float) -> float:
         value = self.then(epochs)
-        return value if epochs >= self.epochs else value * (epochs / self.epochs)
+        return value if epochs >= self.epochs else self.start + (value - self.start) * (epochs / self.epochs)
+
+
+@dataclass(frozen=True)
+class ConstantWarmup:
+    """`start` before `epochs`, then what `then` gives (Goyal 2017, arXiv:1706.02677, 2.2, constant warm-up)."""
+
+    epochs: float
+    start: float
+    then: Schedule
+
+    def __call__(self, epochs: float) -> float:
+        return self.then(epochs) if epochs >= self.epochs else self.start
+
+
+def _share(epochs: float, begin: float, finish: float) -> float:
+    """How much of the way from `begin` to `finish` is done, 0 to 1."""
+    return min(1.0, max(0.0, (epochs - begin) / (finish - begin)))

@@ -32,6 +32,8 @@ class Console:
                 self._say(_HEAD)
                 self._headed = True
             self._say(_epoch_line(event.fields))
+            if math.isfinite(event.fields.get("noise_scale", math.nan)):
+                self._say(f"       noise scale {event.fields['noise_scale']:.0f}: batches far above that many samples save few steps")
         elif event.kind == "end":
             for line in event.fields["lines"]:
                 self._say(line)

@@ -14,9 +14,9 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task
+from hvdtrain.frames.learner import Learner, Task, momentum
+from hvdtrain.recipe.compose import check, compose
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.recipe.schedule import Constant, Schedule, Warmup
 
 
 def build_source(config: Config, origins: Origins, split: Split) -> Source:
@@ -37,10 +37,12 @@ def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine,
 
 
 def check_batch(config: Config, origins: Origins, size: int) -> None:
-    """Every rank has a sample of every step."""
-    if config.batch.size < size:
-        what = f"batch {config.batch.size} does not split over {size} ranks: some would have no sample"
-        raise UserError(what, origins.where("batch.size"), f"batch.size={size} or more, or fewer ranks")
+    """Every rank has a sample of every step, in a recipe without contradictions."""
+    check(config, origins)
+    for key, batch in {"batch.size": config.batch.size, "recipe.grow_to": min(config.recipe.grow_to, default=size)}.items():
+        if batch < size:
+            what = f"batch {batch} does not split over {size} ranks: some would have no sample"
+            raise UserError(what, origins.where(key), f"{size} or more, or fewer ranks")
 
 
 def _choose_engine(place: Placement) -> tuple[str, str]:
@@ -66,19 +68,9 @@ def build_learner(config: Config, origins: Origins, task: Task, engine: Engine) 
     return learner
 
 
-def build_recipe(config: Config) -> Recipe:
-    """SGD's numbers: base_lr after a linear warm-up."""
-    lr: Schedule = Constant(config.optim.base_lr)
-    if config.recipe.warmup_epochs:
-        lr = Warmup(config.recipe.warmup_epochs, lr)
-    return Recipe(lr, config.optim.momentum, config.optim.weight_decay, config.batch.size)
-
-
-def check_dataset(config: Config, origins: Origins, samples: int) -> None:
-    """A step is no more than one pass over the data."""
-    if config.batch.size > samples:
-        what = f"batch {config.batch.size} is more than the {samples} training samples"
-        raise UserError(what, origins.where("batch.size"), f"batch.size={samples} or less")
+def build_recipe(config: Config, origins: Origins, dataset: int) -> Recipe:
+    """Every number of every step of a job on `dataset` training samples."""
+    return compose(config, origins, dataset, momentum(config, origins))
 
 
 def make_run_folder(config: Config, origins: Origins) -> Path:

@@ -14,10 +14,12 @@ from hvdtrain.configure import Origins, to_yaml
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Task
+from hvdtrain.recipe import compose
+from hvdtrain.recipe.words import batch_words, lr_words
 from hvdtrain.report.log import Log
 from hvdtrain.report.sinks import Console, JsonLines
 from hvdtrain.run import checkpoint
-from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task, check_dataset, make_run_folder
+from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task, make_run_folder
 from hvdtrain.run.checkpoint import Standing
 from hvdtrain.run.loop import Job, stop_reason, train
 from hvdtrain.run.start import agree, share_state
@@ -36,7 +38,7 @@ def prepare(config: Config, origins: Origins) -> Parts:
     """Reads the data; what is missing or broken is a UserError on this rank."""
     train_source = build_source(config, origins, "train")
     val_source = build_source(config, origins, "val")
-    check_dataset(config, origins, len(train_source))
+    build_recipe(config, origins, len(train_source))
     return Parts(train_source, val_source, build_task(train_source, val_source, origins))
 
 
@@ -49,7 +51,7 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     if engine.rank == 0:
         _write_config(config, run)  # not before: what cannot be resumed leaves the run folder as it was
     log = Log(_open_sinks(config, run) if engine.rank == 0 else [])
-    job = Job(config, engine, learner, build_recipe(config), parts.train, parts.val, log, run)
+    job = Job(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, log, run)
     hosts = engine.exchange(socket.gethostname())
     lines = _header(job, why, hosts, standing)
     log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
@@ -91,7 +93,7 @@ def _begin(config: Config, origins: Origins, parts: Parts, engine: Engine) -> tu
 
 
 def _begin_alone(config: Config, origins: Origins, parts: Parts) -> tuple[Path, Standing, Arrays | None]:
-    progress = Progress(dataset=len(parts.train), total=len(parts.train) * config.epochs)
+    progress = Progress(dataset=len(parts.train), total=len(parts.train) * compose.epochs(config))
     standing, restored = Standing(progress), None
     if config.resume != "no":
         folder = checkpoint.newest(Path(config.resume).expanduser())
@@ -121,7 +123,8 @@ def _header(job: Job, why: str, hosts: list[str], standing: Standing) -> list[st
     lines = [
         f"ranks   {engine.size} ({where}), engine {engine.name}: {why}",
         f"data    {config.data.name}: {counts}, {config.data.sampling} sampling",
-        f"batch   {config.batch.size} over all ranks, {share} on each",
+        f"batch   {batch_words(job.recipe)} over all ranks, {share} on each{' at first' * bool(job.recipe.batch.to)}",
+        f"recipe  {config.optim.name}, {lr_words(config, len(job.train))}",
         f"model   {config.model.name}: {job.learner.describe()}",
         f"run     {job.run}",
     ]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
-from hvdtrain.data.sampler import indices, largest_share, share
+from hvdtrain.data.sampler import share
 from hvdtrain.data.source import Source
 from hvdtrain.frames.learner import Learner
+from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.report.log import Log
 from hvdtrain.run import checkpoint, tally
 from hvdtrain.run.checkpoint import Standing
-from hvdtrain.state import Hyper, Progress, Sums, fold
+from hvdtrain.run.micro import read, rows_of_step
+from hvdtrain.state import Progress, Sums, fold
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Job:
     val: Source
     log: Log
     run: Path
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
 
 
 def train(job: Job, now: Standing) -> Standing:
@@ -58,6 +61,8 @@ def train(job: Job, now: Standing) -> Standing:
             val_accuracy=accuracy,
             val_count=int(val["count"]),
             lr=lr,
+            batch=job.recipe.at(before).batch,
+            **({"noise_scale": job.noise_scale.value} if c.log.noise_scale else {}),
         )
         if job.engine.rank == 0:
             checkpoint.save(job.run, now, job.learner.state(), c.seed, c.checkpoint.keep_last)
@@ -71,7 +76,7 @@ def stop_reason(config: Config, now: Standing) -> str:
         return f"stop.target_accuracy={target:g} held for {now.at_target} epoch{'s' * (now.at_target > 1)}"
     if config.max_steps is not None and now.progress.step >= config.max_steps:
         return f"max_steps={config.max_steps}"
-    return f"epochs={config.epochs}" if now.progress.done else ""
+    return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
 
 
 def train_epoch(job: Job, p: Progress) -> tuple[Progress, float, Sums]:
@@ -80,24 +85,18 @@ def train_epoch(job: Job, p: Progress) -> tuple[Progress, float, Sums]:
     whole, since, spoken = tally.zero(), tally.zero(), time.perf_counter()
     while p.epoch == epoch and not (c.max_steps is not None and p.step >= c.max_steps):
         hyper = job.recipe.at(p)
-        micro = [job.learner.put(job.train.read(rows)) for rows in rows_of_step(job, p, hyper)]
-        since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step, job.engine.rank)))
+        rows = rows_of_step(c, p, hyper, job.recipe.batch.first, job.engine)
+        micro = [job.learner.put(read(job.train, part, hyper, c.seed)) for part in rows]
+        since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
         p, lr = p.advance(hyper.batch), hyper.lr
         if p.step % c.log.every_steps == 0 or p.epoch > epoch or p.step == c.max_steps:
             since = tally.total(job.engine, since, "train.sums")  # with evaluation, the only place where the host waits for the device
             whole = tally.add(whole, since)
             loss, images_per_s = since["loss"] / since["count"], since["count"] / (time.perf_counter() - spoken)
-            job.log.emit("step", p.step, epochs=p.epochs, of=c.epochs, loss=loss, images_per_s=images_per_s, lr=lr, batch=hyper.batch)
+            told = {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": lr}
+            job.log.emit("step", p.step, **told, batch=hyper.batch, **job.noise_scale.read(since, job.engine.size))
             since, spoken = tally.zero(), time.perf_counter()
     return p, lr, whole
-
-
-def rows_of_step(job: Job, p: Progress, hyper: Hyper) -> list[np.ndarray]:
-    """The samples of this rank's micro-batches: equally many on every rank, since a pass may have collectives in it."""
-    c, engine = job.config, job.engine
-    mine = indices(p.samples, hyper.batch, engine.rank, engine.size, p.dataset, c.seed, c.data.sampling)
-    most = largest_share(p.samples, hyper.batch, engine.size, p.dataset, c.data.sampling)
-    return np.array_split(mine, -(-most // (c.batch.micro or most)))
 
 
 def evaluate(job: Job) -> Sums:

@@ -1,4 +1,4 @@
-"""Sums over samples: {"loss", "right", "count"}, added up over steps on the device and over ranks by one allreduce."""
+"""Sums over samples, {"loss", "right", "count"} and more: added up over steps on the device, and over ranks by one allreduce."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def zero() -> Sums:
 
 
 def add(a: Sums, b: Sums) -> Sums:
-    """Of device scalars a device scalar: nothing waits here."""
-    return {name: a[name] + b[name] for name in a}
+    """Of device scalars a device scalar: nothing waits here. A name that only one has counts as 0 in the other."""
+    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}
 
 
 def total(engine: Engine, sums: Sums, name: str) -> Sums:

@@ -1,0 +1,134 @@
+"""One rank's model in JAX: batches padded to few shapes, gradients that meet in one allreduce, everything else compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.frames.jax_model import Model, Place, key_data
+from hvdtrain.frames.jax_step import Formulas
+from hvdtrain.frames.learner import Task, check_fit
+from hvdtrain.optim.rule import Rule
+from hvdtrain.state import Arrays, Batch, Hyper, Sums
+
+
+class JaxLearner:
+    """A JAX model that gives logits (n, classes) for images (n, H, W, C), each image by itself: batches are padded with copies."""
+
+    def __init__(self, config: Config, model: Model, rule: Rule, task: Task, engine: Engine, place: Place) -> None:
+        self.model, self.engine, self.place = model, engine, place
+        self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, engine.size)
+        formulas = Formulas(config, model, rule, task)
+        self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
+        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
+        self.weights = [place.put(p) for p in model.start]
+        with place.numbers():
+            self.slots = [tuple(place.put(np.array(slot)) for slot in slots) for slots in formulas.start(self.weights)]
+        self._nothing = place.put(np.zeros(sum(p.size for p in self.weights), place.dtype))
+
+    def put(self, batch: Batch) -> Batch:
+        n = len(batch["y"])
+        if n == 0:
+            return {"n": 0}
+        more = padded(n, self.usual) - n
+        w = np.concatenate([batch.get("w", np.ones(n)), np.zeros(more)]).astype(self.place.dtype)
+        x, y = _copies(batch["x"], more), _copies(batch["y"].astype(np.int32), more)
+        return {"x": self.place.put(x), "y": self.place.put(y), "w": self.place.put(w), "n": n}
+
+    def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
+        row, sums = self._nothing, _zero()
+        with self.place.numbers():
+            for batch in micro:
+                if batch["n"]:
+                    part, more = self._gradient(self.weights, batch, hyper.batch)
+                    row = part if row is self._nothing else row + part
+                    sums = _add(sums, more, batch["n"])
+            mean: Any = row
+            if self.engine.size > 1:
+                mean = self.engine.allreduce(np.asarray(row), "gradient.0")  # the host waits for the device here
+            if self.noise_scale:
+                sums |= self._squares(row, mean, sums["count"], hyper.batch)
+        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
+            self.weights, self.slots = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
+        return self._lasting(sums)
+
+    def settle(self, engine: Engine) -> None:
+        pass  # nothing is gathered beside the weights
+
+    def evaluate(self, batch: Batch) -> Sums:
+        if not batch["n"]:
+            return _zero()
+        with self.place.numbers():
+            return self._lasting(_add(_zero(), self._sums(self.weights, batch), batch["n"]))
+
+    def state(self) -> Arrays:
+        arrays = {f"p.{name}": np.array(p) for name, p in zip(self.model.names, self.weights, strict=True)}
+        for name, slots in zip(self.model.names, self.slots, strict=True):
+            arrays |= {f"s.{name}.{i}": np.array(slot) for i, slot in enumerate(slots)}
+        return arrays
+
+    def load(self, state: Arrays) -> None:
+        own = self.state()
+        check_fit(own, state)
+        mine = {name: self.place.put(np.array(state[name], own[name].dtype)) for name in own}  # copies: the caller keeps its memory
+        self.weights = [mine[f"p.{name}"] for name in self.model.names]
+        self.slots = [tuple(mine[f"s.{n}.{i}"] for i in range(len(s))) for n, s in zip(self.model.names, self.slots, strict=True)]
+
+    def describe(self) -> str:
+        device = f"{self.place.device.platform}:{self.place.device.id}"
+        how = "gradients by one allreduce" if self.engine.size > 1 else "no reduction"
+        return f"{self.model.title}, {len(self._nothing):,} parameters, jax {self.place.dtype} on {device}, {how}"
+
+    def _squares(self, row: jax.Array, mean: Any, own: int, whole: int) -> Sums:
+        """This rank's part of noise_scale.KEYS: squared norms of the mean gradient over its own samples and over all, uncut, without noise.
+
+        A rank without samples counts as 0: global sampling makes none.
+        """
+        ranks, own_mean = self.engine.size, (whole / own) ** 2 if own else 0.0  # `row` is a sum over own samples, divided by `whole`
+        return {
+            "small": jnp.vdot(row, row) * own_mean,
+            "small_inv": 1.0 / own if own else 0.0,
+            "big": jnp.vdot(mean, mean) / ranks,
+            "big_inv": 1.0 / whole / ranks,
+            "steps": 1.0 / ranks,
+        }
+
+    def _lasting(self, sums: Sums) -> Sums:
+        """Sums that can be added outside of place.numbers(), where JAX would make float32 of float64."""
+        return {name: float(value) for name, value in sums.items()} if self.place.dtype == np.float64 else sums
+
+
+def usual_rows(batch: int, micro: int | None, size: int) -> int:
+    """The samples of a rank's largest micro-batch, as long as the global batch does not change."""
+    share = -(-batch // size)
+    return -(-share // -(-share // (micro or share)))
+
+
+def padded(n: int, usual: int) -> int:
+    """Rows for n samples: a function of n alone, so that a resumed job computes as a straight one, of few values: each is compiled.
+
+    `usual` rows for a little less; any other number is rounded up to one of 8 in each doubling.
+    """
+    if usual - max(1, usual // 8) <= n <= usual:
+        return usual
+    step = max(1, 1 << n.bit_length() >> 4)
+    return -(-n // step) * step
+
+
+def _copies(array: np.ndarray, more: int) -> np.ndarray:
+    """The array, and its last row `more` times: as finite as the data, whatever the model does with it."""
+    return np.concatenate([array, np.repeat(array[-1:], more, axis=0)]) if more else array
+
+
+def _zero() -> Sums:
+    return {"loss": 0.0, "right": 0.0, "count": 0}
+
+
+def _add(sums: Sums, more: Sums, samples: int) -> Sums:
+    return {"loss": sums["loss"] + more["loss"], "right": sums["right"] + more["right"], "count": sums["count"] + samples}

@@ -1,0 +1,86 @@
+"""The JAX frame: what it can do, JAX itself, its device and its threads; the learner is in jax_learner.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.configure import Origins
+from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Learner, Task, build_rule
+
+
+def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
+    """The learner of frame=jax."""
+    refuse(config, origins, engine)
+    jax = load_jax(origins)
+    start_threads(jax, engine)
+    from hvdtrain.frames.jax_learner import JaxLearner
+    from hvdtrain.frames.jax_model import Place, build_model
+
+    dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
+    place = Place(pick_device(jax, config, origins, engine), dtype)
+    model = build_model(config, origins, task, place)
+    return JaxLearner(config, model, build_rule(config, origins), task, engine, place)
+
+
+def refuse(config: Config, origins: Origins, engine: Engine) -> None:
+    """A UserError for what frame=torch alone does, and for a noise scale of one rank."""
+    impossible = {
+        "comm.reduce": config.comm.reduce != "auto",
+        "norm.kind": config.norm.kind != "batch",
+        "model.classifier_std": config.model.classifier_std is not None,
+    }
+    for key, wrong in impossible.items():
+        if wrong:
+            raise UserError(f"frame=jax cannot do this {key}", origins.where(key), f"leave {key} out, or frame=torch")
+    if config.log.noise_scale and engine.size == 1:
+        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
+        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
+
+
+def load_jax(origins: Origins) -> Any:
+    """The module, of a version that switches float64 on for a part of a program."""
+    fix = "pip install 'hvdtrain[jax]'"
+    try:
+        jax = importlib.import_module("jax")
+    except ModuleNotFoundError as error:
+        raise UserError(f"frame=jax needs jax: {error}", origins.where("frame"), fix) from error
+    if not hasattr(jax, "enable_x64"):
+        raise UserError(f"frame=jax needs jax 0.8 or later; this is {jax.__version__}", origins.where("frame"), fix)
+    return jax
+
+
+def start_threads(jax: Any, engine: Engine) -> None:
+    """Starts JAX with this rank's part of the cores that it may use. Every rank calls it.
+
+    JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and its XLA flags leave
+    the number as it is. PJRT_NPROC sets it: the user's own wins, then OMP_NUM_THREADS. No effect where JAX has started before.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    mine = (socket.gethostname(), tuple(cores))
+    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdecimal() and int(asked) else max(1, len(cores) // sharers)
+    ours = "PJRT_NPROC" not in os.environ
+    os.environ.setdefault("PJRT_NPROC", str(threads))
+    try:
+        jax.devices()  # reads it
+    finally:
+        if ours:
+            del os.environ["PJRT_NPROC"]
+
+
+def pick_device(jax: Any, config: Config, origins: Origins, engine: Engine) -> Any:
+    """The device of this rank's local rank among those that JAX prefers, or the CPU."""
+    devices = jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
+    if config.speed.device == "cuda" and devices[0].platform != "gpu":
+        fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
+        raise UserError("no CUDA device is visible to jax", origins.where("speed.device"), fix)
+    return devices[engine.local_rank % len(devices)]

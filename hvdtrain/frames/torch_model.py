@@ -1,0 +1,60 @@
+"""The torch model that model.name means, with its norms, its first weights, and a proof that it gives logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from hvdtrain import leaf
+from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.configure import Origins
+from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Task
+from hvdtrain.frames.torch_init import init_classifier
+from hvdtrain.frames.torch_norm import use_norm
+
+
+def make_model(config: Config, origins: Origins, task: Task, engine: Engine) -> torch.nn.Module:
+    """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
+    model = build_model(config, origins, task)
+    if config.model.classifier_std is not None:
+        init_classifier(model, task.classes, config.model.classifier_std, origins.where("model.classifier_std"))
+    norm = config.norm
+    return use_norm(model, norm.kind, norm.ghost, norm.statistics, engine)
+
+
+def check_logits(model: torch.nn.Module, task: Task, origins: Origins) -> None:
+    """One forward pass of two black images: the model gives a row of logits for each."""
+    first = next(model.parameters())
+    images = torch.zeros((2, task.shape[2], *task.shape[:2]), dtype=first.dtype, device=first.device)
+    with torch.no_grad():
+        logits = model.eval()(images)
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < task.classes:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        what = f"for images {tuple(images.shape)} the model gives {shape}, not logits (2, {task.classes})"
+        raise UserError(what, origins.where("model.name"), "end the model with one output for each class")
+
+
+def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+    """A leaf of models/ by name, or the user's own package.module:Class, which is given shape and classes where it asks for them."""
+    name, options, where = config.model.name, config.model.options, origins.where("model.name")
+    if ":" not in name:
+        make = leaf.load("models", name, where).build
+        return make(name, task.shape, task.classes, **leaf.check_options(make, options, "model", origins))
+    make = leaf.load_dotted(name, where)
+    signature = inspect.signature(make)
+    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
+    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
+    model = make(**arguments)
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
+    return model

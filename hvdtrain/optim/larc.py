@@ -1,0 +1,59 @@
+"""LARC: LARS whose ratio may lower a layer's rate, never raise it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hvdtrain.optim.lars import check_ratio, moving, ratio_or_one
+from hvdtrain.optim.rule import Array, Ops, Rule
+from hvdtrain.state import Hyper
+
+
+@dataclass(frozen=True)
+class Larc:
+    """a = trust |p| / (|g| + d |p| + eps), in mode=clip then min(a / lr, 1); v = m v + a (g + d p), p = p - lr v.
+
+    Source: NVIDIA Apex, apex/parallel/LARC.py, around an SGD with momentum as torch.optim.SGD has it.
+    Where |p| or |g| is 0 the gradient is left alone, as in Apex: v = m v + g, without decay. timm's Lars(trust_clip=True) differs there,
+    it decays and scales by min(1 / lr, 1); a test holds both.
+    """
+
+    mode: Literal["clip", "scale"] = "clip"
+    trust: float = 0.02
+    eps: float = 1e-8
+    adapt: bool = True
+    momentum: float = 0.9
+
+    def unadapted(self) -> Rule:
+        return replace(self, adapt=False)
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return (ops.zeros_like(p),)
+
+    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        a, decay = self._factors(g, P, h, ops)
+        v = ops.axpy(decay, P, ops.axpy(a, g, ops.scale(h.momentum, slots[0])))
+        return ops.axpy(-h.lr, v, P), (v,)
+
+    def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> tuple[Any, Any]:
+        """Of the gradient, and of the weights that are added to it."""
+        if not self.adapt:
+            return 1.0, h.weight_decay
+        weights, gradient = ops.norm(p), ops.norm(g)
+        moves = moving(weights, gradient)
+        a = ratio_or_one(self.trust * weights, gradient + h.weight_decay * weights + self.eps, moves, ops)
+        if self.mode == "clip":
+            a = ops.where(moves, a / ops.where(a > h.lr, a, h.lr), 1.0)  # min(a / lr, 1), for a rate of 0 too
+        return a, ops.where(moves, a * h.weight_decay, 0.0)
+
+
+def build(*, mode: Literal["clip", "scale"] = "clip", trust: float = 0.02, eps: float = 1e-8) -> Rule:
+    """The rule of optim.name=larc.
+
+    mode: clip: a layer's rate is at most the learning rate; scale: it is the learning rate times the ratio, as in LARS
+    trust: the share of its norm that a layer may move by in one step
+    eps: added under the ratio
+    """
+    check_ratio(trust, eps)
+    return Larc(mode, trust, eps)

@@ -1,0 +1,73 @@
+"""LARS: each layer's step is scaled to the norm of its weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from hvdtrain.errors import UserError
+from hvdtrain.optim.rule import Array, Ops, Rule, Scalar
+from hvdtrain.state import Hyper
+
+
+@dataclass(frozen=True)
+class Lars:
+    """a = trust |p| / (|g| + d |p| + eps), 1 where |p| or |g| is 0 (You, Gitman, Ginsburg 2017, arXiv:1708.03888, eq. 6 and algorithm 1).
+
+    form=paper: v = m v + lr a (g + d p), p = p - v. form=torch: v = m v + a (g + d p), p = p - lr v. Equal while lr is constant.
+    Deviations, held by tests: eps (MLPerf's) is not in the paper; a layer without gradient decays unscaled, as in timm, because a is 1.
+    """
+
+    form: Literal["torch", "paper"] = "torch"
+    trust: float = 0.001
+    eps: float = 0.0
+    adapt: bool = True
+    momentum: float = 0.9
+
+    def unadapted(self) -> Rule:
+        return replace(self, adapt=False)
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return (ops.zeros_like(p),)
+
+    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)  # the rate after the momentum, or inside of it
+        a = before * self._ratio(g, P, h, ops)
+        v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, slots[0])))
+        return ops.axpy(-after, v, P), (v,)
+
+    def _ratio(self, g: Array, p: Array, h: Hyper, ops: Ops) -> Scalar | float:
+        if not self.adapt:
+            return 1.0
+        weights, gradient = ops.norm(p), ops.norm(g)
+        return ratio_or_one(self.trust * weights, gradient + h.weight_decay * weights + self.eps, moving(weights, gradient), ops)
+
+
+def moving(weights: Scalar, step: Scalar) -> Any:
+    """Where neither of two norms is 0."""
+    return (weights > 0) & (step > 0)
+
+
+def ratio_or_one(above: Scalar, below: Scalar, where: Any, ops: Ops) -> Scalar:
+    """above / below, and 1 elsewhere, where nothing is divided: numpy would warn."""
+    return ops.where(where, above / ops.where(where, below, 1.0), 1.0)
+
+
+def check_ratio(trust: float, eps: float) -> None:
+    """A UserError for a trust or eps with which no ratio can be computed."""
+    if not 0 < trust < math.inf:
+        raise UserError(f"a trust of {trust} moves no layer", "optim.trust", "give a number above 0, as in optim.trust=0.001")
+    if not 0 <= eps < math.inf:
+        raise UserError(f"an eps of {eps} cannot guard a division", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
+
+
+def build(*, form: Literal["torch", "paper"] = "torch", trust: float = 0.001, eps: float = 0.0) -> Rule:
+    """The rule of optim.name=lars.
+
+    form: paper: the rate is inside the momentum, as in the paper, Caffe and MLPerf; torch: outside, as in torch.optim.SGD
+    trust: the share of a layer's norm that it moves by at a rate of 1
+    eps: added under the ratio (MLPerf: 1e-7)
+    """
+    check_ratio(trust, eps)
+    return Lars(form, trust, eps)

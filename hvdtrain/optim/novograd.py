@@ -1,0 +1,47 @@
+"""NovoGrad: each layer's gradient is divided by a running mean of its norm, before the momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.optim.adam import check_moments
+from hvdtrain.optim.rule import Array, Ops, Rule
+from hvdtrain.state import Hyper
+
+
+@dataclass(frozen=True)
+class NovoGrad:
+    """v = b2 v + (1 - b2) |g|^2, m = b1 m + g / (sqrt(v) + eps) + d p, p = p - lr m; v is one number for each layer, |g|^2 at first.
+
+    (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1.) Deviation, as NVIDIA's own code and timm's copy of it do, held by a test:
+    v takes |g|^2 whole as long as it is 0, so gradients of zero at the beginning do not count as the first.
+    """
+
+    beta2: float = 0.98
+    eps: float = 1e-8
+    momentum: float = 0.95
+
+    def unadapted(self) -> Rule:
+        return self
+
+    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
+        return ops.zeros_like(p), ops.zero(p)
+
+    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        norm = ops.norm(g)
+        square = norm * norm
+        v = ops.where(slots[1] > 0, self.beta2 * slots[1] + (1 - self.beta2) * square, square)
+        share = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)  # where v is 0 so is g: no division by an eps of 0
+        m = ops.axpy(h.weight_decay, P, ops.axpy(share, g, ops.scale(h.momentum, slots[0])))
+        return ops.axpy(-h.lr, m, P), (m, v)
+
+
+def build(*, beta2: float = 0.98, eps: float = 1e-8) -> Rule:
+    """The rule of optim.name=novograd; optim.momentum is its beta1, 0.95 where left out.
+
+    beta2: how much of the running mean of a layer's squared gradient norm stays at each step
+    eps: added to the root of that mean
+    """
+    check_moments(beta2, eps)
+    return NovoGrad(beta2, eps)
