@@ -1,6 +1,6 @@
 """Trains the same network for the same number of epochs by one small-batch and several large-batch recipes, and tables the accuracies.
 
-python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME,NAME] [--out benchmarks/large_batch.jsonl]
+python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ... [--out benchmarks/large_batch.jsonl]
 
 Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file, and a job that is there already is
 not run again. The last line of output is the table of the README.
@@ -41,7 +41,7 @@ def main() -> None:
     options = parse()
     out = Path(options.out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    names = options.only.split(",") if options.only else list(RECIPES)
+    names = options.only or list(RECIPES)
     for seed in map(int, options.seeds.split(",")):
         for name in names:
             if not any(row["recipe"] == name and row["seed"] == seed and row["extra"] == options.extra for row in done):
@@ -82,7 +82,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
         "says": recipe.removeprefix("recipe").strip(),
         "words": words[:-3],
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
@@ -104,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="folder that holds FashionMNIST/raw")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--only", help="names of recipes, with commas")
+    parser.add_argument("--only", action="append", choices=list(RECIPES), metavar="NAME", help="one recipe; may be given again")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "large_batch.jsonl"))
     parser.add_argument("--mpirun", default="mpirun")
     parser.add_argument("extra", nargs="*", help="key=value words for every job; such jobs stay out of the table")

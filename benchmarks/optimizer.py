@@ -19,7 +19,6 @@ from hvdtrain.frames.torch_optimizer import RuleOptimizer
 from hvdtrain.vision import torchvision
 
 RULES = ["larc", "lars", "sgd", "adam", "adamw", "lamb", "novograd"]
-ORACLES: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def parameters(device: str) -> list[torch.nn.Parameter]:

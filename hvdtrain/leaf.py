@@ -44,7 +44,7 @@ def find(folder: str, name: str, where: str) -> Path:
     """The file that `name` means in a folder, or a UserError with the nearest name."""
     known = files(folder)
     if name not in known:
-        raise UserError(f"unknown name: {name}", where, nearest(name, sorted(known)))
+        raise UserError(f"unknown name{' for frame=jax' * (folder == 'jax_models')}: {name}", where, nearest(name, sorted(known)))
     return known[name]
 
 

@@ -84,7 +84,7 @@ def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
         (["log.noise_scale=true"], "compares the ranks' own gradients with their mean; this is one rank", "two ranks or more"),
         (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
         (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, frame=jax needs a rule", "frame=torch"),
-        (["model.name=resnet18"], "unknown name: resnet18", "known: convnet, linear, mlp"),
+        (["model.name=resnet18"], "unknown name for frame=jax: resnet18", "known: convnet, linear, mlp"),
         (["model.name=mlp", "model.widths=[0]"], "widths (0,) make no network", "1 or more"),
         (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
         ([OWN, "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'", "model.<name>=<value>"),

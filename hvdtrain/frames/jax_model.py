@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain import leaf
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Task
+from hvdtrain.frames.learner import Task, make_model
 from hvdtrain.state import fold
 
 
@@ -72,24 +70,14 @@ def build_model(config: Config, origins: Origins, task: Task, place: Place) -> M
 
 
 def _make(config: Config, origins: Origins, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(init, apply) of a leaf by name, or of the user's own function, which is given shape and classes where it asks for them."""
-    name, options, where = config.model.name, config.model.options, origins.where("model.name")
-    if not leaf.is_dotted(name):
-        make = leaf.load("jax_models", name, where).build
-        return make(name, task.shape, task.classes, **leaf.check_options(make, options, "model", origins))
-    make = leaf.load_dotted(name, where)
-    signature = inspect.signature(make)
-    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
-    made = make(**arguments)
+    """(init, apply) of a leaf by name, or of the user's own function."""
+    name, where = config.model.name, origins.where("model.name")
+    made = make_model(config, origins, task, "jax_models")
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and callable(made[1])):
         what = f"{name} gave a {type(made).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
-    return made
+    init, apply = made
+    return init, apply
 
 
 def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:

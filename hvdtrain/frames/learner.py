@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -66,6 +69,31 @@ def check_fit(own: Arrays, given: Arrays) -> None:
     for name, array in own.items():
         if array.shape != given[name].shape:
             raise UserError(f"{name} has shape {given[name].shape}, the model has {array.shape}", "state of the model", fix)
+
+
+def make_model(config: Config, origins: Origins, task: Task, folder: str) -> Any:
+    """What a leaf of `folder` builds, or the user's own package.module:name, which is given shape and classes where it asks for them."""
+    name, options, where = config.model.name, config.model.options, origins.where("model.name")
+    if not leaf.is_dotted(name):
+        make = leaf.load(folder, name, where).build
+        return make(name, task.shape, task.classes, **leaf.check_options(make, options, "model", origins))
+    make = leaf.load_dotted(name, where)
+    signature = inspect.signature(make)
+    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
+    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
+    return make(**arguments)
+
+
+def fair_threads(engine: Engine) -> int:
+    """This rank's part of the cores that it may use. Every rank calls it."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    mine = (socket.gethostname(), tuple(cores))
+    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    return max(1, len(cores) // sharers)
 
 
 def build_rule(config: Config, origins: Origins) -> Rule:

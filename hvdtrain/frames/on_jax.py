@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule
+from hvdtrain.frames.learner import Learner, Task, build_rule, fair_threads
 
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
@@ -63,11 +63,8 @@ def start_threads(jax: Any, engine: Engine) -> None:
     JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and its XLA flags leave
     the number as it is. PJRT_NPROC sets it: the user's own wins, then OMP_NUM_THREADS. No effect where JAX has started before.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    mine = (socket.gethostname(), tuple(cores))
-    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdecimal() and int(asked) else max(1, len(cores) // sharers)
+    asked, fair = os.environ.get("OMP_NUM_THREADS", ""), fair_threads(engine)
+    threads = int(asked) if asked.isdecimal() and int(asked) else fair
     ours = "PJRT_NPROC" not in os.environ
     os.environ.setdefault("PJRT_NPROC", str(threads))
     try:
@@ -84,3 +81,13 @@ def pick_device(jax: Any, config: Config, origins: Origins, engine: Engine) -> A
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
         raise UserError("no CUDA device is visible to jax", origins.where("speed.device"), fix)
     return devices[engine.local_rank % len(devices)]
+
+
+def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
+    """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
+    refuse(replace(config, log=replace(config.log, noise_scale=False)), origins, Single())  # more ranks may measure it
+    jax = load_jax(origins)
+    from hvdtrain.frames.jax_model import Place, build_model
+
+    model = build_model(config, origins, task, Place(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
+    return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
@@ -110,3 +112,9 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
             fix = "frame=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or frame=torch"
             raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
     return NumpyLearner(config, task, build_rule(config, origins), engine)
+
+
+def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
+    """The parameters by name, as build() makes them: without their memory, and with its refusals."""
+    build(config, origins, replace(task, shape=(1, 1, 1), classes=1), Single())
+    return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +10,15 @@ import numpy as np
 import torch
 
 from hvdtrain import leaf
-from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
-from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frames.torch_loss import Loss
-from hvdtrain.frames.torch_model import check_logits, make_model
+from hvdtrain.frames.torch_model import check_logits, normed_model
 from hvdtrain.frames.torch_optimizer import RuleOptimizer
 from hvdtrain.state import Arrays, Batch, Hyper, Sums, fold
 
@@ -143,11 +142,13 @@ class TorchLearner:
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
     """The learner of frame=torch."""
-    share_cores(engine)
+    threads = fair_threads(engine)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
     device = pick_device(config, origins, engine)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    model = make_model(config, origins, task, engine).to(device=device, dtype=dtype)
+    model = normed_model(config, origins, task, engine).to(device=device, dtype=dtype)
     check_logits(model, task, origins)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(config, origins, named)
@@ -202,10 +203,20 @@ def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.devic
     return torch.device("cpu")
 
 
-def share_cores(engine: Engine) -> None:
-    """Each rank computes with its part of the cores that it may use; OMP_NUM_THREADS wins. Every rank calls it."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    mine = (socket.gethostname(), tuple(cores))
-    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(cores) // sharers))
+def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
+    """The trained parameters by name, as build() makes them: without memory or work, unless the model reads its own numbers."""
+    try:
+        with torch.device("meta"):
+            model = _checked_model(config, origins, task)
+    except UserError:
+        raise
+    except Exception:  # a meta tensor has no numbers to read; whatever else went wrong does so again
+        model = _checked_model(config, origins, task)
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+    model = normed_model(config, origins, task, Single())
+    if leaf.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
+        check_logits(model, task, origins)
+    return model

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 
-from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Task
+from hvdtrain.frames.learner import Task, make_model
 from hvdtrain.frames.torch_init import init_classifier
 from hvdtrain.frames.torch_norm import use_norm
 
 
-def make_model(config: Config, origins: Origins, task: Task, engine: Engine) -> torch.nn.Module:
+def normed_model(config: Config, origins: Origins, task: Task, engine: Engine) -> torch.nn.Module:
     """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
     model = build_model(config, origins, task)
     if config.model.classifier_std is not None:
@@ -39,20 +35,9 @@ def check_logits(model: torch.nn.Module, task: Task, origins: Origins) -> None:
 
 
 def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
-    """A leaf of models/ by name, or the user's own package.module:Class, which is given shape and classes where it asks for them."""
-    name, options, where = config.model.name, config.model.options, origins.where("model.name")
-    if ":" not in name:
-        make = leaf.load("models", name, where).build
-        return make(name, task.shape, task.classes, **leaf.check_options(make, options, "model", origins))
-    make = leaf.load_dotted(name, where)
-    signature = inspect.signature(make)
-    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
-    model = make(**arguments)
+    """A leaf of models/ by name, or the user's own package.module:Class."""
+    name, where = config.model.name, origins.where("model.name")
+    model: torch.nn.Module = make_model(config, origins, task, "models")
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
     if not any(p.requires_grad for p in model.parameters()):
