@@ -43,7 +43,7 @@ def ms(optimizer: torch.optim.Optimizer, device: str) -> float:
 def compare(name: str, device: str, rounds: int) -> dict[str, Any]:
     """A rule against torch.optim's SGD; every second round the other one begins."""
     rule = importlib.import_module(f"hvdtrain.optim.{name}").build()
-    hyper: dict[str, float] = {"lr": 1e-4, "weight_decay": 1e-4}
+    hyper: dict[str, Any] = {"lr": 1e-4, "weight_decay": 1e-4}
     ours = RuleOptimizer(parameters(device), rule, **hyper)
     torchs = torch.optim.SGD(parameters(device), momentum=0.9, foreach=True, **hyper)
     times: dict[torch.optim.Optimizer, list[float]] = {ours: [], torchs: []}

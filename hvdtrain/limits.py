@@ -15,7 +15,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "model.classifier_std": (0, 1e6, "0 or more"),
     "optim.base_lr": (0, 1e6, "0 or more"),
     "optim.base_batch": (1, 1e9, "1 or more"),
-    "optim.momentum": (0, 1, "0 to 1"),
+    "optim.momentum": (0, 0.9999999, "0 or more and less than 1"),
     "optim.weight_decay": (0, 1e6, "0 or more"),
     "optim.clip_norm": (1e-30, 1e30, "more than 0"),
     "optim.clip_value": (1e-30, 1e30, "more than 0"),

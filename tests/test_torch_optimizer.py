@@ -14,6 +14,7 @@ from hvdtrain.frames import torch_optimizer
 from hvdtrain.frames.torch_ops import TorchOps
 from hvdtrain.frames.torch_optimizer import RuleOptimizer, make_optimizer, runs, set_hyper, slots
 from hvdtrain.optim.adam import Adam
+from hvdtrain.optim.lamb import Lamb
 from hvdtrain.optim.larc import Larc
 from hvdtrain.optim.novograd import NovoGrad
 from hvdtrain.optim.rule import Rule
@@ -90,6 +91,16 @@ def test_channels_last_weights_have_the_same_norms() -> None:
 def test_factors_of_zero_and_one_touch_nothing() -> None:
     ops, nan, y = TorchOps(), [torch.tensor([torch.nan])], [torch.tensor([3.0])]
     assert ops.axpy(0.0, nan, y)[0].item() == ops.scale(1.0, y)[0].item() == 3.0
+    assert y[0]._version == 0  # nothing was written
+
+
+@pytest.mark.parametrize("rule", [*RULES, Sgd(nesterov=True), Lamb()])
+def test_a_gradient_stays_as_it_is(rule: Rule) -> None:
+    some = parameters(*SHAPES)
+    walk(make_optimizer(rule, named(some), True), some, range(1))
+    after = [p.grad for p in some]
+    set_gradients(some, 0)
+    assert all(torch.equal(g, p.grad) for g, p in zip(after, some, strict=True))
 
 
 def test_two_groups_and_the_numbers_of_each() -> None:
