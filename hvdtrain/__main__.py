@@ -1,4 +1,4 @@
-"""The command line: train, list, and help; any exception on any rank ends every rank."""
+"""The command line: train, plan, list, and help; any exception on any rank ends every rank."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def _command(words: list[str]) -> int:
         print(f"hvdtrain {__version__}")
     elif words == ["list"]:
         print(manual.list_text())
+    elif words[:1] == ["plan"]:
+        from hvdtrain.launch.plan import plan
+
+        return plan(words[1:])
     else:
         path, words = _take_option(words[words[:1] == ["train"] :], "--config")
         config, origins = configure(path, [word for word in words if word != "--print-config"])

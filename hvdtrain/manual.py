@@ -15,6 +15,9 @@ hvdtrain trains deep networks on many workers.
 
   python -m hvdtrain [--config FILE] [key=value ...]                one process
   mpirun -np 8 -H n1:4,n2:4 python -m hvdtrain [key=value ...]     eight
+  python -m hvdtrain plan [--config FILE] [key=value ...]           what they would do on 1, 8, 64 and 512 ranks; trains nothing
+      [--ranks 1,8,64,512] [--png FILE] [--all]                     other ranks, a picture of lr and batch, all names
+      [--samples N --image HxWxC --classes K]                       without reading data
 
   --help [SECTION]   this page, or the keys and options of one section
   --print-config     the resolved configuration, ready for --config

@@ -206,6 +206,8 @@ def test_noise_of_a_step() -> None:
         (["recipe.schedule=polynomial", "recipe.end_lr=1e-4"], "lr 0.02, then polynomial of power 2 to 0.0001"),
         (["recipe.chain=[{epochs: 3},{kind: exponential, scale: 0.5}]"],
          "lr 0.02, then constant for 3 epochs, then x 0.1 in each epoch from x 0.5"),
+        (["recipe.schedule=steps", "recipe.milestones=[4]", "recipe.growth=decays", "recipe.batch_max=128"],
+         "lr 0.02, then x 0.1 at epochs 4, taken over by the batch up to 128"),
         (["optim.base_batch=32", "recipe.scale=none", "recipe.adapt_regime=true", "recipe.schedule=steps", "recipe.milestones=[4]"],
          "lr 0.02, then x 0.1 at epochs 8; regime adapted: 2 times the epochs"),
     ],

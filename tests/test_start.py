@@ -15,8 +15,7 @@ from hvdtrain.comm.engine import Buffer, Single
 from hvdtrain.configure import Origins, configure
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Task
-from hvdtrain.frames.on_torch import share_cores
+from hvdtrain.frames.learner import Task, fair_threads
 from hvdtrain.run.build import build_learner, build_task
 from hvdtrain.run.start import agree, share_state
 from hvdtrain.state import digest
@@ -82,19 +81,24 @@ def test_both_parts_of_a_data_set_must_fit() -> None:
 
 
 def test_ranks_that_may_use_the_same_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    for first, threads in (
+        ((socket.gethostname(), (0, 1, 2, 3)), 2),
+        ((socket.gethostname(), (4, 5, 6, 7)), 4),
+        (("n9", (0, 1, 2, 3)), 4),
+    ):
+        assert fair_threads(Beside([first])) == threads, first
+
+
+def test_torch_takes_its_share_of_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     before = torch.get_num_threads()
     try:
-        for first, threads in (
-            ((socket.gethostname(), (0, 1, 2, 3)), 2),
-            ((socket.gethostname(), (4, 5, 6, 7)), 4),
-            (("n9", (0, 1, 2, 3)), 4),
-        ):
-            share_cores(Beside([first]))
-            assert torch.get_num_threads() == threads, first
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        share_cores(Beside([(socket.gethostname(), (0, 1, 2, 3))]))
-        assert torch.get_num_threads() == 4
+        learner(1)
+        assert torch.get_num_threads() == before
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        learner(1)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

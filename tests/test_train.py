@@ -199,7 +199,7 @@ def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.
     assert main([*words, "epochs=2", "run=whole"]) == 0
     out = capsys.readouterr().out
     assert "batch   64, 200 from epoch 1 over all ranks, 64 on each at first\n" in out
-    assert "lr 0.05, then x 0.25 at epochs 1\n" in out
+    assert "lr 0.05, then x 0.25 at epochs 1, taken over by the batch up to 200\n" in out
     steps = events(Path("whole"), "step")
     assert [s["batch"] for s in steps] == [64] * 23 + [200] * 8
     assert [s["lr"] for s in steps] == pytest.approx([0.05] * 23 + [0.05 * 0.25 * 200 / 64] * 8)

@@ -57,6 +57,9 @@ def build(
 ) -> nn.Module:
     """The default is narrow: digits train in seconds. 16,160,320,640 is the full width for 28x28 images.
 
+    It has no zero_gamma as the ResNets have: a block ends in ReLU after its norm, so that with a scale of 0 the ReLU would get 0, where its
+    slope is 0, and neither that norm nor the convolutions before it would ever get a gradient.
+
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
     """

@@ -26,6 +26,7 @@ def lr_words(config: Config, dataset: int) -> str:
     pieces = r.chain or [PieceConfig(r.schedule, None, 1.0, r.milestones, r.gamma, r.power, r.end_lr)]
     told = [_piece_words(piece, k) for piece in pieces]
     words += "".join(f", then {text}" for text in told if text)
+    words += f", taken over by the batch up to {r.batch_max}" if r.growth == "decays" else ""
     return words + (f"; regime adapted: {k} times the epochs" if k > 1 else "")
 
 

@@ -19,8 +19,12 @@ def rows_of_step(config: Config, p: Progress, hyper: Hyper, first_batch: int, en
     """
     mine = indices(p.samples, hyper.batch, engine.rank, engine.size, p.dataset, config.seed, config.data.sampling)
     most = largest_share(p.samples, hyper.batch, engine.size, p.dataset, config.data.sampling)
-    passes = -(-most // config.batch.micro) if config.batch.micro else -(-hyper.batch // first_batch)
-    return np.array_split(mine, passes)
+    return np.array_split(mine, passes(config, most, hyper.batch, first_batch))
+
+
+def passes(config: Config, most: int, batch: int, first_batch: int) -> int:
+    """Forward passes of a step: `most` is the largest share of a rank, `first_batch` the global batch that the job began with."""
+    return -(-most // config.batch.micro) if config.batch.micro else -(-batch // first_batch)
 
 
 def read(source: Source, rows: np.ndarray, hyper: Hyper, seed: int) -> Batch:

@@ -1,0 +1,206 @@
+"""What `plan` prints and draws, against numbers worked out by hand; what it refuses; and what it leaves alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import python
+
+from hvdtrain.__main__ import main
+
+IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
+GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup_epochs=5",
+         "recipe.schedule=steps", "recipe.milestones=[30,60,80]", "optim.weight_decay=1e-4"]  # fmt: skip
+SMALL = ["frame=numpy", "model.name=linear", "--samples", "1000", "--image", "4x4x1", "--classes", "10"]  # imports no torch: fast
+GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines of a plan."""
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def cells(lines: list[str], ranks: int) -> list[str]:
+    """A row of the table."""
+    return next(line.split() for line in lines if line.split()[:1] == [str(ranks)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:10]) == ("", "hvdtrain: ")
+    return err
+
+
+def test_goyal_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """1,281,167 / 256 = 5004.56 and / 8192 = 156.39 steps an epoch; 90 epochs are 450,410.3 and 14,075.3 steps, the last one whole.
+
+    lr 0.1 x 8192 / 256 = 3.2, then three tenths; 25,557,032 x 4 bytes are 97.49 MiB. Of 161 tensors 53 convolutions and the classifier
+    have two dimensions or more; 53 norms have two vectors each, and the classifier a bias: 107.
+    """
+    lines = told(capsys, *GOYAL, *IMAGENET, "--ranks", "8,256")
+    assert cells(lines, 8) == ["8", "256", "32", "1", "90", "5,004.6", "450,411", "0", "0.1", "0.0001", "0.9"]
+    assert cells(lines, 256) == ["256", "8,192", "32", "1", "90", "156.4", "14,076", "0.1", "3.2", "0.0032", "0.9"]
+    text = " ".join(" ".join(lines).split())
+    assert "1,281,167 training samples, images of 224x224 pixels and 3 channels, 1,000 classes (by --samples" in text
+    assert "on 8 ranks lr 0.1 after 5 warm-up epochs (from 0), then x 0.1 at epochs 30, 60, 80 batch 256 " in text
+    assert "lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80 batch 8192" in text
+    assert "resnet50: 161 tensors, 25,557,032 numbers" in text
+    assert "54 tensors, 25,502,912 numbers: decayed 107 tensors, 54,120 numbers: not decayed: bn1.weight, bn1.bias, layer1" in text
+    assert "and 99 more (--all names them)" in text
+    assert "weights 97.5 gradients 97.5 optimizer state 97.5 reduction buffers 97.5 from 2 ranks on with comm.reduce=bucket" in text
+    assert "sum 390.0 without these buffers 292.5" in text
+    assert max(map(len, lines)) <= 100
+
+
+def test_growth_is_told_from_its_first_to_its_last_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch 64 for 16 steps (1,024 samples), 300 for 5 (2,524), 200 for 8 (4,124): 29 steps. On 3 ranks 21 or 22, then 66 or 67 samples."""
+    lines = told(capsys, *SMALL, "batch.size=64", "epochs=4", *GROWTH, "optim.base_lr=0.16", "--ranks", "1,3")
+    assert cells(lines, 1) == ["1", "64>200", "64>200", "1>4", "4", "15.6>5.0", "29", "0.16", "0.16", "0.5", "0.9"]
+    assert cells(lines, 3)[2:4] == ["21-22>66-67", "1>4"]
+    assert "  a>b: the batch changes from a to b, perhaps with others between" in lines
+    assert "            batch 64, 300 from epoch 1, 200 from epoch 2.5" in lines
+
+
+def test_one_recipe_is_told_once_and_a_fixed_batch_gives_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, *SMALL, "--ranks", "1,8,64")
+    assert "recipe      on 1, 8, 64 ranks" in lines
+    assert [cells(lines, ranks)[4:] for ranks in (1, 8, 64)] == [["10", "15.6", "157", "0.02", "0.02", "0.02", "0.9"]] * 3
+
+
+def test_rows_that_are_impossible_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, *SMALL)
+    assert cells(lines, 64)[1] == "64"
+    why = "impossible: batch 64 does not split over 512 ranks: some would have no sample; fix: 512 or more, or fewer ranks"
+    assert f"512 {why}" in " ".join(" ".join(lines).split())
+    lines = told(capsys, *SMALL, "batch.per_rank=20", "--ranks", "50,51")
+    assert cells(lines, 50)[1] == "1,000"
+    assert "51 impossible: batch 1020 is more than the 1000 training samples" in " ".join(" ".join(lines).split())
+
+
+def test_no_possible_row_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *SMALL, "--ranks", "100,200")
+    for ranks in (100, 200):
+        assert f"\n  {ranks}: batch 64 does not split over {ranks} ranks: some would have no sample; fix: {ranks} or more" in text
+    text = refused(capsys, *SMALL, "recipe.schedule=steps")  # the same for every number of ranks: told once
+    assert text.splitlines()[0] == "hvdtrain: schedule=steps without milestones"
+
+
+def test_a_job_that_ends_early_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, *SMALL, "max_steps=5", "recipe.warmup_epochs=1", "stop.target_accuracy=0.9", "--ranks", "1")
+    assert cells(lines, 1) == ["1", "64", "64", "1", "0.32", "15.6", "5", "0", "never", "0.00512", "0.9"]  # 0.02 x 4 x 64 / 1000
+    assert any("validation accuracy 0.9 is held" in line for line in lines)
+
+
+def test_a_users_own_model_and_optimizer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lazy layers, and a model that reads its own numbers, which has none on torch's meta device."""
+    (tmp_path / "own_model.py").write_text(
+        "from torch import nn\n"
+        "def lazy(classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))\n"
+        "def reads(classes):\n    layer = nn.Linear(64, classes)\n    assert layer.weight.sum().item() != 0\n"
+        "    layer.bias.requires_grad_(False)\n    return nn.Sequential(nn.Flatten(), layer)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = ["--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1", "optim.name=torch.optim.RMSprop"]
+    lines = told(capsys, "model.name=own_model:lazy", *data)
+    assert "            1 tensor, 10 numbers: not decayed: 1.bias" in lines
+    assert "  optimizer state      known only after its first step" in lines
+    assert next(line for line in lines if line.startswith("  sum of what is known ")).split()[-1] == "0.0050"  # 2 x 650 x 4 bytes
+    assert "  ".join(cells(lines, 1)[-2:]) == "its  own"
+    lines = told(capsys, "model.name=own_model:reads", *data, "optim.exclude=none")
+    assert "            not decayed: none (optim.exclude=none)" in lines
+    assert "model       own_model:reads: 1 tensor, 640 numbers, frame=torch, fp32" in lines
+
+
+def test_names_of_what_is_spared(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["optim.name=lars", "model.widths=[4,4,4,4]", "--samples", "1000", "--image", "8x8x1", "--classes", "10"]
+    lines = told(capsys, *words)
+    assert any(line.endswith("numbers: decayed and adapted layer by layer") for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert "numbers: neither: stem.1.weight, stem.1.bias, " in text and " more (--all names them)" in text
+    text = " ".join(told(capsys, *words, "--all"))
+    assert "more (--all" not in text and "fc.bias" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--samples", "5"], ["--samples, --image and --classes belong together", "--samples 1281167 --image 224x224x3 --classes 1000"]),
+        (["--image", "224x224"], ["cannot read the shape '224x224'", "height x width x channels"]),
+        (["--classes", "0"], ["0 is no number of samples or classes"]),
+        (["--ranks", "8,x"], ["cannot read the numbers of ranks '8,x'", "--ranks 1,8,64,512"]),
+        (["--ranks"], ["argument --ranks: expected one argument"]),
+        (["--rank", "8"], ["cannot read the word '--rank'"]),
+        (["batch.sise=8"], ["no such key: batch.sise", "did you mean batch.size?"]),
+        (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
+        (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
+        (["data.name=folder", "data.root=nowhere"], ["nowhere", "or plan without data: --samples"]),
+        ([*SMALL, "model.name=mlp"], ["frame=numpy cannot do this model.name"]),
+        ([*SMALL, "optim.name=torch.optim.SGD"], ["torch.optim.SGD is a torch optimizer, frame=numpy needs a rule"]),
+        (["--config", "none.yaml"], ["cannot read the configuration", "none.yaml"]),
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_mistakes(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *words)
+    for part in says:
+        assert part in text, text
+
+
+def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of its own colour for each number of ranks, in both panels; and one for all where the recipe is the same."""
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    colours = {"blue": (0, 114, 178), "vermillion": (213, 94, 0)}
+    for batch, lines in (("batch.per_rank=8", 2), ("batch.size=64", 1)):
+        out = told(capsys, *SMALL, batch, "optim.base_batch=8", "recipe.schedule=cosine", "--ranks", "1,8", "--png", "plan.png")
+        assert out[-1] == "picture: plan.png"
+        with Image.open("plan.png") as image:
+            assert (image.format, image.size) == ("PNG", (1440, 960))
+            pixels = np.asarray(image.convert("RGB"))
+        for place, colour in enumerate(colours.values()):
+            of_colour = (pixels == colour).all(2)  # (H, W)
+            assert (of_colour[:580].sum() > 1000, of_colour[580:860].sum() > 1000) == (place < lines,) * 2
+    assert "cannot write the picture" in " ".join(fails(capsys, *SMALL, "--ranks", "1", "--png", "nowhere/plan.png").split())
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_without_matplotlib_the_text_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    lines = told(capsys, *SMALL, "--png", "plan.png")
+    assert lines[-1] == "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
+    assert cells(lines, 8)[1] == "64"
+    assert not Path("plan.png").exists()
+
+
+def test_only_the_frame_is_imported(tmp_path: Path) -> None:
+    """No MPI ever, and no torch for a numpy model, even under a launcher's variables."""
+    code = f"""
+import sys
+from hvdtrain.__main__ import main
+assert main(["plan", *{SMALL!r}, "--png", {str(tmp_path / "plan.png")!r}]) == 0
+loaded = [m for m in ("torch", "jax", "mpi4py", "horovod", "matplotlib.pyplot", "sklearn") if m in sys.modules]
+assert not loaded, loaded
+assert main(["plan", "model.name=mlp"]) == 0
+loaded = [m for m in ("mpi4py", "horovod", "sympy") if m in sys.modules]
+assert not loaded, loaded
+"""
+    result = python(["-c", code], env={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
+    assert result.returncode == 0, result.stderr
