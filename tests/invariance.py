@@ -41,9 +41,10 @@ JOBS = {
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
     "jax softmax": "frame=jax model.name=linear optim.base_lr=0.05",
-    "jax least squares": "frame=jax model.name=linear model.loss=squared_error optim.base_lr=0.002",
-    "jax convnet": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2",
     "jax convnet, micro-batches": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
+    "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.05",
+    "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.05 comm.reduce=bucket "
+    "comm.bucket_mb=0.001",
     "numpy, grown": f"frame=numpy {GROWN}",
     "torch, grown": GROWN,
     "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",

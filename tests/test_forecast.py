@@ -90,7 +90,6 @@ FRAMES = [
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
 @pytest.mark.parametrize(("frame", "words"), FRAMES, ids=[f"{frame} {words[0]}" for frame, words in FRAMES])
 def test_shapes_and_memory_are_those_of_the_learner(frame: str, words: list[str], optimizer: str) -> None:
-    pytest.importorskip(frame)
     config, origins = configure(None, [f"frame={frame}", *words, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = leaf.load("frames", frame, "").shapes(config, origins, task)

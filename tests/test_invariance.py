@@ -20,9 +20,10 @@ SAME = [  # jobs that compute the same numbers, whatever the frame and the way g
     [name for name in JOBS if "least squares" in name],
     [name for name in JOBS if "mlp" in name and "RMSprop" not in name],
     ["torch with an unused layer"],
-    ["jax convnet", "jax convnet, micro-batches"],
+    ["jax convnet, micro-batches"],
     [name for name in JOBS if "grown" in name],
     ["torch mlp, RMSprop"],
+    ["torch convnet, sync norm", "torch convnet, sync norm, buckets"],
 ]
 
 

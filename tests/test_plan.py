@@ -159,7 +159,6 @@ def test_mistakes(words: list[str], says: list[str], capsys: pytest.CaptureFixtu
 
 def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     """A line of its own colour for each number of ranks, in both panels; and one for all where the recipe is the same."""
-    pytest.importorskip("matplotlib")
     from PIL import Image
 
     colours = {"blue": (0, 114, 178), "vermillion": (213, 94, 0)}

@@ -81,10 +81,10 @@ class GhostBatchNorm(_BatchNorm):
             what = f"a batch norm gets {len(x)} rows from {samples} samples, so that nobody knows to which ghosts they belong"
             raise UserError(what, "norm.kind=ghost", "norm.kind=sync or norm.kind=batch")
         rows, (full, rest) = len(x) // samples, divmod(samples, ghost)
-        head = full * ghost * rows
-        y, means, variances = self._normalise(x[:head], full, rows)
+        parts = list(x.split([full * ghost * rows, rest * rows])) if rest else [x]  # even a slice of all rows would cost backward a copy
+        y, means, variances = self._normalise(parts[0], full, rows)
         if rest:
-            last, mean, variance = self._normalise(x[head:], 1, rows)
+            last, mean, variance = self._normalise(parts[1], 1, rows)
             y, means, variances = torch.cat([y, last]), torch.cat([means, mean]), torch.cat([variances, variance])
         follow(self, means, variances, one_by_one=self.statistics == "sequential")
         return y
@@ -94,16 +94,15 @@ class GhostBatchNorm(_BatchNorm):
         channels, plane = self.num_features, math.prod(x.shape[2:])
         if len(x) * plane == count:  # torch refuses such a batch too; here the batch may be large and only its last ghost too small
             what = f"a ghost of {len(x) // rows // count} sample has one value per channel ({tuple(x.shape)}), and so no variance"
-            raise UserError(
-                what, "norm.ghost", "a norm.ghost that divides the samples of a rank's forward pass, or leaves two or more over"
-            )
+            raise UserError(what, "norm.ghost", "a norm.ghost that divides the samples of a rank's forward pass, or leaves two over")
         x_turned = x.reshape(-1, count, rows, channels, plane).transpose(2, 3)  # (g, S, C, rows, L)
         flat = x_turned.reshape(-1, count * channels, rows * plane)  # a view of x, if it is contiguous and rows is 1
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32)) if self.running_mean is None else self.running_mean
         means, variances = like.new_zeros(count * channels), like.new_zeros(count * channels)
         weight, bias = (None if p is None else p.repeat(count) for p in (self.weight, self.bias))
         y = functional.batch_norm(flat, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps)
-        y = y.view(x_turned.shape).transpose(2, 3).reshape(x.shape)
+        y = y.view(x_turned.shape).transpose(2, 3).contiguous()
+        y = torch.ops.aten._unsafe_view(y, x.shape)  # no view to autograd: ReLU in place on a view costs backward three copies
         return y, means.view(count, channels), variances.view(count, channels)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
