@@ -66,7 +66,7 @@ def run(config: Config, origins: Origins) -> int:
     engine: Engine | None = None
     try:
         place = placement(os.environ)
-        config = for_ranks(config, place.size)
+        config, origins = for_ranks(config, origins, place.size)
         check_batch(config, origins, place.size)
         parts = prepare(config, origins)
         engine, why = connect(config, origins, place)

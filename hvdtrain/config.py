@@ -60,13 +60,13 @@ class OptimConfig:
     base_lr: float = 0.02
     """learning rate for a global batch of base_batch, after the warm-up"""
     base_batch: int | None = None
-    """global batch that base_lr is meant for; where left out batch.size, so that nothing is scaled"""
+    """global batch that base_lr is meant for; where left out batch.size, so that only a batch that grows scales it"""
     momentum: float | None = None
     """momentum, or the first beta of Adam and its kin, 0 to 1; where left out the optimizer's own: 0.9, novograd 0.95"""
     weight_decay: float = 0.0
     """decay of the weights: added to the gradient as weight_decay x weight, or as the optimizer's own page says"""
     exclude: Literal["norms_and_biases", "none"] = "norms_and_biases"
-    """parameters of at most one dimension are neither decayed nor adapted layer by layer; none: they are like all others"""
+    """parameters of at most one dimension are neither decayed nor scaled by lars, larc, lamb; none: they are like all others"""
     clip_norm: float | None = None
     """the mean gradient is scaled down to this Euclidean norm over all parameters where it is longer"""
     clip_value: float | None = None

@@ -12,6 +12,8 @@ from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
 from hvdtrain.errors import UserError
 from hvdtrain.limits import LIMITS
 
+COMMAND_LINE = "command line"  # the origin of a key=value word
+
 
 class Assignment(NamedTuple):
     key: str  # "batch.size"
@@ -61,7 +63,7 @@ def read_word(word: str) -> Assignment:
         raise UserError(f"cannot read the word '{word}'", "command line", "write key=value, as in batch.size=128; --help lists the keys")
     try:
         value = text if takes_text(key) and text != "null" else _value(key, yaml.compose(text, Loader=yaml.SafeLoader))
-        return Assignment(key, None if value == "" else value, "command line")
+        return Assignment(key, None if value == "" else value, COMMAND_LINE)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"cannot read the value of '{word}': {_first_line(error)}", "command line", "quote it for the shell") from None
 
@@ -152,7 +154,7 @@ def _assign(node: Any, assignment: Assignment) -> Any:
         value = {name: value}
     try:
         return OmegaConf.merge(node, OmegaConf.create(value))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a mapping where a list belongs
         raise UserError(f"wrong value for {key}: {_explain(error, assignment.value)}", f"{key}, {origin}", _expected(key)) from None
 
 
@@ -175,6 +177,7 @@ def _expected(key: str) -> str:
     if key not in known_keys():
         return "see --help"
     kind = str(known_keys()[key].type).replace(" | None", ", or null")
+    kind = kind.replace("list[PieceConfig]", "a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]")
     if kind.startswith("Literal["):
         kind = f"one of {kind[len('Literal[') : -1]}"
     return f"{key} takes {kind}"

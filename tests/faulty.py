@@ -37,3 +37,16 @@ class Faulty(nn.Module):
 
 def not_a_model(shape: tuple[int, int, int]) -> str:
     return "a string"
+
+
+class Views(nn.Module):
+    """A model as many people write it: x.view(x.size(0), -1) takes contiguous memory only, and no batch of none."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(shape[2], 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3 * shape[0] * shape[1], classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.conv(x))
+        return self.fc(x.view(x.size(0), -1))

@@ -158,6 +158,12 @@ def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
         assert f"  {key}=" in page, f"{key} has no text under it in config.py"
 
 
+def test_a_mapping_where_a_list_belongs_is_told() -> None:
+    told = error("recipe.chain={kind: cosine}")
+    assert told.what.startswith("wrong value for recipe.chain")
+    assert told.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
+
+
 def test_sections_are_those_of_config() -> None:
     built = config.Config()
     assert {name: type(getattr(built, name)) for name in config.SECTIONS} == config.SECTIONS

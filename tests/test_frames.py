@@ -91,6 +91,15 @@ def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]
     assert not np.allclose(states[0]["p.fc.weight"], plain.state()["p.fc.weight"])
 
 
+def test_a_model_of_the_users_may_view_its_images() -> None:
+    one = learner("model.name=faulty:Views")
+    one.step([one.put(batch(4))], hyper(4), 0)
+    with pytest.raises(UserError, match=r"the model fails for images \(0, 2, 4, 4\): RuntimeError") as caught:
+        learner("model.name=faulty:Views", "norm.kind=sync")
+    assert "faulty.py:" in caught.value.where
+    assert "norm.kind=sync may give a rank" in caught.value.fix
+
+
 def test_label_smoothing_is_for_training_alone() -> None:
     one, other = learner("model.name=mlp", "model.label_smoothing=0.3"), learner("model.name=mlp")
     data = one.put(batch(6))

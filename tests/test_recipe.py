@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
 from hvdtrain.config import Config
-from hvdtrain.configure import configure
+from hvdtrain.configure import Origins, configure
 from hvdtrain.errors import UserError
 from hvdtrain.recipe import compose, growth
 from hvdtrain.recipe.growth import Growth
@@ -167,6 +168,55 @@ def test_growth_by_hand_and_the_rate_that_follows() -> None:
         assert [lr for *_, lr in found] == pytest.approx([rates[b] for b in batches])
 
 
+def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
+    assert growth.from_decays(10, (1.0,), 1e-320, 80).to == (80,)
+
+
+def for_ranks(origins: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
+    given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in origins else [])]
+    config, _ = configure(None, given)
+    config = dataclasses.replace(config, resume=str(words.get("resume", "no")))
+    config, told = compose.for_ranks(config, Origins(origins), ranks)
+    assert config.batch.per_rank is None
+    return config.batch.size, told.where("batch.size")
+
+
+def test_which_of_two_batches_counts() -> None:
+    """The command line before files; what a run was made with before the file that is given again; else a contradiction."""
+    line, file = "command line", "x.yaml:3"
+    assert for_ranks({"batch.per_rank": file}) == (32, "batch.size, batch.per_rank, x.yaml:3 x 4 ranks")
+    assert for_ranks({"batch.per_rank": file, "batch.size": line}) == (64, "batch.size, command line")
+    assert for_ranks({"batch.per_rank": line, "batch.size": file})[0] == 32
+    assert for_ranks({"batch.per_rank": file, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 64
+    assert for_ranks({"batch.per_rank": line, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 32
+    for both in ({"batch.per_rank": line, "batch.size": line}, {"batch.per_rank": file, "batch.size": file}):
+        with pytest.raises(UserError, match=r"batch\.size and batch\.per_rank are both given"):
+            for_ranks(both)
+
+
+LARS_ROWS = [  # MLPerf training 4.0: batch, rate, momentum, warm-up, decay, norm group, epochs
+    (1632, 7.4, 0.9, 2, 5e-5, 204, 37), (3264, 10.5, 0.9, 2, 5e-5, 204, 37), (4096, 10, 0.9, 5, 2e-4, 64, 42),
+    (8192, 17, 0.9, 5, 2e-4, 64, 44), (32768, 21.2, 0.94, 16, 2.5e-5, 128, 57), (65536, 24.699, 0.951807, 31, 1e-4, 128, 86),
+]  # fmt: skip
+
+
+def test_the_rows_of_the_lars_configuration() -> None:
+    """Each row of its header, on the ranks that it names, is that of the reference, and the last row but one is the file itself."""
+    path = Path(__file__).parent.parent / "configs" / "imagenet_lars.yaml"
+    rows = [line[1:].split() for line in path.read_text().splitlines() if line.startswith("#   -np")]
+    found = []
+    for _, ranks, *words in rows:
+        config, origins = configure(str(path), words)
+        r = compose.compose(config, origins, 1281167, 0.9)
+        assert config.optim.momentum is not None
+        found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
+                      config.optim.weight_decay, config.norm.ghost, r.epochs))  # fmt: skip
+        assert config.batch.size // int(ranks.rstrip(":")) == config.norm.ghost, "a rank's share is the norm group"
+        assert r.lr(r.epochs) == pytest.approx(1e-4)
+    assert found == LARS_ROWS
+    assert configure(str(path), [])[0] == configure(str(path), rows[4][2:])[0]
+
+
 def test_smith_cifar_by_hand() -> None:
     """Smith 2017, section 5.1: 128, 640, 3200, 16000 where the rate would be divided by 5 at 60, 120, 160."""
     grown = growth.from_decays(128, (60.0, 120.0, 160.0), 0.2, 16000)
@@ -206,6 +256,8 @@ def test_noise_of_a_step() -> None:
         (["recipe.schedule=polynomial", "recipe.end_lr=1e-4"], "lr 0.02, then polynomial of power 2 to 0.0001"),
         (["recipe.chain=[{epochs: 3},{kind: exponential, scale: 0.5}]"],
          "lr 0.02, then constant for 3 epochs, then x 0.1 in each epoch from x 0.5"),
+        (["recipe.growth=milestones", "recipe.grow_at=[2,3.5]", "recipe.grow_to=[512,128]"],
+         "lr 0.02; follows the batch (linear): 0.16 from epoch 2, 0.04 from epoch 3.5"),
         (["recipe.schedule=steps", "recipe.milestones=[4]", "recipe.growth=decays", "recipe.batch_max=128"],
          "lr 0.02, then x 0.1 at epochs 4, taken over by the batch up to 128"),
         (["optim.base_batch=32", "recipe.scale=none", "recipe.adapt_regime=true", "recipe.schedule=steps", "recipe.milestones=[4]"],
@@ -235,8 +287,16 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["recipe.schedule=steps", "recipe.milestones=[0]"], "recipe.milestones is [0.0]", "recipe.milestones"),
         (["recipe.schedule=cosine", "recipe.chain=[{epochs: 1}]"], "a chain and schedule=cosine", "recipe.chain"),
         (["recipe.chain=[{kind: cosine},{kind: constant}]"], "a piece without epochs before the last", "recipe.chain"),
-        (["recipe.chain=[{epochs: 0},{kind: constant}]"], "a piece of no epochs", "recipe.chain"),
-        (["recipe.chain=[{kind: steps}]"], "a piece of steps without milestones", "recipe.chain"),
+        (["recipe.chain=[{epochs: 0},{kind: constant}]"], "recipe.chain[0].epochs is 0", "recipe.chain"),
+        (["recipe.chain=[{kind: steps}]"], "recipe.chain[0] is a piece of steps without milestones", "recipe.chain"),
+        (["recipe.schedule=steps", "recipe.milestones=[.nan]"], "recipe.milestones is [nan]", "recipe.milestones"),
+        (["recipe.growth=milestones", "recipe.grow_at=[.inf]", "recipe.grow_to=[9]"], "recipe.grow_at is [inf]", "recipe.grow_at"),
+        (["recipe.chain=[{milestones: [1]}]"], "recipe.chain[0] is milestones in a piece of kind constant", "recipe.chain"),
+        (["recipe.chain=[{scale: .nan}]"], "recipe.chain[0].scale is nan", "recipe.chain"),
+        (["recipe.chain=[{kind: exponential, gamma: -0.5}]"], "recipe.chain[0].gamma is -0.5", "recipe.chain"),
+        (["recipe.chain=[{kind: polynomial, power: -1}]"], "recipe.chain[0].power is -1", "recipe.chain"),
+        (["recipe.chain=[{kind: cosine, end_lr: .nan}]"], "recipe.chain[0].end_lr is nan", "recipe.chain"),
+        (["recipe.schedule=exponential", "recipe.gamma=1000", "epochs=200"], "the rate grows beyond every number", "recipe.gamma"),
         (["recipe.chain=[{epochs: 10},{kind: cosine}]"], "the chain's last piece begins at epoch 10 of 10", "recipe.chain"),
         (["recipe.growth=decays", "recipe.batch_max=80"], "growth=decays without decays", "recipe.growth"),
         ([*STEPS, "recipe.growth=decays", "recipe.batch_max=80", "recipe.gamma=1"], "growth=decays with gamma 1", "recipe.gamma"),

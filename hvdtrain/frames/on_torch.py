@@ -46,7 +46,9 @@ class TorchLearner:
         torch_optimizer.fill_slots(optimizer)
 
     def put(self, batch: Batch) -> Batch:
-        x = torch.from_numpy(batch["x"]).to(self.device).permute(0, 3, 1, 2)  # (n, C, H, W), uint8
+        x = torch.from_numpy(batch["x"]).to(self.device).permute(0, 3, 1, 2)  # (n, C, H, W), uint8, in channels_last order
+        if leaf.is_dotted(self.config.model.name):
+            x = x.contiguous()  # many a user's model has x.view(len(x), -1)
         there = {"x": x, "y": torch.from_numpy(batch["y"]).to(self.device)}
         if "w" in batch:
             there["w"] = torch.from_numpy(batch["w"]).to(self.device, self.dtype)
@@ -149,7 +151,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     model = normed_model(config, origins, task, engine).to(device=device, dtype=dtype)
-    check_logits(model, task, origins)
+    check_logits(model, config, origins, task)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(config, origins, named)
     meter = make_meter(config, origins, [p for _, p in named], engine)  # before the reducer: its hooks come first
@@ -218,5 +220,5 @@ def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int,
 def _checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
     model = normed_model(config, origins, task, Single())
     if leaf.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
-        check_logits(model, task, origins)
+        check_logits(model, config, origins, task)
     return model

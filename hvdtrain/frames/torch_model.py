@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 from hvdtrain.comm.engine import Engine
@@ -22,16 +24,25 @@ def normed_model(config: Config, origins: Origins, task: Task, engine: Engine) -
     return use_norm(model, norm.kind, norm.ghost, norm.statistics, engine)
 
 
-def check_logits(model: torch.nn.Module, task: Task, origins: Origins) -> None:
-    """One forward pass of two black images: the model gives a row of logits for each."""
-    first = next(model.parameters())
-    images = torch.zeros((2, task.shape[2], *task.shape[:2]), dtype=first.dtype, device=first.device)
-    with torch.no_grad():
-        logits = model.eval()(images)
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < task.classes:
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        what = f"for images {tuple(images.shape)} the model gives {shape}, not logits (2, {task.classes})"
-        raise UserError(what, origins.where("model.name"), "end the model with one output for each class")
+def check_logits(model: torch.nn.Module, config: Config, origins: Origins, task: Task) -> None:
+    """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
+    first, where = next(model.parameters()), origins.where("model.name")
+    for count in (2, 0) if config.norm.kind == "sync" else (2,):
+        images = torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=first.dtype, device=first.device)
+        try:
+            with torch.no_grad():
+                logits = model.eval()(images)
+        except UserError:
+            raise
+        except Exception as error:
+            inner = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"the model fails for images {tuple(images.shape)}: {type(error).__name__}: {error}"
+            fix = "x.flatten(1) takes a batch of none, which norm.kind=sync may give a rank" if not count else "try the model alone"
+            raise UserError(what, f"{where}; {inner.filename}:{inner.lineno}", fix) from error
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < task.classes:
+            shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            what = f"for images {tuple(images.shape)} the model gives {shape}, not logits ({count}, {task.classes})"
+            raise UserError(what, where, "end the model with one output for each class")
 
 
 def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:

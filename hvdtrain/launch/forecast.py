@@ -90,7 +90,7 @@ class Impossible(NamedTuple):
 def forecast(config: Config, origins: Origins, dataset: int, ranks: int) -> Forecast | Impossible:
     """The job on that many ranks, with the checks that every rank makes before it starts."""
     try:
-        config = compose.for_ranks(config, ranks)
+        config, origins = compose.for_ranks(config, origins, ranks)
         check_batch(config, origins, ranks)
         recipe = build_recipe(config, origins, dataset)
     except UserError as error:

@@ -1,16 +1,17 @@
-"""The configuration's words -> Recipe; a wish that contradicts itself is a UserError."""
+"""The configuration's words -> Recipe."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdtrain.config import Config, PieceConfig
-from hvdtrain.configure import Origins
+from hvdtrain.configure import COMMAND_LINE, Origins
 from hvdtrain.errors import UserError
-from hvdtrain.recipe import growth
-from hvdtrain.recipe.growth import Growth
+from hvdtrain.recipe.contradictions import check
+from hvdtrain.recipe.growth import Growth, from_decays
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
@@ -19,9 +20,10 @@ def compose(config: Config, origins: Origins, dataset: int, momentum: float) -> 
     """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's own where the user names none."""
     check(config, origins)
     base_batch = config.optim.base_batch or config.batch.size
-    batch = batches(config, origins, dataset)
+    batch, lr = batches(config, origins, dataset), rates(config, origins, dataset)
+    _check_range(lr, float(epochs(config)), origins)
     return Recipe(
-        lr=rates(config, origins, dataset),
+        lr=lr,
         batch=batch,
         momentum=momentum,
         weight_decay=config.optim.weight_decay,
@@ -33,11 +35,21 @@ def compose(config: Config, origins: Origins, dataset: int, momentum: float) -> 
     )
 
 
-def for_ranks(config: Config, ranks: int) -> Config:
-    """The configuration with batch.per_rank turned into batch.size; a run folder keeps the latter, so a resumed job keeps its batch."""
+def for_ranks(config: Config, origins: Origins, ranks: int) -> tuple[Config, Origins]:
+    """With batch.per_rank turned into batch.size, where it counts: a run folder keeps the latter, so a resumed job keeps its batch.
+
+    The command line counts more than a file, and what a run was made with more than a file that is given with resume.
+    """
     if config.batch.per_rank is None:
-        return config
-    return replace(config, batch=replace(config.batch, size=config.batch.per_rank * ranks, per_rank=None))
+        return config, origins
+    told = [key for key in ("batch.size", "batch.per_rank") if origins.get(key) == COMMAND_LINE]
+    size_first = told == ["batch.size"] or (not told and "batch.size" in origins and config.resume != "no")
+    if len(told) == 2 or (not told and "batch.size" in origins and not size_first):
+        raise UserError("batch.size and batch.per_rank are both given", origins.where("batch.per_rank"), "keep one of them")
+    size = config.batch.size if size_first else config.batch.per_rank * ranks
+    if not size_first:
+        origins = Origins(origins | {"batch.size": f"{origins.where('batch.per_rank')} x {ranks} ranks"})
+    return replace(config, batch=replace(config.batch, size=size, per_rank=None)), origins
 
 
 def stretch(config: Config) -> int:
@@ -90,20 +102,31 @@ def rates(config: Config, origins: Origins, dataset: int) -> Schedule:
 
 def batches(config: Config, origins: Origins, dataset: int) -> Growth:
     """The global batch over the whole job; no step is more than one pass over the data."""
-    r, k = config.recipe, stretch(config)
-    first = config.batch.size
+    growth = grown(config)
+    for batch in (growth.first, *growth.to):
+        if batch > dataset:
+            key = "batch.size" if batch == growth.first else "recipe.batch_max" if config.recipe.growth == "decays" else "recipe.grow_to"
+            raise UserError(f"batch {batch} is more than the {dataset} training samples", origins.where(key), f"{dataset} or less")
+    return growth
+
+
+def grown(config: Config) -> Growth:
+    """The global batch over the whole job, whatever the data."""
+    r, k, first = config.recipe, stretch(config), config.batch.size
     if r.growth == "decays":
         assert r.batch_max is not None  # check()
-        grown = growth.from_decays(first, tuple(m * k for m in r.milestones), r.gamma, r.batch_max)
-        key = "recipe.batch_max"
-    else:
-        grown = Growth(first, tuple(e * k for e in r.grow_at), tuple(r.grow_to))
-        key = "recipe.grow_to"
-    for batch in (first, *grown.to):
-        if batch > dataset:
-            where = origins.where("batch.size" if batch == first else key)
-            raise UserError(f"batch {batch} is more than the {dataset} training samples", where, f"{dataset} or less")
-    return grown
+        return from_decays(first, tuple(m * k for m in r.milestones), r.gamma, r.batch_max)
+    return Growth(first, tuple(e * k for e in r.grow_at), tuple(r.grow_to))
+
+
+def _check_range(lr: Schedule, end: float, origins: Origins) -> None:
+    """A rate that no float can hold is told before the first step."""
+    try:
+        fits = all(math.isfinite(lr(epoch)) for epoch in (0.0, end / 2, end))
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise UserError("the rate grows beyond every number", origins.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
 
 
 def _chain(config: Config, origins: Origins, pieces: Sequence[PieceConfig], warm: float) -> Schedule:
@@ -132,39 +155,3 @@ def _piece(piece: PieceConfig, top: float, when: tuple[float, float, float], k: 
         case "exponential":
             return Exponential(value, piece.gamma, begin, float(k))
     return Constant(value)
-
-
-def check(config: Config, origins: Origins) -> None:
-    """Raises a UserError where the words of the recipe contradict each other."""
-    r = config.recipe
-    rising = {"recipe.milestones": r.milestones, "recipe.grow_at": r.grow_at}
-    rising |= {f"recipe.chain[{i}].milestones": piece.milestones for i, piece in enumerate(r.chain)}
-    for key, epochs_of in rising.items():
-        if any(b <= a for a, b in itertools.pairwise([0.0, *epochs_of])):
-            raise UserError(f"{key} is {list(epochs_of)}", origins.where(key), "give epochs above 0, each more than the one before")
-    steps = r.schedule == "steps"
-    by_hand = r.growth == "milestones"
-    wrong = [
-        (bool(r.warmup_epochs and r.warmup_steps), "recipe.warmup_steps", "a warm-up in epochs and in steps", "keep one of them"),
-        (steps and not r.milestones, "recipe.schedule", "schedule=steps without milestones", "recipe.milestones=[30,60,80]"),
-        (bool(r.milestones) and not steps, "recipe.milestones", f"milestones for schedule={r.schedule}", "recipe.schedule=steps"),
-        (bool(r.chain) and r.schedule != "constant", "recipe.chain", f"a chain and schedule={r.schedule}", "keep one of them"),
-        (any(p.epochs is None for p in r.chain[:-1]), "recipe.chain", "a piece without epochs before the last", "give its epochs"),
-        (any(p.epochs is not None and p.epochs <= 0 for p in r.chain), "recipe.chain", "a piece of no epochs", "epochs above 0"),
-        (any(p.kind == "steps" and not p.milestones for p in r.chain), "recipe.chain", "a piece of steps without milestones", "milestones"),
-        (r.growth == "decays" and not steps, "recipe.growth", "growth=decays without decays", "recipe.schedule=steps with milestones"),
-        (r.growth == "decays" and not 0 < r.gamma < 1, "recipe.gamma", f"growth=decays with gamma {r.gamma:g}", "gamma between 0 and 1"),
-        (r.growth == "decays" and (r.batch_max or 0) < config.batch.size, "recipe.batch_max", "growth=decays without room to grow",
-         f"recipe.batch_max={config.batch.size * 8}, say"),
-        (r.growth != "decays" and r.batch_max is not None, "recipe.batch_max", f"batch_max with growth={r.growth}", "recipe.growth=decays"),
-        (by_hand and (not r.grow_at or len(r.grow_at) != len(r.grow_to)), "recipe.grow_to",
-         f"grow_at has {len(r.grow_at)} epochs, grow_to {len(r.grow_to)} batches", "as many of the one as of the other"),
-        (by_hand and min(r.grow_to, default=1) < 1, "recipe.grow_to", f"grow_to is {list(r.grow_to)}", "batches of 1 or more"),
-        (not by_hand and bool(r.grow_at or r.grow_to), "recipe.grow_at", f"grow_at, grow_to with growth={r.growth}",
-         "recipe.growth=milestones"),
-        (bool(r.adapt_regime or r.sample_noise) and config.optim.base_batch is None, "optim.base_batch",
-         "adapt_regime and sample_noise compare the batch with base_batch, which is left out", "optim.base_batch=128, say"),
-    ]  # fmt: skip
-    for is_wrong, key, what, fix in wrong:
-        if is_wrong:
-            raise UserError(what, origins.where(key), fix)

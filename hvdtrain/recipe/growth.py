@@ -27,5 +27,5 @@ def from_decays(first: int, milestones: tuple[float, ...], gamma: float, largest
     """
     batches: list[int] = []
     for _ in milestones:
-        batches.append(min(largest, round((batches or [first])[-1] / gamma)))
+        batches.append(round(min(float(largest), (batches or [first])[-1] / gamma)))
     return Growth(first, milestones, tuple(batches))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.config import Config, PieceConfig
 from hvdtrain.recipe import compose
-from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.recipe.recipe import Recipe, scaling
 
 
 def lr_words(config: Config, dataset: int) -> str:
@@ -27,6 +27,10 @@ def lr_words(config: Config, dataset: int) -> str:
     told = [_piece_words(piece, k) for piece in pieces]
     words += "".join(f", then {text}" for text in told if text)
     words += f", taken over by the batch up to {r.batch_max}" if r.growth == "decays" else ""
+    if r.growth == "milestones" and r.scale != "none":
+        grown = compose.grown(config)
+        rates = [f"{peak * scaling(r.scale, b, grown.first):g} from epoch {e:g}" for e, b in zip(grown.at, grown.to, strict=True)]
+        words += f"; follows the batch ({r.scale}): {', '.join(rates)}"
     return words + (f"; regime adapted: {k} times the epochs" if k > 1 else "")
 
 

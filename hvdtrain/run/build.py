@@ -15,7 +15,8 @@ from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner, Task, momentum
-from hvdtrain.recipe.compose import check, compose
+from hvdtrain.recipe.compose import compose
+from hvdtrain.recipe.contradictions import check
 from hvdtrain.recipe.recipe import Recipe
 
 

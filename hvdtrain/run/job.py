@@ -22,6 +22,7 @@ from hvdtrain.run import checkpoint
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task, make_run_folder
 from hvdtrain.run.checkpoint import Standing
 from hvdtrain.run.loop import Job, stop_reason, train
+from hvdtrain.run.micro import passes
 from hvdtrain.run.start import agree, share_state
 from hvdtrain.state import Arrays, Progress
 
@@ -128,6 +129,16 @@ def _header(job: Job, why: str, hosts: list[str], standing: Standing) -> list[st
         f"model   {config.model.name}: {job.learner.describe()}",
         f"run     {job.run}",
     ]
+    if config.norm.kind != "batch":
+        lines.insert(4, f"norm    {_norm_words(config, -(-high // passes(config, high, config.batch.size, config.batch.size)))}")
     if standing.progress.step:
         lines.append(f"resume  from step {standing.progress.step}, epoch {standing.progress.epochs:.2f}")
     return lines
+
+
+def _norm_words(config: Config, samples: int) -> str:
+    """Over what batch norm takes its statistics; `samples` of one forward pass."""
+    if config.norm.kind == "sync":
+        return "batch norm over the samples of all ranks"
+    small = f": a pass has {samples}, so each is a ghost of its own" if config.norm.ghost >= samples else ""
+    return f"batch norm over ghosts of {config.norm.ghost} samples{small}"

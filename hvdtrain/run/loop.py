@@ -19,7 +19,7 @@ from hvdtrain.report.log import Log
 from hvdtrain.run import checkpoint, tally
 from hvdtrain.run.checkpoint import Standing
 from hvdtrain.run.micro import read, rows_of_step
-from hvdtrain.state import Progress, Sums, fold
+from hvdtrain.state import Hyper, Progress, Sums, fold
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def train(job: Job, now: Standing) -> Standing:
     c = job.config
     while not stop_reason(job.config, now):
         started, before = time.perf_counter(), now.progress
-        p, lr, sums = train_epoch(job, before)
+        p, last, sums = train_epoch(job, before)
         epoch_s = time.perf_counter() - started  # the sums are read by now, so the device is done
         val = evaluate(job)
         accuracy = val["right"] / val["count"]
@@ -60,8 +60,8 @@ def train(job: Job, now: Standing) -> Standing:
             val_loss=val["loss"] / val["count"],
             val_accuracy=accuracy,
             val_count=int(val["count"]),
-            lr=lr,
-            batch=job.recipe.at(before).batch,
+            lr=last.lr,
+            batch=last.batch,
             **({"noise_scale": job.noise_scale.value} if c.log.noise_scale else {}),
         )
         if job.engine.rank == 0:
@@ -79,24 +79,24 @@ def stop_reason(config: Config, now: Standing) -> str:
     return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
 
 
-def train_epoch(job: Job, p: Progress) -> tuple[Progress, float, Sums]:
-    """Steps up to the one that completes the epoch: (progress, lr of the last step, sums of all ranks)."""
-    c, epoch, lr = job.config, p.epoch, 0.0
+def train_epoch(job: Job, p: Progress) -> tuple[Progress, Hyper, Sums]:
+    """Steps up to the one that completes the epoch: (progress, numbers of the last step, sums of all ranks)."""
+    c, epoch, hyper = job.config, p.epoch, job.recipe.at(p)
     whole, since, spoken = tally.zero(), tally.zero(), time.perf_counter()
     while p.epoch == epoch and not (c.max_steps is not None and p.step >= c.max_steps):
         hyper = job.recipe.at(p)
         rows = rows_of_step(c, p, hyper, job.recipe.batch.first, job.engine)
         micro = [job.learner.put(read(job.train, part, hyper, c.seed)) for part in rows]
         since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
-        p, lr = p.advance(hyper.batch), hyper.lr
+        p = p.advance(hyper.batch)
         if p.step % c.log.every_steps == 0 or p.epoch > epoch or p.step == c.max_steps:
             since = tally.total(job.engine, since, "train.sums")  # with evaluation, the only place where the host waits for the device
             whole = tally.add(whole, since)
             loss, images_per_s = since["loss"] / since["count"], since["count"] / (time.perf_counter() - spoken)
-            told = {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": lr}
+            told = {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": hyper.lr}
             job.log.emit("step", p.step, **told, batch=hyper.batch, **job.noise_scale.read(since, job.engine.size))
             since, spoken = tally.zero(), time.perf_counter()
-    return p, lr, whole
+    return p, hyper, whole
 
 
 def evaluate(job: Job) -> Sums:
