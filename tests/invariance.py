@@ -42,9 +42,9 @@ JOBS = {
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
     "jax softmax": "frame=jax model.name=linear optim.base_lr=0.05",
     "jax convnet, micro-batches": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
-    "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.05",
-    "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.05 comm.reduce=bucket "
-    "comm.bucket_mb=0.001",
+    "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20",
+    "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20 "
+    "comm.reduce=bucket comm.bucket_mb=0.001",
     "numpy, grown": f"frame=numpy {GROWN}",
     "torch, grown": GROWN,
     "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",
@@ -107,7 +107,8 @@ def main() -> None:
     heard = Deaf(engine) if sys.argv[3:] == ["deaf"] else engine
     jobs = JOBS
     if sys.argv[3:] == ["deaf"]:
-        torch_reduce.wrap_optimizer = lambda optimizer, named: optimizer  # type: ignore[assignment]  # nothing reduces: the break to be noticed
+        torch_reduce.InOptimizer = lambda optimizer, named: torch_reduce.Alone(named)  # type: ignore[assignment,misc]  # the break to be noticed
+        torch_reduce.wrap_optimizer = lambda optimizer, named: optimizer  # type: ignore[assignment]
         jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs.pop("torch softmax, micro-batches")
     results = {job: losses(words, heard) for job, words in jobs.items()}

@@ -10,7 +10,7 @@ import pytest
 from invariance import JOBS
 from ranks import ENGINES, mpirun, needs_horovod, python
 
-SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4))]
+SIZES = [("single", 1), ("mpi", 2), ("mpi", 3), ("mpi", 4), ("horovod", 2), ("horovod", 4)]
 GROUPS = [
     pytest.param(engine, size, id=f"{engine}-{size}", marks=[needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4))
     for engine, size in SIZES
@@ -55,8 +55,8 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine:
     assert size == 1 or max(statistics["spread"]) > 1e-3, "each rank had its own before"
     for group in SAME:
         reference = np.array(one[group[0]]["losses"])
-        assert len(reference) == 60
-        assert reference[-1] < 0.7 * reference[0]
+        assert len(reference) == (20 if "sync" in group[0] else 60)
+        assert reference[-1] < (0.9 if "sync" in group[0] else 0.7) * reference[0]
         for job in group:
             assert np.abs(np.array(many[job]["losses"]) - reference).max() < 1e-12 * reference.max(), job
             assert many[job]["val"] == pytest.approx(one[group[0]]["val"], rel=1e-12), job

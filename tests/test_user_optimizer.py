@@ -1,4 +1,4 @@
-"""A user's own class of torch.optim: what follows the recipe; and the slots of every optimizer: saved, loaded, and wrapped by Horovod."""
+"""A user's own class of torch.optim: what follows the recipe, what is refused, and how Horovod takes it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import ranks
 import torch
 from ranks import needs_horovod, needs_mpirun
-from test_torch_optimizer import RULES, SHAPES, assert_equal, named, parameters, set_gradients, walk
+from test_torch_optimizer import SHAPES, assert_equal, named, parameters, set_gradients, walk
 from torch.nn import Parameter
 
+from hvdtrain.__main__ import main
 from hvdtrain.configure import configure
 from hvdtrain.errors import UserError
-from hvdtrain.frames.torch_optimizer import fill_slots, load_slots, make_optimizer, make_user_optimizer, set_hyper, slots
+from hvdtrain.frames.torch_optimizer import make_user_optimizer, set_hyper
+from hvdtrain.frames.torch_reduce import fits_horovod
 from hvdtrain.state import Hyper
 
 
@@ -89,6 +91,8 @@ class NoRate(torch.optim.Optimizer):
         (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument 'alpha'", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a momentum", "optim.name", "optim.<name>=<value>"),
         (torch.optim.LBFGS, [], "wants a closure", "optim.name", "one gradient a step"),
         (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
         (torch.nn.Linear, [], "is no class of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
@@ -104,97 +108,89 @@ def test_what_a_users_class_cannot_do_is_told(make: Any, words: list[str], what:
     assert what in caught.value.what and caught.value.where.startswith(where) and fix in caught.value.fix
 
 
-MAKERS = [
-    *(lambda some, rule=rule: make_optimizer(rule, named(some), True) for rule in RULES),
-    *(
-        lambda some, make=make: user(make, some)
-        for make in (torch.optim.RMSprop, torch.optim.Adam, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.Adagrad, Counting)
-    ),
-]
+def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
+    """SGD takes nesterov with a momentum only."""
+    ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
+    walk(user(torch.optim.SGD, ours, "optim.nesterov=true", "optim.momentum=0.9"), ours, range(3))
+    direct = torch.optim.SGD(
+        [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}], lr=1.0, momentum=0.8, nesterov=True
+    )
+    for step in range(3):
+        for group in direct.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        set_gradients(theirs, step)
+        direct.step()
+    assert_equal(ours, theirs)
+    words = ["optim.momentum=0.5"]
+    assert [user(torch.optim.Adam, ours, *words, *more).defaults["betas"] for more in ([], ["optim.betas=[0.8,0.99]"])] == [
+        (0.5, 0.999),
+        (0.5, 0.99),
+    ]
+    assert user(torch.optim.Adam, ours).defaults["betas"] == (0.9, 0.999)
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
-    one, other = parameters(*SHAPES), parameters(*SHAPES)
-    a, b = make(one), make(other)
-    walk(a, one, range(3))
-    fill_slots(b)
-    for p, q in zip(one, other, strict=True):
-        q.data.copy_(p.data)
-        arrays = {key: slot.numpy().copy() for key, slot in slots(a, p).items()}
-        assert arrays and list(arrays) == sorted(arrays)
-        load_slots(b, q, arrays)
-        loaded = slots(b, q)
-        assert {key: (slot.dtype, slot.shape) for key, slot in loaded.items()} == {
-            key: (slot.dtype, slot.shape) for key, slot in slots(a, p).items()
-        }
-    for optimizer, some in ((a, one), (b, other)):
-        walk(optimizer, some, range(3, 6))
-    assert_equal(one, other)
+def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
+    for words, what in (
+        (["optim.name=os.getcwd"], "os.getcwd(...) is no class of torch.optim.Optimizer"),
+        (["optim.name=builtins.dict"], "builtins.dict(...) is no class of torch.optim.Optimizer"),
+        (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS wants a closure"),
+        (["optim.name=torch.optim.SGD", "optim.nesterov=true"], "Nesterov momentum requires a momentum"),
+        (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is no option"),
+    ):
+        assert main([*data, *words]) == 2
+        assert what in capsys.readouterr().err
+    assert main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"]) == 0
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_filled_slots_give_the_same_first_step(rule: Any) -> None:
-    one, other = parameters(*SHAPES), parameters(*SHAPES)
-    a, b = make_optimizer(rule, named(one), True), make_optimizer(rule, named(other), True)
-    assert slots(a, one[0]) == {} and one[0] not in a.state
-    fill_slots(a)
-    shapes = [tuple(slot.shape) for slot in slots(a, one[0]).values()]
-    assert shapes == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[type(rule).__name__]
-    assert all(not slot.any() for p in one for slot in slots(a, p).values())
-    walk(a, one, range(2))
-    walk(b, other, range(2))
-    assert_equal(one, other)
-
-
-def test_slots_that_are_no_tensors_and_slots_that_go() -> None:
-    some = parameters((2,))
-    optimizer = user(Counting, some)
-    walk(optimizer, some, range(3))
-    live = slots(optimizer, some[0])
-    assert list(live) == ["count", "z"] and (live["count"].item(), live["count"].dtype) == (3.0, torch.float64)
-    kept = optimizer.state[some[0]]["z"]
-    load_slots(optimizer, some[0], {"count": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)})
-    assert optimizer.state[some[0]]["count"] == 7 and type(optimizer.state[some[0]]["count"]) is int
-    assert optimizer.state[some[0]]["z"] is kept and kept.tolist() == [4.0, 5.0]
-    with pytest.raises(UserError) as caught:
-        load_slots(optimizer, some[0], {"z": np.ones(3)})
-    assert caught.value.what == "slot z has shape (3,), the optimizer's has (2,)"
-    assert "options that the checkpoint was made with" in caught.value.fix
-    load_slots(optimizer, some[0], {})
-    assert slots(optimizer, some[0]) == {}
+def test_horovod_is_not_given_a_class_with_options() -> None:
+    """It would make the class anew from its groups, where Adagrad's initial_accumulator_value has no effect."""
+    some = parameters(*SHAPES)
+    assert fits_horovod(user(torch.optim.Adagrad, some), named(some)) == ""
+    why = fits_horovod(user(torch.optim.Adagrad, some, "optim.initial_accumulator_value=1.0", "optim.eps=0.1"), named(some))
+    assert why == "Horovod would make Adagrad anew without its initial_accumulator_value, eps"
 
 
 ON_RANKS = """
-import json, sys
-import torch, horovod.torch as hvd
+import json, os, sys
+import torch
+from hvdtrain.comm.engine import Single
+from hvdtrain.comm.hvd import connect
+from hvdtrain.comm.placement import placement
 from hvdtrain.configure import configure
-from hvdtrain.frames import torch_optimizer as o, torch_reduce
-from hvdtrain.optim import larc, novograd
+from hvdtrain.frames import on_torch, torch_optimizer as o
 from hvdtrain.state import Hyper
 
-def walk(name, ranks, wrapped):
+WORDS = {
+    "larc": [],
+    "novograd": [],
+    "torch.optim.RMSprop": ["optim.momentum=0.9"],
+    "torch.optim.Adagrad": [],
+    "torch.optim:Adagrad": ["optim.initial_accumulator_value=1.0"],
+}
+
+def walk(name, ranks, engine):
     shapes = ((3, 4), (5,), (2, 3, 2))
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
     named = [(str(i), p) for i, p in enumerate(some)]
-    if name == "rmsprop":
-        made = o.make_user_optimizer(torch.optim.RMSprop, name, named, *configure(None, ["optim.momentum=0.9", "optim.alpha=0.8"]))
-    else:
-        made = o.make_optimizer({"larc": larc, "novograd": novograd}[name].build(), named, True)
-    made = torch_reduce.wrap_optimizer(made, named) if wrapped else made
+    config, origins = configure(None, [f"optim.name={name}", *WORDS[name]])
+    made, reducer = on_torch.meet(config, origins, engine, on_torch.make_optimizer(config, origins, named), named)
     o.fill_slots(made)
     for step in range(6):
         o.set_hyper(made, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
         made.zero_grad()
+        reducer.begin(1)
+        reducer.last_pass()
         sum((p * torch.arange(p.numel()).view(p.shape) * (1 + step + 2.5 * rank)).cos().sum() for p in some for rank in ranks).backward()
-        made.step()
-    return torch.cat([*(p.flatten() for p in some), *(s.flatten() for p in some for s in o.slots(made, p).values())]).tolist()
+        reducer.finish()
+        reducer.apply(made)
+    numbers = torch.cat([*(p.flatten() for p in some), *(s.flatten() for p in some for s in o.slots(made, p).values())])
+    return numbers.tolist(), reducer.words
 
-hvd.init()
-names = "larc", "novograd", "rmsprop"
-own = {name: [walk(name, [hvd.rank()], True), walk(name, range(hvd.size()), False)] for name in names}
-every = hvd.allgather_object(own)
-if hvd.rank() == 0:
+hvd = connect(placement(os.environ))
+own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), Single())] for name in WORDS}
+every = hvd.exchange(own)
+if hvd.rank == 0:
     json.dump(every, open(sys.argv[1], "w"))
 """
 
@@ -206,5 +202,7 @@ def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
     result = ranks.mpirun(2, ["-c", ON_RANKS, str(out)])
     assert result.returncode == 0, result.stderr
     for own in json.loads(out.read_text()):  # of each rank
-        for name, (wrapped, alone) in own.items():
-            np.testing.assert_allclose(wrapped, alone, rtol=1e-12, atol=1e-14, err_msg=name)
+        for name, ((together, words), (alone, _)) in own.items():
+            np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14, err_msg=name)
+            bucket = "gradients in 1 overlapped bucket: Horovod would make Adagrad anew without its initial_accumulator_value"
+            assert words == (bucket if ":" in name else "gradients by hvd.DistributedOptimizer")

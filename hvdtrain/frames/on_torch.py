@@ -100,6 +100,7 @@ class TorchLearner:
         return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._tensors().items()}
 
     def load(self, state: Arrays) -> None:
+        torch_optimizer.check_maker(self.optimizer, state)
         free = "" if isinstance(self.optimizer, RuleOptimizer) else "s."  # the slots of a user's class come with its first step
         own, given = ({name: a for name, a in arrays.items() if not free or not name.startswith(free)} for arrays in (self.state(), state))
         check_fit(own, given)
@@ -122,9 +123,8 @@ class TorchLearner:
         """Every live tensor that a resume needs."""
         tensors: dict[str, torch.Tensor] = {f"p.{name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"b.{name}": b for name, b in self.model.named_buffers()}
-        for name, p in self._trained():
-            tensors |= {f"s.{name}.{key}": slot for key, slot in torch_optimizer.slots(self.optimizer, p).items()}
-        return tensors
+        slots = {f"s.{name}.{key}": t for name, p in self._trained() for key, t in torch_optimizer.slots(self.optimizer, p).items()}
+        return tensors | slots | (torch_optimizer.maker(self.optimizer) if slots else {})
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -165,6 +165,11 @@ def make_optimizer(config: Config, origins: Origins, named: torch_reduce.Named) 
     if leaf.is_dotted(name):
         return torch_optimizer.make_user_optimizer(leaf.load_dotted(name, where), name, named, config, origins)
     return torch_optimizer.make_optimizer(build_rule(config, origins), named, config.optim.exclude == "norms_and_biases")
+
+
+def check_optimizer(config: Config, origins: Origins) -> None:
+    """A UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
+    make_optimizer(config, origins, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
 
 
 def make_meter(config: Config, origins: Origins, parameters: list[torch.nn.Parameter], engine: Engine) -> Meter | NoMeter:

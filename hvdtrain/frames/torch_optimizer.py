@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames.torch_ops import TorchOps, unstack
+from hvdtrain.frames.torch_user_optimizer import FIX, construct, counters, followed, kept, name_of, put_back, rehearse
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.state import Hyper
 
@@ -23,7 +23,8 @@ Parameters = list[torch.nn.Parameter]
 Named = list[tuple[str, torch.nn.Parameter]]
 
 OPS = TorchOps()
-OWN_KEYS = {"params", "excluded", "follow"}  # of a user's parameter groups
+GROUP = "group."  # begins a slot that is its parameter group's
+MADE_BY = "s.made by "  # no parameter's name has a space
 RUN_BYTES = 8 << 20  # of parameters that a rule updates in one call on a CPU: what it makes on the way is small and stays in the cache
 
 
@@ -130,7 +131,9 @@ def groups(named: Named, exclude: bool) -> list[dict[str, Any]]:
 def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, config: Config, origins: Origins) -> torch.optim.Optimizer:
     """A torch.optim.Optimizer of any class, made with the options of `optim`; lr and decay follow the recipe, momentum where it is given.
 
-    The class's own default of weight_decay does not count: optim.weight_decay does.
+    The class's own default of weight_decay does not count: optim.weight_decay does. A checkpoint holds the tensors and numbers of its
+    state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, texts, attributes of itself) is
+    dropped, and begins anew where a job is resumed.
     """
     if "lr" in config.optim.options:
         raise UserError("optim.lr is no option: the recipe sets the rate of each step", origins.where("optim.lr"), "use optim.base_lr")
@@ -139,36 +142,6 @@ def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, confi
     for group in optimizer.param_groups:
         group["follow"] = followed(group, name, config, origins)
     return optimizer
-
-
-def construct(make: Callable[..., Any], name: str, parts: list[dict[str, Any]], config: Config, where: str) -> torch.optim.Optimizer:
-    """What the class makes of groups and options, or a UserError that tells its signature."""
-    signature = inspect.signature(make) if inspect.isclass(make) else "(...)"
-    if isinstance(signature, str) or not issubclass(make, torch.optim.Optimizer):  # type: ignore[arg-type]
-        raise UserError(f"{name}{signature} is no class of torch.optim.Optimizer", where, "give one, as in optim.name=torch.optim.RMSprop")
-    if any(argument.default is argument.empty for argument in list(inspect.signature(make.step).parameters.values())[1:]):  # type: ignore[attr-defined]
-        raise UserError(
-            f"{name} wants a closure to compute the loss again within a step", where, "give an optimizer of one gradient a step"
-        )
-    rate = {"lr": config.optim.base_lr} if "lr" in signature.parameters else {}
-    try:
-        signature.bind(parts, **rate, **config.optim.options)
-        optimizer: torch.optim.Optimizer = make(parts, **rate, **config.optim.options)
-    except (TypeError, ValueError) as error:  # ValueError: what torch says of a number that makes no sense
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as optim.<name>=<value>") from error
-    return optimizer
-
-
-def followed(group: dict[str, Any], name: str, config: Config, origins: Origins) -> tuple[str, ...]:
-    """The fields of Hyper that a group of a user's class takes."""
-    has = {"lr": "lr" in group, "weight_decay": "weight_decay" in group, "momentum": not {"momentum", "betas"}.isdisjoint(group)}
-    wanted = {"lr": True, "weight_decay": config.optim.weight_decay > 0, "momentum": config.optim.momentum is not None}
-    for key, want in wanted.items():
-        if want and not has[key]:
-            where = origins.where("optim.name" if key == "lr" else f"optim.{key}")
-            fix = "give another class" if key == "lr" else f"leave optim.{key} out, or give another class"
-            raise UserError(f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}", where, fix)
-    return tuple(key for key in has if has[key] and (wanted[key] or key == "weight_decay"))
 
 
 def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
@@ -189,27 +162,53 @@ def fill_slots(optimizer: torch.optim.Optimizer) -> None:
 
 
 def slots(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The live slots of a parameter by key, sorted; a Python number as a 0-d float64 tensor of its own; what is neither is left out."""
-    state = sorted(optimizer.state.get(p, {}).items())
-    numbers = {key: torch.tensor(value, dtype=torch.float64) for key, value in state if isinstance(value, (int, float))}
-    return {key: numbers.get(key, value) for key, value in state if key in numbers or isinstance(value, torch.Tensor)}
+    """The live slots of a parameter by key, sorted; what a user's class counts in its group as "group.step:int".
+
+    A Python number is a 0-d float64 tensor of its own, and its key tells its type; what is neither tensor nor number is left out.
+    """
+    counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
+    return dict(sorted((kept(optimizer.state.get(p, {})) | counts).items()))
+
+
+def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
+    """The parameter group that p is in."""
+    return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
+
+
+def load_slots(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
+    """Copies arrays into the live slots of a parameter, makes those that are missing, and removes those that the arrays lack.
+
+    Raises a UserError where a user's class cannot go on from them.
+    """
+    group = group_of(optimizer, p)
+    if arrays and "made" in group and arrays.keys() != slots(optimizer, p).keys():
+        rehearse(group, p, lambda other, copy: _load(other, copy, arrays))
+    _load(optimizer, p, arrays)
 
 
 @torch.no_grad()
-def load_slots(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
-    """Copies arrays into the live slots of a parameter, makes those that are missing, and removes those that the arrays lack."""
-    state, live = optimizer.state[p], slots(optimizer, p)
+def _load(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
+    group, state = group_of(optimizer, p), optimizer.state[p]
     counts_on_host = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)  # as torch's own do
-    for key in live.keys() - arrays.keys():
-        del state[key]
-    for key, array in arrays.items():
-        given = torch.tensor(np.asarray(array))
-        if key not in live:
-            state[key] = given if key == "step" and counts_on_host else given.to(p.device)
-        elif live[key].shape != given.shape:
-            what = f"slot {key} has shape {tuple(given.shape)}, the optimizer's has {tuple(live[key].shape)}"
-            raise UserError(what, "state of the optimizer", "give the optimizer and options that the checkpoint was made with")
-        elif isinstance(state[key], torch.Tensor):
-            state[key].copy_(given)
-        else:
-            state[key] = type(state[key])(given.item())
+    own = {key: array for key, array in arrays.items() if not key.startswith(GROUP)}
+    put_back(state, kept(state), own, p.device, counts_on_host)
+    if "made" in group:
+        counts = {key.removeprefix(GROUP): array for key, array in arrays.items() if key.startswith(GROUP)}
+        put_back(group, counters(group), counts, p.device, counts_on_host)
+        for key, value in group["made"].initial.items():
+            group.setdefault(name_of(key), value)
+
+
+def maker(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """An entry of a learner's state that names the user's class, since arrays hold no text; none for a rule."""
+    first = optimizer.param_groups[0]
+    return {MADE_BY + first["made"].path: torch.zeros(())} if "made" in first else {}
+
+
+def check_maker(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Raises a UserError where the slots among the names of a state are another class's; a state without slots fits every class."""
+    makers = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": of a slot
+    theirs, ours = "".join(makers), "".join(maker(optimizer))
+    if makers and theirs != ours:
+        words = [name.removeprefix(MADE_BY) or "one of the rules" for name in (theirs, ours)]
+        raise UserError(f"its optimizer was {words[0]}, this one is {words[1]}", "state of the optimizer", FIX)

@@ -183,6 +183,9 @@ def fits_horovod(optimizer: torch.optim.Optimizer, named: Named) -> str:
     required = [p.name for p in list(inspect.signature(type(optimizer)).parameters.values())[1:] if _is_required(p)]
     if required:  # it makes the optimizer anew from its parameter groups alone
         return f"Horovod cannot make {type(optimizer).__name__} anew without its {', '.join(required)}"
+    made = optimizer.param_groups[0].get("made")
+    if made is not None and made.options:  # the constructor may act on them, or keep them outside of the groups
+        return f"Horovod would make {type(optimizer).__name__} anew without its {', '.join(made.options)}"
     for name, p in named:
         if not p.is_contiguous():
             return f"Horovod cannot reduce channels_last or otherwise strided tensors ({name})"
@@ -197,5 +200,6 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, named: Named) -> Any:
     """hvd.DistributedOptimizer with op=Sum: the loss is already divided by the global batch. Wrap before any state is there."""
     import horovod.torch as hvd
 
-    # State present before wrapping is dropped: our slots are made after it, Adagrad's by the constructor, which is called again.
+    # The constructor is called again, on the groups alone, and state from before is dropped: our slots are made after it. A class that
+    # makes state in its constructor (Adagrad) makes the same again only where that takes no option: fits_horovod() tells of options.
     return hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)

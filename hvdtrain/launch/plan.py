@@ -114,7 +114,7 @@ def _task(shape: tuple[int, int, int], classes: int) -> Task:
 def _rule(config: Config, origins: Origins) -> Rule | None:
     """The optimizer; None where it is a class of torch.optim, which is known only after its first step."""
     if leaf.is_dotted(config.optim.name) and config.frame == "torch":
-        leaf.load_dotted(config.optim.name, origins.where("optim.name"))
+        leaf.load("frames", config.frame, origins.where("frame")).check_optimizer(config, origins)
         return None
     return build_rule(config, origins)
 
