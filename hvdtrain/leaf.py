@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import importlib
 import re
 import typing
@@ -62,10 +63,15 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         raise
     found = getattr(module, attribute, None)
     if found is None:
-        raise UserError(f"{module_name} has no {attribute}", where, fix)
+        raise UserError(f"{module_name} has no {attribute}", where, f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "))
     if not callable(found):
         raise UserError(f"{name} is no class or function", where, fix)
     return typing.cast("Callable[..., Any]", found)
+
+
+def _nearest_of(attribute: str, module: ModuleType) -> str:
+    close = difflib.get_close_matches(attribute.lower(), [name.lower() for name in dir(module)], n=1)
+    return next((f"did you mean {name}?" for name in dir(module) if close and name.lower() == close[0]), "")
 
 
 def entry(path: Path) -> ast.FunctionDef:
@@ -128,4 +134,5 @@ def _convert(value: Any, hint: Any, key: str, origins: Origins) -> Any:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(one_field), {"value": value})).value  # type: ignore[union-attr]
     except OmegaConfBaseException:
         words = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        words = words.replace("typing.Literal[", "one of [").replace("typing.", "")
         raise UserError(f"wrong value for {key}: {value!r}", origins.where(key), f"{key} takes {words}") from None

@@ -123,3 +123,13 @@ def test_every_option_is_documented() -> None:
             if line.startswith("  "):
                 assert len(line.split(None, 1)) == 2 or len(line) > 36, f"no text for {line}"
                 assert line[36:].strip(), f"no text for {line}"
+
+
+def test_a_misspelt_class_and_a_misspelt_choice_are_told_the_right_one() -> None:
+    with pytest.raises(UserError) as caught:
+        leaf.load_dotted("torch.optim.RMSPROP", "optim.name")
+    assert (caught.value.what, caught.value.fix) == ("torch.optim has no RMSPROP", "write package.module:Class; did you mean RMSprop?")
+    config, origins = configure(None, ["optim.name=larc", "optim.mode=clap"])
+    with pytest.raises(UserError) as caught:
+        leaf.check_options(leaf.load("optim", "larc", "").build, config.optim.options, "optim", origins)
+    assert caught.value.fix == "optim.mode takes one of ['clip', 'scale']"
