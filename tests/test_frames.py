@@ -238,7 +238,6 @@ def test_a_state_of_another_model_is_refused() -> None:
             "torch.optim.SGD is a torch optimizer, frame=numpy needs a rule",
         ),
         (["frame=numpy", "model.name=linear", "norm.kind=ghost"], "frame=numpy cannot do this norm.kind"),
-        (["log.noise_scale=true"], "this is one rank"),
         (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
         (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
         (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),

@@ -178,7 +178,8 @@ def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     own, whole = (-np.concatenate([x.state()["p.fc.bias"], x.state()["p.fc.weight"].ravel()]) for x in (alone, one))
     np.testing.assert_allclose(whole, own + other, rtol=1e-12)
     assert pair.names == ["gradient.0"]
-    expected = {"small": (own * 10 / 4) @ (own * 10 / 4), "small_inv": 1 / 4, "big": whole @ whole / 2, "big_inv": 1 / 20, "steps": 1 / 2}
+    excess = (own * 10 / 4) @ (own * 10 / 4) - whole @ whole
+    expected = {"excess": excess, "excess_inv": 1 / 4 - 1 / 10, "big": whole @ whole / 2, "big_inv": 1 / 20, "steps": 1 / 2}
     assert {key: sums[key] for key in KEYS} == pytest.approx(expected, rel=1e-12)
 
 

@@ -81,7 +81,6 @@ def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
         (["comm.reduce=bucket"], "frame=jax cannot do this comm.reduce", "leave comm.reduce out, or frame=torch"),
         (["norm.kind=ghost"], "frame=jax cannot do this norm.kind", "leave norm.kind out"),
         (["model.classifier_std=0.01"], "frame=jax cannot do this model.classifier_std", "or frame=torch"),
-        (["log.noise_scale=true"], "compares the ranks' own gradients with their mean; this is one rank", "two ranks or more"),
         (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
         (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, frame=jax needs a rule", "frame=torch"),
         (["model.name=resnet18"], "unknown name for frame=jax: resnet18", "known: convnet, linear, mlp"),

@@ -11,7 +11,8 @@ import torch
 from hvdtrain.frames.torch_gradient import add_noise_
 from hvdtrain.optim.gradient import clip
 from hvdtrain.recipe.noise import noise_variance, sample_weights
-from hvdtrain.recipe.noise_scale import NoiseScale
+from hvdtrain.recipe.noise_scale import KEYS, NoiseScale, shares_of_keys
+from hvdtrain.run import tally
 
 
 def test_sample_weights_have_mean_1_and_the_deviation_asked_for() -> None:
@@ -69,22 +70,19 @@ def test_clipping_by_hand(xp: object) -> None:
 
 
 def test_noise_scale_of_a_population_that_is_known() -> None:
-    """Per-sample gradients ~ N(G, diag), |G|^2 = 4, S = 400: B_noise = 100. Three uneven ranks, a batch that doubles on the way."""
+    """Per-sample gradients ~ N(G, diag), |G|^2 = 4, S = 400: B_noise = 100. Uneven ranks, one at times empty, a batch that doubles."""
     rng, measured = np.random.default_rng(5), NoiseScale(decay=1.0)
     mean, deviation = np.full(100, 0.2), np.full(100, 2.0)
     for reading in range(40):
-        shares = [10, 11, 12] if reading < 20 else [20, 22, 24]
+        shares = [[10, 11, 12], [16, 0, 17], [20, 22, 24], [33, 0, 33]][reading // 10]
         batch = sum(shares)
-        sums = dict.fromkeys(("small", "small_inv", "big", "big_inv", "steps"), 0.0)
+        sums = dict.fromkeys(KEYS, 0.0)
         for _ in range(10):
-            own = [mean + deviation * rng.normal(size=(b, 100)).mean(0) for b in shares]
-            whole = sum(b * g for b, g in zip(shares, own, strict=True)) / batch
-            sums["small"] += sum(g @ g for g in own)
-            sums["small_inv"] += sum(1 / b for b in shares)
-            sums["big"] += whole @ whole
-            sums["big_inv"] += 1 / batch
-            sums["steps"] += 1
-        fields = measured.read(sums, ranks=3)
+            own = [(b * mean + deviation * rng.normal(size=(b, 100)).sum(0)) / batch for b in shares]
+            whole = sum(own)
+            for g, b in zip(own, shares, strict=True):
+                sums = tally.add(sums, shares_of_keys(g @ g, whole @ whole, b, batch, 3))
+        fields = measured.read(sums)
     assert fields == {"noise_scale": measured.value}
     assert measured.noise / 400 == pytest.approx(400, rel=0.05)  # over 400 steps
     assert measured.signal / 400 == pytest.approx(4, rel=0.05)
@@ -93,5 +91,8 @@ def test_noise_scale_of_a_population_that_is_known() -> None:
 
 def test_noise_scale_without_a_signal_is_nan_and_without_a_measurement_nothing() -> None:
     measured = NoiseScale()
-    assert measured.read({"loss": 1.0, "count": 3.0}, ranks=2) == {}
-    assert math.isnan(measured.read({"small": 2.0, "small_inv": 0.2, "big": 0.4, "big_inv": 0.05, "steps": 1.0}, ranks=2)["noise_scale"])
+    assert measured.read({"loss": 1.0, "count": 3.0}) == {}
+    all_on_one_rank = tally.add(shares_of_keys(2.0, 2.0, 8, 8, 2), shares_of_keys(0.0, 2.0, 0, 8, 2))
+    assert math.isnan(measured.read(all_on_one_rank)["noise_scale"])
+    assert (measured.noise, measured.signal) == (0, 0), "it says nothing"
+    assert math.isnan(measured.read({"excess": 1.2, "excess_inv": 0.1, "big": 0.4, "big_inv": 0.05, "steps": 1.0})["noise_scale"])

@@ -253,6 +253,7 @@ def idx_root() -> str:
         (["data.root=/x"], ["the digits are read from no folder"]),
         (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
         (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
+        (["log.noise_scale=true"], ["this is one rank", "two ranks or more"]),
         (["frame=torhc"], ["unknown name: torhc", "did you mean torch?"]),
     ],
 )

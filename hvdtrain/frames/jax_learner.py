@@ -15,6 +15,7 @@ from hvdtrain.frames.jax_model import Model, Place, key_data
 from hvdtrain.frames.jax_step import Formulas
 from hvdtrain.frames.learner import Task, check_fit
 from hvdtrain.optim.rule import Rule
+from hvdtrain.recipe.noise_scale import shares_of_keys
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
 
 
@@ -53,7 +54,8 @@ class JaxLearner:
             if self.engine.size > 1:
                 mean = self.engine.allreduce(np.asarray(row), "gradient.0")  # the host waits for the device here
             if self.noise_scale:
-                sums |= self._squares(row, mean, sums["count"], hyper.batch)
+                squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
+                sums |= shares_of_keys(*squares, sums["count"], hyper.batch, self.engine.size)
         with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
             self.weights, self.slots = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
         return self._lasting(sums)
@@ -84,20 +86,6 @@ class JaxLearner:
         device = f"{self.place.device.platform}:{self.place.device.id}"
         how = "gradients by one allreduce" if self.engine.size > 1 else "no reduction"
         return f"{self.model.title}, {len(self._nothing):,} parameters, jax {self.place.dtype} on {device}, {how}"
-
-    def _squares(self, row: jax.Array, mean: Any, own: int, whole: int) -> Sums:
-        """This rank's part of noise_scale.KEYS: squared norms of the mean gradient over its own samples and over all, uncut, without noise.
-
-        A rank without samples counts as 0: global sampling makes none.
-        """
-        ranks, own_mean = self.engine.size, (whole / own) ** 2 if own else 0.0  # `row` is a sum over own samples, divided by `whole`
-        return {
-            "small": jnp.vdot(row, row) * own_mean,
-            "small_inv": 1.0 / own if own else 0.0,
-            "big": jnp.vdot(mean, mean) / ranks,
-            "big_inv": 1.0 / whole / ranks,
-            "steps": 1.0 / ranks,
-        }
 
     def _lasting(self, sums: Sums) -> Sums:
         """Sums that can be added outside of place.numbers(), where JAX would make float32 of float64."""

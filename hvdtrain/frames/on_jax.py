@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.engine import Engine, Single
+from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
@@ -18,7 +17,7 @@ from hvdtrain.frames.learner import Learner, Task, build_rule, fair_threads
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
     """The learner of frame=jax."""
-    refuse(config, origins, engine)
+    refuse(config, origins)
     jax = load_jax(origins)
     start_threads(jax, engine)
     from hvdtrain.frames.jax_learner import JaxLearner
@@ -30,8 +29,8 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     return JaxLearner(config, model, build_rule(config, origins), task, engine, place)
 
 
-def refuse(config: Config, origins: Origins, engine: Engine) -> None:
-    """A UserError for what frame=torch alone does, and for a noise scale of one rank."""
+def refuse(config: Config, origins: Origins) -> None:
+    """A UserError for what frame=torch alone does."""
     impossible = {
         "comm.reduce": config.comm.reduce != "auto",
         "norm.kind": config.norm.kind != "batch",
@@ -40,9 +39,6 @@ def refuse(config: Config, origins: Origins, engine: Engine) -> None:
     for key, wrong in impossible.items():
         if wrong:
             raise UserError(f"frame=jax cannot do this {key}", origins.where(key), f"leave {key} out, or frame=torch")
-    if config.log.noise_scale and engine.size == 1:
-        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
-        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
 
 
 def load_jax(origins: Origins) -> Any:
@@ -85,7 +81,7 @@ def pick_device(jax: Any, config: Config, origins: Origins, engine: Engine) -> A
 
 def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
-    refuse(replace(config, log=replace(config.log, noise_scale=False)), origins, Single())  # more ranks may measure it
+    refuse(config, origins)
     jax = load_jax(origins)
     from hvdtrain.frames.jax_model import Place, build_model
 

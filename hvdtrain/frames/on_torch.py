@@ -154,7 +154,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     check_logits(model, config, origins, task)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(config, origins, named)
-    meter = make_meter(config, origins, [p for _, p in named], engine)  # before the reducer: its hooks come first
+    meter = Meter([p for _, p in named], engine.size) if config.log.noise_scale else NoMeter()  # before the reducer: its hooks come first
     optimizer, reducer = meet(config, origins, engine, optimizer, named)
     return TorchLearner(config, model, optimizer, reducer, meter, task, engine.rank)
 
@@ -170,16 +170,6 @@ def make_optimizer(config: Config, origins: Origins, named: torch_reduce.Named) 
 def check_optimizer(config: Config, origins: Origins) -> None:
     """A UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
     make_optimizer(config, origins, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
-
-
-def make_meter(config: Config, origins: Origins, parameters: list[torch.nn.Parameter], engine: Engine) -> Meter | NoMeter:
-    """What measures the gradient noise scale, where log.noise_scale asks for it."""
-    if not config.log.noise_scale:
-        return NoMeter()
-    if engine.size == 1:
-        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
-        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
-    return Meter(parameters, engine.size)
 
 
 def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, named: torch_reduce.Named) -> tuple[Any, torch_reduce.Reducer]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvdtrain.optim.gradient import clip
+from hvdtrain.recipe.noise_scale import shares_of_keys
 from hvdtrain.state import Hyper, Sums
 
 
@@ -41,14 +42,7 @@ class Meter:
         """This rank's part of noise_scale.KEYS, as device scalars; p.grad is the whole batch's mean by now, `count` the rank's samples."""
         self._last = False
         whole = sum(_square(p) for p in self._parameters)
-        own_mean = (hyper.batch / count) ** 2 if count else 0.0  # the rank's gradient is a sum over its samples, divided by the batch
-        return {
-            "small": self._own * own_mean,
-            "small_inv": 1.0 / count if count else 0.0,
-            "big": whole / self._ranks,
-            "big_inv": 1.0 / hyper.batch / self._ranks,
-            "steps": 1.0 / self._ranks,
-        }
+        return shares_of_keys(self._own, whole, count, hyper.batch, self._ranks)
 
     def _see(self, p: torch.Tensor) -> None:
         if self._last:

@@ -38,8 +38,11 @@ def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine,
 
 
 def check_batch(config: Config, origins: Origins, size: int) -> None:
-    """Every rank has a sample of every step, in a recipe without contradictions."""
+    """Every rank has a sample of every step, in a recipe without contradictions; what ranks are compared for has ranks to compare."""
     check(config, origins)
+    if config.log.noise_scale and size == 1:
+        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
+        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
     for key, batch in {"batch.size": config.batch.size, "recipe.grow_to": min(config.recipe.grow_to, default=size)}.items():
         if batch < size:
             what = f"batch {batch} does not split over {size} ranks: some would have no sample"

@@ -94,7 +94,7 @@ def train_epoch(job: Job, p: Progress) -> tuple[Progress, Hyper, Sums]:
             whole = tally.add(whole, since)
             loss, images_per_s = since["loss"] / since["count"], since["count"] / (time.perf_counter() - spoken)
             told = {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": hyper.lr}
-            job.log.emit("step", p.step, **told, batch=hyper.batch, **job.noise_scale.read(since, job.engine.size))
+            job.log.emit("step", p.step, **told, batch=hyper.batch, **job.noise_scale.read(since))
             since, spoken = tally.zero(), time.perf_counter()
     return p, hyper, whole
 
