@@ -1,9 +1,11 @@
-"""The one schema of everything a user can type. The text under each field is what `--help` prints."""
+"""The one schema of everything a user can type, with config_run.py. The text under each field is what `--help` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from hvdtrain.config_run import CheckpointConfig, CommConfig, GuardConfig, LogConfig, SpeedConfig, StopConfig
 
 # Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().
 OPEN_SECTIONS = {"data": "data", "model": "models", "optim": "optim"}
@@ -149,58 +151,6 @@ class NormConfig:
 
 
 @dataclass(frozen=True)
-class CommConfig:
-    """How ranks talk."""
-
-    engine: str = "auto"
-    """auto, single, horovod or mpi; auto: under a launcher Horovod if it is installed, else mpi; without a launcher single"""
-    reduce: Literal["auto", "distributed_optimizer", "bucket"] = "auto"
-    """how gradients meet: hvd.DistributedOptimizer (auto's choice on Horovod), or own buckets overlapped with backward"""
-    bucket_mb: float = 4.0
-    """size of one gradient bucket (MiB)"""
-
-
-@dataclass(frozen=True)
-class SpeedConfig:
-    """How one rank computes."""
-
-    precision: Literal["fp32", "fp64"] = "fp32"
-    """number type of weights and arithmetic"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of this rank's local rank where there is one"""
-
-
-@dataclass(frozen=True)
-class StopConfig:
-    """When to stop before the last epoch."""
-
-    target_accuracy: float | None = None
-    """validation accuracy to reach, 0 to 1"""
-    patience: int = 1
-    """stop after this many epochs in a row at target_accuracy or above"""
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """What rank 0 writes at the end of each epoch."""
-
-    keep_last: int = 2
-    """checkpoints that stay in the run folder"""
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """What is said on the way."""
-
-    every_steps: int = 10
-    """steps between two step events; each costs one small allreduce and a wait for the device"""
-    every_s: float = 10.0
-    """seconds between two progress lines inside an epoch, at least"""
-    noise_scale: bool = False
-    """measure the gradient noise scale, and log it with the critical batch size that it suggests; needs two ranks or more"""
-
-
-@dataclass(frozen=True)
 class Config:
     """The job."""
 
@@ -208,8 +158,8 @@ class Config:
     """framework inside a rank: torch, jax, or numpy (the reference for linear models)"""
     run: str | None = None
     """run folder; where left out, runs/DATA-MODEL-TIME"""
-    resume: str = "no"
-    """no, or the run folder whose newest checkpoint to go on from"""
+    resume: str = "auto"
+    """auto: go on from the newest good checkpoint of run= if it has one; no: begin anew; or a run folder, with its configuration"""
     epochs: int = 10
     """passes over the training set"""
     max_steps: int | None = None
@@ -226,6 +176,7 @@ class Config:
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -241,5 +192,6 @@ SECTIONS: dict[str, type] = {
     "speed": SpeedConfig,
     "stop": StopConfig,
     "checkpoint": CheckpointConfig,
+    "guard": GuardConfig,
     "log": LogConfig,
 }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
+from hvdtrain.config_text import MOST_KEYS, check_key, check_text, compose, first_line, follow, leaves, read_text, short, value_of
 from hvdtrain.errors import UserError
 from hvdtrain.limits import LIMITS
 
 COMMAND_LINE = "command line"  # the origin of a key=value word
+_OF_ONE_RUN = ("run", "resume", "comm.engine", "guard.max_time")
 
 
 class Assignment(NamedTuple):
@@ -28,30 +31,58 @@ class Origins(dict[str, str]):
         return f"{key}, {self.get(key, 'default')}"
 
 
-def configure(path: str | None, words: Sequence[str]) -> tuple[Config, Origins]:
+def configure(path: str | None, words: Sequence[str], former: Sequence[Assignment] | None = None) -> tuple[Config, Origins]:
     """Defaults, then the file, then the words `key=value` or `--key=value`; the last one wins.
 
     With resume=RUN the resolved configuration of that run comes before all these: the same job goes on, but for what is said anew.
+    It is read from RUN unless it is given as `former`.
     """
-    given = [*(read_file(path) if path is not None else ()), *map(read_word, words)]
-    resume = next((a.value for a in reversed(given) if a.key == "resume"), "no")
-    if resume not in (None, "no"):
-        former = read_file(str(Path(resume).expanduser() / "config.yaml"))
-        given = [*(a for a in former if a.key not in ("run", "resume")), *given]
-    return _resolve(given)
+    given = assignments(path, words)
+    return resolve([*(read_former(given) if former is None else former), *given])
 
 
-def _resolve(given: Sequence[Assignment]) -> tuple[Config, Origins]:
+def assignments(path: str | None, words: Sequence[str]) -> list[Assignment]:
+    """What a file and words say, in order."""
+    return [*(read_file(path) if path is not None else ()), *map(read_word, words)]
+
+
+def read_former(given: Sequence[Assignment]) -> list[Assignment]:
+    """The configuration of the run that resume=RUN names; none where it names none. Where and for how long it ran is not taken over."""
+    resume = next((a.value for a in reversed(given) if a.key == "resume"), "auto")
+    if resume in (None, "no", "auto") or not isinstance(resume, str):  # no text: resolve() says so
+        return []
+    return [a for a in read_file(str(expand(resume, "resume") / "config.yaml")) if a.key not in _OF_ONE_RUN]
+
+
+def resolve(given: Sequence[Assignment]) -> tuple[Config, Origins]:
+    """The configuration that assignments make, the last of a key wins."""
     from omegaconf import OmegaConf  # 0.2 s, which --help does without
 
     node: Any = OmegaConf.structured(Config)
     origins = Origins()
-    for assignment in given:
+    for assignment in _followed(given):
         node = _assign(node, assignment)
         origins[assignment.key] = assignment.origin
     config = _to_config(node, origins)
     _check_limits(config, origins)
     return config, origins
+
+
+def _followed(given: Sequence[Assignment]) -> Iterator[Assignment]:
+    """With a key's value, the one that is given last or its default, in place of each ${key}."""
+    last, known = {assignment.key: assignment.value for assignment in given}, dict[str, Any]()
+
+    def look_up(key: str) -> Any:
+        if key not in last and key not in known_keys():
+            raise ValueError(f"no such key: {key}")
+        return last[key] if key in last else _at(Config(), key)
+
+    for assignment in given:
+        key, value, origin = assignment
+        try:
+            yield Assignment(key, follow(value, look_up, known), origin)
+        except ValueError as error:
+            raise UserError(f"cannot resolve a value: {error}", f"{key}, {origin}", "mend the ${...} in it") from None
 
 
 def read_word(word: str) -> Assignment:
@@ -60,12 +91,17 @@ def read_word(word: str) -> Assignment:
 
     key, equals, text = word.removeprefix("--").partition("=")
     if not equals or not key:
-        raise UserError(f"cannot read the word '{word}'", "command line", "write key=value, as in batch.size=128; --help lists the keys")
+        raise UserError(
+            f"cannot read the word '{short(word)}'", "command line", "write key=value, as in batch.size=128; --help lists the keys"
+        )
     try:
-        value = text if takes_text(key) and text != "null" else _value(key, yaml.compose(text, Loader=yaml.SafeLoader))
+        as_text = takes_text(check_key(key))
+        value = check_text(text) if as_text and text != "null" else value_of(compose(text), as_text)
         return Assignment(key, None if value == "" else value, COMMAND_LINE)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"cannot read the value of '{word}': {_first_line(error)}", "command line", "quote it for the shell") from None
+        raise UserError(
+            f"cannot read the value of '{short(word)}': {first_line(error)}", "command line", "quote it for the shell"
+        ) from None
 
 
 def read_file(path: str) -> Iterator[Assignment]:
@@ -73,62 +109,29 @@ def read_file(path: str) -> Iterator[Assignment]:
     import yaml
 
     try:
-        root = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
         lines: dict[str, int] = {}
-        for key, node, line in _leaves(root, "", ()):
+        for key, node, line in leaves(compose(read_text(path)), SECTIONS):
             if key in lines:
                 raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", f"{path}:{line}", "keep one of them")
             lines[key] = line
+            if len(lines) > MOST_KEYS:
+                raise ValueError(f"more than {MOST_KEYS} keys")
             try:
-                value = _value(key, node)
+                value = value_of(node, takes_text(key))
             except (yaml.YAMLError, ValueError) as error:
-                what = f"cannot read the value of {key}: {getattr(error, 'problem', None) or _first_line(error)}"
+                what = f"cannot read the value of {key}: {short(getattr(error, 'problem', None) or first_line(error))}"
                 raise UserError(what, f"{path}:{line}", "mend that line") from None
             yield Assignment(key, value, f"{path}:{line}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration: {error}", path or "--config", "give the path of an existing text file") from None
     except yaml.MarkedYAMLError as error:
         place = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
-        raise UserError(f"not YAML: {error.problem or _first_line(error)}", place, "mend that line") from None
+        raise UserError(f"not YAML: {short(error.problem or first_line(error))}", place, "mend that line") from None
     except yaml.YAMLError as error:
-        raise UserError(f"not YAML: {_first_line(error)}", path, "mend the file") from None
-
-
-def _leaves(node: Any, prefix: str, inside: tuple[Any, ...]) -> Iterator[tuple[str, Any, int]]:
-    """(dotted key, node, line) of every value that is not a mapping itself; a section with nothing under it gives none."""
-    import yaml
-
-    if node is None:
-        return
-    if not isinstance(node, yaml.MappingNode):
-        raise yaml.MarkedYAMLError(problem="a configuration is lines of `key: value`", problem_mark=node.start_mark)
-    for key, value in node.value:
-        name = f"{prefix}{key.value}"
-        if value in inside:
-            raise yaml.MarkedYAMLError(problem=f"{name} holds itself", problem_mark=key.start_mark)
-        if isinstance(value, yaml.MappingNode):
-            yield from _leaves(value, f"{name}.", (*inside, node, value))
-        elif not (name in SECTIONS and value.value == ""):
-            yield name, value, key.start_mark.line + 1
-
-
-def _value(key: str, node: Any) -> Any:
-    """What a YAML node means for a key: the text itself where the key takes text, else what OmegaConf reads (1e-3 is a number)."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
-        return None
-    if takes_text(key) and isinstance(node, yaml.ScalarNode):
-        return node.value
-    pair = (yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node)
-    text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
-    try:
-        tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise ValueError(_first_line(error)) from None
-    return tree["value"]
+        raise UserError(f"not YAML: {first_line(error)}", path, "mend the file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read the configuration: {first_line(error)}"
+        raise UserError(what, short(path) or "--config", "give the path of an existing text file") from None
+    except ValueError as error:
+        raise UserError(f"cannot read the configuration: {error}", path, "mend the file") from None
 
 
 def takes_text(key: str) -> bool:
@@ -153,8 +156,12 @@ def _assign(node: Any, assignment: Assignment) -> Any:
     for name in reversed(path):
         value = {name: value}
     try:
-        return OmegaConf.merge(node, OmegaConf.create(value))
-    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a mapping where a list belongs
+        return OmegaConf.unsafe_merge(node, OmegaConf.create(value))  # unlike merge() without a copy of all for each key
+    except (
+        OmegaConfBaseException,
+        TypeError,
+        OverflowError,
+    ) as error:  # TypeError: a mapping where a list belongs; OverflowError: int(inf)
         raise UserError(f"wrong value for {key}: {_explain(error, assignment.value)}", f"{key}, {origin}", _expected(key)) from None
 
 
@@ -184,12 +191,8 @@ def _expected(key: str) -> str:
 
 
 def _explain(error: Exception, value: Any) -> str:
-    line = _first_line(error)
-    return f"{value!r} ({line})" if "VALUE" not in line else repr(value)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    line = first_line(error)
+    return f"{short(repr(value))} ({line})" if "VALUE" not in line else short(repr(value))
 
 
 def _to_config(node: Any, origins: Origins) -> Config:
@@ -198,21 +201,32 @@ def _to_config(node: Any, origins: Origins) -> Config:
 
     try:
         config = OmegaConf.to_object(node)
-    except (OmegaConfBaseException, RecursionError) as error:
+    except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "").replace(".options.", ".")
-        where = origins.where(key) if key else ""
-        raise UserError(f"cannot resolve a value: {_first_line(error)}", where, "mend the ${...} in it") from None
+        raise UserError(f"cannot take a value: {first_line(error)}", origins.where(key) if key else "", "see --help") from None
     assert isinstance(config, Config), type(config)
     return config
 
 
 def _check_limits(config: Config, origins: Origins) -> None:
     for key, (low, high, words) in LIMITS.items():
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
+        value = _at(config, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"{key} is {value}", origins.where(key), f"give {words}")
+    for key in ("run", "resume", "data.root"):
+        expand(_at(config, key) or "", origins.where(key))
+
+
+def expand(path: str | Path, where: str) -> Path:
+    """The path with ~ or ~user written out."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise UserError(f"cannot find the folder {path}: {error}", where, "write its whole path") from None
+
+
+def _at(config: Config, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def to_yaml(config: Config) -> str:

@@ -6,7 +6,9 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
+from hvdtrain.config_text import MOST_KEY, short
 from hvdtrain.configure import Origins, nearest
 from hvdtrain.errors import UserError
 
@@ -45,7 +48,7 @@ def find(folder: str, name: str, where: str) -> Path:
     """The file that `name` means in a folder, or a UserError with the nearest name."""
     known = files(folder)
     if name not in known:
-        raise UserError(f"unknown name{' for frame=jax' * (folder == 'jax_models')}: {name}", where, nearest(name, sorted(known)))
+        raise UserError(f"unknown name{' for frame=jax' * (folder == 'jax_models')}: {short(name)}", where, nearest(name, sorted(known)))
     return known[name]
 
 
@@ -53,8 +56,8 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
     """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH)."""
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
-    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise UserError(f"{name} names no class", where, fix)
+    if len(name) > MOST_KEY or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise UserError(f"{short(name)} names no class", where, fix)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -66,7 +69,25 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         raise UserError(f"{module_name} has no {attribute}", where, f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "))
     if not callable(found):
         raise UserError(f"{name} is no class or function", where, fix)
+    if not of_python(name):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
+        _check_own(found, name, where)
     return typing.cast("Callable[..., Any]", found)
+
+
+def of_python(name: str) -> bool:
+    """Whether a dotted name is of a module that Python itself brings: os:system, builtins.exec."""
+    return re.split("[.:]", name)[0] in sys.stdlib_module_names
+
+
+def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
+    """Refuses another module's name for something of Python's own, and what does not tell its parameters."""
+    origin = f"{getattr(found, '__module__', '')}" if isinstance(found, type) or inspect.isroutine(found) else ""
+    if origin and of_python(origin):
+        raise UserError(f"{name} is {origin}.{found.__name__}, a part of Python", where, "give a class or function of your own")
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} does not tell its parameters", where, "give a class or function of your own that calls it") from None
 
 
 def _nearest_of(attribute: str, module: ModuleType) -> str:
@@ -93,7 +114,9 @@ def check_names(config: Config, origins: Origins) -> None:
         find("comm", config.comm.engine, origins.where("comm.engine"))
     for section in OPEN_SECTIONS:
         name, given = getattr(config, section).name, getattr(config, section).options
-        if not is_dotted(name):  # the user's own class checks its own
+        if section == "model" and is_dotted(name) and of_python(name):  # it would be called: os:system
+            raise UserError(f"{short(name)} is a part of Python, no model", origins.where("model.name"), "write package.module:Class")
+        if section == "data" or not is_dotted(name):  # the user's own class checks its own
             known = options(entry(find(folder_of(section, config), name, origins.where(f"{section}.name"))))
             for option in given:
                 if option not in known:
@@ -132,7 +155,7 @@ def _convert(value: Any, hint: Any, key: str, origins: Origins) -> Any:
     one_field = dataclasses.make_dataclass("Option", [("value", hint, dataclasses.MISSING)])
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(one_field), {"value": value})).value  # type: ignore[union-attr]
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, TypeError, ValueError, OverflowError):  # TypeError: a mapping where a list belongs
         words = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
         words = words.replace("typing.Literal[", "one of [").replace("typing.", "")
-        raise UserError(f"wrong value for {key}: {value!r}", origins.where(key), f"{key} takes {words}") from None
+        raise UserError(f"wrong value for {key}: {short(repr(value))}", origins.where(key), f"{key} takes {words}") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import itertools
+import sys
 from pathlib import Path
 
 from hvdtrain import config, leaf
 from hvdtrain.configure import nearest
-from hvdtrain.errors import UserError
+from hvdtrain.errors import MEANINGS, UserError
 
 USAGE = """\
 hvdtrain trains deep networks on many workers.
@@ -18,13 +19,17 @@ hvdtrain trains deep networks on many workers.
   python -m hvdtrain plan [--config FILE] [key=value ...]           what they would do on 1, 8, 64 and 512 ranks; trains nothing
       [--ranks 1,8,64,512] [--png FILE] [--all]                     other ranks, a picture of lr and batch, all names
       [--samples N --image HxWxC --classes K]                       without reading data
+  python -m hvdtrain export RUN --to FILE                          weights for inference elsewhere: model.safetensors, or model.pt
+      [--checkpoint newest|best|step-00000120] [--force]            of which checkpoint; replace FILE
 
+  --max-time 3.5h    stop before that time is over, with a checkpoint and exit code 75: the same command goes on
   --help [SECTION]   this page, or the keys and options of one section
   --print-config     the resolved configuration, ready for --config
   --version          the version
   list               the names that data.name, model.name, optim.name, comm.engine and frame know
 
-Exit codes: 0 done, 1 an unexpected error, 2 something to mend in what was given.
+Exit codes:
+{codes}
 
 keys, defaults"""
 
@@ -34,7 +39,8 @@ _FOLDERS = {**config.OPEN_SECTIONS, "model with frame=jax": "jax_models", "comm"
 def help_text(section: str | None) -> str:
     """Every key, or one section with its options."""
     if section is None:
-        body = [USAGE, *_rows(config.Config, "")]
+        codes = "\n".join(f"  {code:3} {meaning}" for code, meaning in MEANINGS.items())
+        body = [USAGE.format(codes=codes), *_rows(config.Config, "")]
         for name, kind in config.SECTIONS.items():
             body += ["", *_rows(kind, f"{name}.")]
         return "\n".join([*body, "", "--help data, --help model, --help optim: the options of each name"])
@@ -57,7 +63,7 @@ def list_text() -> str:
 
 def _rows(kind: type, prefix: str) -> list[str]:
     """A row for each field of a section: key=default, then its text."""
-    texts, values = _field_texts(kind.__name__), kind()
+    texts, values = _field_texts(kind), kind()
     rows = []
     for name, text in texts.items():
         value = getattr(values, name)
@@ -66,10 +72,10 @@ def _rows(kind: type, prefix: str) -> list[str]:
     return rows
 
 
-def _field_texts(class_name: str) -> dict[str, str]:
-    """The string under each field of a dataclass of config.py."""
-    tree = ast.parse(Path(config.__file__).read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+def _field_texts(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass of the schema."""
+    tree = ast.parse(Path(sys.modules[kind.__module__].__file__ or "").read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     texts = {}
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):

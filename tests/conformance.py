@@ -10,6 +10,8 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -130,6 +132,47 @@ def exchange(engine: Engine, name: str) -> Claims:
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
+def muster(engine: Engine, name: str) -> Claims:
+    """Things of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
+    that rank 0 enters later."""
+    for turn, length in enumerate((10, 1_000_000)):
+        things = [(rank, turn, "x" * (length + rank)) for rank in range(engine.size)]
+        found: list[Any] = []
+        thread = threading.Thread(target=_muster_into, args=(found, engine, things[engine.rank], 20.0))
+        thread.start()
+        if not engine.rank:
+            thread.join()
+        together = engine.allreduce(np.array([engine.rank]), name)
+        thread.join()
+        engine.exchange(None)  # nobody asks again before all have returned
+        yield np.array([found == [[] if engine.rank else things]]), "numpy", np.ones(1), "bool"
+        yield together, "numpy", np.array([engine.size * (engine.size - 1) // 2]), "int64"
+
+
+def muster_of_some(engine: Engine, name: str) -> Claims:
+    """The last rank is late, then silent, then in time: None after the wait, no late answer to an old question, and no end with one."""
+    rank, last = engine.rank, engine.size - 1
+    for turn, how in enumerate(("late", "silent", "in time")):
+        missing = bool(last) and how != "in time"
+        start, found = time.monotonic(), list[Any]()
+        if not (missing and rank == last):
+            _muster_into(found, engine, (rank, turn), 0.3 if missing else 20.0)
+        seconds = time.monotonic() - start
+        engine.exchange(None)
+        if missing and rank == last and how == "late":
+            _muster_into(found, engine, (rank, turn), 0.3)
+        engine.exchange(None)
+        things = [None if missing and one == last else (one, turn) for one in range(engine.size)]
+        if missing and not rank:  # on a busy machine others may be late too
+            things = [thing if theirs is not None else None for thing, theirs in zip(things, found[0], strict=True)]
+        wanted = [things] if not rank else [] if how == "silent" and rank == last else [[]]
+        yield np.array([found == wanted, 0.2 < seconds < 10 if missing and not rank else seconds < 10]), "numpy", np.ones(2), "bool"
+
+
+def _muster_into(found: list[Any], engine: Engine, thing: Any, wait_s: float) -> None:
+    found.append(engine.muster(thing, wait_s))
+
+
 def many_steps(engine: Engine, name: str) -> Claims:
     """The same names, step after step, with values that change; an allreduce, an allgather and a broadcast share one name."""
     rank, size = engine.rank, engine.size
@@ -187,6 +230,7 @@ def refused(collective: str, x: Any, dtype: str, engine: Engine, name: str) -> C
 
 def _table() -> dict[str, Check]:
     checks: dict[str, Check] = {"places": places, "exchange": exchange, "many_steps": many_steps, "kept_inputs": kept_inputs}
+    checks |= {"muster": muster, "muster_of_some": muster_of_some}
     for kind in ("numpy", "torch"):
         for dtype in (*NUMBERS, "bool"):
             at = f"{dtype}-{kind}"

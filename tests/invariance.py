@@ -18,8 +18,12 @@ from hvdtrain.configure import configure
 from hvdtrain.frames import torch_reduce
 from hvdtrain.report.log import Event, Log
 from hvdtrain.run.build import build_learner, build_recipe, connect
+from hvdtrain.run.guard import Guard
 from hvdtrain.run.job import prepare
-from hvdtrain.run.loop import Job, evaluate, train_epoch
+from hvdtrain.run.loop import Job, evaluate, train_to_meeting
+from hvdtrain.run.pulse import Pulse
+from hvdtrain.run.signals import Signals
+from hvdtrain.run.standing import Standing
 from hvdtrain.run.start import share_state
 from hvdtrain.state import Progress, digest
 
@@ -81,12 +85,16 @@ def losses(words: str, engine: object) -> dict[str, object]:
     def listen(event: Event) -> None:
         curve.append(event.fields["loss"])
 
-    job = Job(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, Log([listen]), Path())
-    p = Progress(len(parts.train), len(parts.train) * config.epochs)
-    while p.step < config.max_steps:
-        p, _, _ = train_epoch(job, p)
+    guard = Guard(config, engine, Signals(0), Pulse())
+    job = Job(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, Log([listen]), guard)
+    now = Standing(Progress(len(parts.train), len(parts.train) * config.epochs))
+    while now.progress.step < config.max_steps - 1:
+        now = train_to_meeting(job, now)
+    settle, learner.settle = learner.settle, lambda engine: None  # the last meeting leaves each rank its own statistics
+    now = train_to_meeting(job, now)
     apart = engine.exchange({name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))})
-    val, state = evaluate(job), learner.state()
+    settle(engine)
+    val, state = evaluate(job, now), learner.state()
     unsettled = [float(np.abs(sum(one[name] for one in apart) / engine.size - state[name]).max()) for name in apart[0]]
     spread = [float(np.abs(apart[0][name] - apart[-1][name]).max()) for name in apart[0]]
     digests = set(engine.exchange(digest(state)))

@@ -162,7 +162,7 @@ def test_a_step_of_no_samples_only_decays() -> None:
     one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]", "optim.exclude=none")
     before = one.state()
     sums = one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
-    assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0}
+    assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
     for name, array in one.state().items():
         if name.startswith("p."):
             np.testing.assert_allclose(array, before[name] * (1 - 0.5 * 0.1), rtol=1e-12)

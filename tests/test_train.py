@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,8 @@ from hvdtrain.__main__ import main
 from hvdtrain.comm.engine import Single
 from hvdtrain.configure import configure
 from hvdtrain.data.sampler import indices
+from hvdtrain.report.log import Event
+from hvdtrain.report.sinks import JsonLines
 from hvdtrain.run import checkpoint
 from hvdtrain.run.micro import rows_of_step
 from hvdtrain.state import Hyper, Progress
@@ -98,7 +101,7 @@ def test_max_steps_stops_inside_an_epoch() -> None:
     assert main([*FAST, "epochs=9", "run=out", "max_steps=7"]) == 0
     (epoch,) = events(Path("out"), "epoch")
     assert epoch["step"] == 7
-    assert checkpoint.newest(Path("out")).name == "step-00000007"
+    assert checkpoint.finished(Path("out"))[-1].name == "step-00000007"
 
 
 def test_resume_goes_on_as_if_never_stopped() -> None:
@@ -106,7 +109,7 @@ def test_resume_goes_on_as_if_never_stopped() -> None:
     assert main([*words, "epochs=4", "run=straight"]) == 0
     assert main([*words, "epochs=2", "run=halves"]) == 0
     assert main([*words, "epochs=4", "resume=halves"]) == 0
-    ends = [checkpoint.newest(Path(run)) for run in ("straight", "halves")]
+    ends = [checkpoint.finished(Path(run))[-1] for run in ("straight", "halves")]
     assert ends[0].name == ends[1].name
     for name in ("weights.safetensors", "slots.safetensors"):
         a, b = (load_file(folder / name) for folder in ends)
@@ -129,12 +132,12 @@ def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     before = (Path("out") / "events.jsonl").read_bytes()
     for left in ("config.yaml", "events.jsonl", "nothing but checkpoints"):
-        assert main([*FAST, "epochs=1", "run=out"]) == 2, left
+        assert main([*FAST, "epochs=1", "run=out", "resume=no"]) == 2, left
         assert "out holds another run" in capsys.readouterr().err
         if left == "config.yaml":
             assert (Path("out") / "events.jsonl").read_bytes() == before
         (Path("out") / left).unlink(missing_ok=True)
-    assert checkpoint.newest(Path("out")).name == "step-00000023"
+    assert checkpoint.finished(Path("out"))[-1].name == "step-00000023"
 
 
 def test_jobs_of_the_same_second_get_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +166,9 @@ def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str
 
 
 def test_numbers_that_are_none_are_null_in_the_events() -> None:
-    assert main(["model.name=mlp", "optim.base_lr=1e6", "epochs=1", "run=out", "log.every_steps=1"]) == 0
-    (epoch,) = events(Path("out"), "epoch")  # json.loads would take NaN: read the text
-    assert "NaN" not in (Path("out") / "events.jsonl").read_text()
-    assert epoch["train_loss"] is None
+    JsonLines(Path("events.jsonl"))(Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1}))
+    text = Path("events.jsonl").read_text()  # json.loads would take NaN: read the text
+    assert text == '{"time": 1.0, "kind": "epoch", "step": 3, "train_loss": null, "val_loss": null, "lr": 0.1}\n'
 
 
 def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
@@ -246,7 +248,8 @@ def idx_root() -> str:
         (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
         (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
         (["resume=nowhere"], ["cannot read the configuration", "nowhere/config.yaml"]),
-        (["--config"], ["--config needs a file"]),
+        (["--config"], ["--config needs a value"]),
+        (["--max-time=soon"], ["'soon' is not a length of time", "where: guard.max_time, command line", "3.5h"]),
         (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
         (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
         (["--config="], ["cannot read the configuration", "where: --config"]),

@@ -56,6 +56,13 @@ class Engine(Protocol):
     def exchange(self, thing: Any) -> list[Any]:
         """One small object per rank, in rank order."""
 
+    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
+        """From any thread, while the main one may hang in a collective. On rank 0 every rank's thing in rank order, with None for
+        those that sent nothing within wait_s; on the others an empty list once theirs is there, or wait_s is over.
+
+        None where it cannot be done: without MPI, or with an MPI that lets one thread speak only.
+        """
+
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once, this one with exit code `code`."""
 
@@ -95,6 +102,9 @@ class Single:
         return x
 
     def exchange(self, thing: Any) -> list[Any]:
+        return [thing]
+
+    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
         return [thing]
 
     def abort(self, code: int) -> NoReturn:

@@ -7,6 +7,7 @@ import importlib
 from typing import Any, NoReturn
 
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.muster import Muster
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
 from hvdtrain.errors import UserError
 
@@ -51,6 +52,7 @@ class Hvd:
 
     def __init__(self, torch: Any, hvd: Any, place: Placement) -> None:
         self._torch, self._hvd = torch, hvd
+        self._muster: Muster | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -82,6 +84,12 @@ class Hvd:
 
     def exchange(self, thing: Any) -> list[Any]:
         return self._hvd.allgather_object(thing, name="exchange")
+
+    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
+        """Through MPI where Horovod runs on it, and mpi4py is here and uses the same."""
+        if self._muster is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
+            self._muster = Muster(mpi)
+        return self._muster.gather(thing, wait_s) if self._muster else None
 
     def abort(self, code: int) -> NoReturn:
         """Through MPI where Horovod runs on it; under horovodrun the launcher sees this process end, and ends the others."""
@@ -127,12 +135,18 @@ def _like(x: Buffer, tensor: Any) -> Buffer:
 
 def _abort_mpi(code: int) -> None:
     """COMM_WORLD.Abort, if mpi4py is here and uses the MPI that Horovod started."""
+    mpi = _mpi4py()
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+
+
+def _mpi4py() -> Any:
+    """mpi4py.MPI, which neither starts nor ends MPI; None where it cannot be loaded."""
     try:
         import mpi4py
 
         mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError):
-        return
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(code)
+        return None
+    return MPI

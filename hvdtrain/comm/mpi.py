@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import deque
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.muster import Muster
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
 from hvdtrain.errors import UserError
 
@@ -21,7 +23,7 @@ def connect(place: Placement) -> Engine:
     binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
     suits(place, binding)
     if not mpi.Is_initialized():
-        mpi.Init_thread()
+        _start(mpi)
     confirm(place, binding, mpi.COMM_WORLD.size)
     return Mpi(mpi, place)
 
@@ -39,6 +41,18 @@ def _load() -> Any:
     return MPI
 
 
+def _start(mpi: Any) -> None:
+    """MPI_Init_thread as mpi4py calls it, but without the interpreter's lock, which mpi4py keeps: a start that never ends is reported."""
+    library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    if not hasattr(library, "MPI_Init_thread"):  # built with the names of another interface
+        mpi.Init_thread()
+        return
+    if code := library.MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided)):
+        raise UserError(f"MPI does not start: MPI_Init_thread gave {code}", "comm.engine=mpi", _FIX)
+    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
+
+
 class Mpi:
     """Works in place on x's memory where it can. float16, which MPI does not know, is summed through float32 and cast back."""
 
@@ -49,6 +63,7 @@ class Mpi:
         self._mpi, self._comm = mpi, world.Dup()  # our messages never meet those of other users of the world
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
         self._under_way: deque[Any] = deque()
+        self._muster = Muster(mpi)
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         if place.launcher == NOBODY.launcher:
@@ -93,6 +108,9 @@ class Mpi:
 
     def exchange(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
+
+    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
+        return self._muster.gather(thing, wait_s)
 
     def abort(self, code: int) -> NoReturn:
         flush()

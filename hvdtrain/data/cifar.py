@@ -14,6 +14,7 @@ from hvdtrain.vision import torchvision
 
 _HOST = "https://www.cs.toronto.edu/~kriz/"
 _PIXELS = 3 * 32 * 32
+_MOST_BYTES = 2**28  # of a split: CIFAR has 154 million
 _FIX = "delete the file and fetch it again"
 
 
@@ -64,7 +65,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     paths = [home / edition.folder / file for file in edition.files[split]]
     if not all(path.is_file() for path in paths):
         _fetch(name, home, download)
-    records = [_read_records(path, edition.label_bytes) for path in paths]
+    records = [_read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths]
     x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
     return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(home / edition.folder))
@@ -85,13 +86,15 @@ def _pull(edition: _Edition, staging: Path) -> None:
     torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(staging), md5=edition.md5)
 
 
-def _read_records(path: Path, label_bytes: int) -> np.ndarray:
-    """uint8 (n, label bytes + 3072), one row for each image; the file's length is checked first."""
+def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
+    """uint8 (n, label bytes + 3072), one row for each image; the file's length, at most `most`, is checked first."""
     record = label_bytes + _PIXELS
     try:
         length = path.stat().st_size
         if length == 0 or length % record:
             raise UserError(f"found {length} bytes, expected a multiple of {record}, one record for each image", str(path), _FIX)
+        if length > most:
+            raise UserError(f"found {length} bytes, expected at most {most}", str(path), _FIX)
         return np.fromfile(path, np.uint8, count=length).reshape(-1, record)
     except OSError as error:
         raise UserError(f"unreadable: {error}", str(path), _FIX) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
+from hvdtrain.configure import expand
 from hvdtrain.errors import UserError
 
 _STAGING = ".hvdtrain-download"  # inside the root, so that a rename out of it is atomic
@@ -20,12 +21,12 @@ _STAGING = ".hvdtrain-download"  # inside the root, so that a rename out of it i
 def cache_root() -> Path:
     """$XDG_CACHE_HOME/hvdtrain, or ~/.cache/hvdtrain."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "hvdtrain"
+    return (base if base.is_absolute() else expand("~/.cache", "$XDG_CACHE_HOME")) / "hvdtrain"
 
 
 def data_root(root: Path | None) -> Path:
     """The user's data.root, or `data` in the cache."""
-    return cache_root() / "data" if root is None else root.expanduser()
+    return cache_root() / "data" if root is None else expand(root, "data.root")
 
 
 @contextmanager

@@ -6,29 +6,24 @@ import errno
 import hashlib
 import math
 import os
+import shutil
 import sys
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.config_text import short
+from hvdtrain.configure import expand
 from hvdtrain.data.fetch import alone, cache_root
+from hvdtrain.data.picture import MODES, MOST_SIDE, SUFFIXES, bombs_refused, check_file, decode, extent
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # by content: PIL knows formats that start other programs
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
-_MODES = {1: "L", 3: "RGB"}
 _PROGRESS_S = 2.0
 
 
@@ -44,11 +39,11 @@ def build(name: str, root: Path | None, split: Split, *, size: int | None = None
     """
     if root is None:
         raise UserError("an image folder needs its place", "data.root", "data.root=DIR, with images in DIR/train/<class>/")
-    if channels not in _MODES or (size is not None and size < 1):
+    if channels not in MODES or (size is not None and not 1 <= size <= MOST_SIDE):
         what = f"images of size {size} with {channels} channels are impossible"
-        raise UserError(what, "data.size, data.channels", "data.channels is 1 or 3, data.size is 1 or more")
-    classes, job = _plan(root.expanduser(), split, size, channels)
-    x = _pixels(job, (cache.expanduser() if cache else cache_root() / "folders") / job.key)
+        raise UserError(what, "data.size, data.channels", f"data.channels is 1 or 3, data.size is 1 to {MOST_SIDE}")
+    classes, job = _plan(expand(root, "data.root"), split, size, channels)
+    x = _pixels(job, (expand(cache, "data.cache") if cache else cache_root() / "folders") / job.key)
     y = np.repeat(np.arange(len(classes)), [len(files) for files in classes.values()]).astype(np.int64)
     return ArraySource(x, y, len(classes), str(job.folder))
 
@@ -70,7 +65,7 @@ def _plan(root: Path, split: Split, size: int | None, channels: int) -> tuple[di
         folder = _split_folder(root, split)
         classes = train if split == "train" else _classes(folder)
         if classes.keys() != train.keys():
-            odd = ", ".join(sorted(classes.keys() ^ train.keys()))
+            odd = ", ".join(map(short, sorted(classes.keys() ^ train.keys())))
             raise UserError(f"only one of train and {folder.name} has class {odd}", str(folder), "the same class folders in both")
         key = _key(folder, classes, f"{size} {channels}")
     except OSError as error:
@@ -92,29 +87,30 @@ def _classes(folder: Path) -> dict[str, list[Path]]:
     classes = {name: _images(folder / name) for name in names}
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
-        what = f"no images ({' '.join(_SUFFIXES)}) in class {', '.join(empty)}" if empty else "no class folders"
+        what = f"no images ({' '.join(SUFFIXES)}) in class {', '.join(map(short, empty))}" if empty else "no class folders"
         raise UserError(what, str(folder), "one folder for each class, the images directly in it")
     return classes
 
 
 def _images(folder: Path) -> list[Path]:
-    return [folder / name for name in sorted(os.listdir(folder)) if name.lower().endswith(_SUFFIXES) and not name.startswith(".")]
+    return [folder / name for name in sorted(os.listdir(folder)) if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
 
 
 def _key(folder: Path, classes: dict[str, list[Path]], options: str) -> str:
     """Changes with any file's name, size or time, with each class's first image (archives may set all times alike), with the options."""
     hashed = hashlib.blake2b(options.encode(), digest_size=12)
     for files in classes.values():
-        hashed.update(files[0].read_bytes())
         for file in files:
-            stat = file.stat()
+            stat = check_file(file)
+            if file is files[0]:
+                hashed.update(file.read_bytes())
             hashed.update(f"{file.relative_to(folder)}\0{stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return hashed.hexdigest()
 
 
 def _pixels(job: _Job, home: Path) -> np.ndarray:
     """uint8 (n, H, W, C), memory-mapped from `home`; whoever comes first decodes, the other processes of the machine wait."""
-    height, width = (job.size, job.size) if job.size else _extent(job.first)
+    height, width = (job.size, job.size) if job.size else extent(job.first)
     shape = (len(job.files), height, width, job.channels)
     target = home / "images.npy"
     x = _cached(target, shape)
@@ -137,9 +133,11 @@ def _pixels(job: _Job, home: Path) -> np.ndarray:
 
 def _cached(target: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     """The array in the file, or None where the file is absent, is no such array, or has another length. Its pixels are not checked."""
+    if not target.is_file():
+        return None
     try:
         x = np.lib.format.open_memmap(target, mode="r")
-    except (OSError, ValueError, EOFError):
+    except Exception:  # numpy raises OSError, ValueError, EOFError, tokenize.TokenError and more of a damaged header
         return None
     sound = x.dtype == np.uint8 and x.shape == shape and x.flags.c_contiguous and target.stat().st_size == x.offset + x.nbytes
     return np.asarray(x) if sound else None
@@ -148,7 +146,10 @@ def _cached(target: Path, shape: tuple[int, ...]) -> np.ndarray | None:
 def _decode(job: _Job, target: Path, shape: tuple[int, ...]) -> None:
     part = target.with_suffix(".part")
     begun = perf_counter()
-    with part.open("wb") as out:
+    if shutil.disk_usage(target.parent).free < math.prod(shape):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    part.unlink(missing_ok=True)  # left by a process that was killed
+    with part.open("xb") as out:  # never through a link
         np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": shape})
         out.flush()
         _fill(job, out.fileno(), out.tell(), shape)
@@ -167,12 +168,12 @@ def _fill(job: _Job, out: int, offset: int, shape: tuple[int, ...]) -> None:
         for place in range(worker, len(job.files), workers):
             if stop.is_set():
                 return
-            pixels = _image(job.files[place], job, shape[1:3])
+            pixels = decode(job.files[place], job.first, shape[1:], job.size is not None)
             if os.pwrite(out, pixels, offset + place * stride) != stride:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             done[worker] += 1
 
-    with _bombs_refused(), ThreadPoolExecutor(workers) as pool:
+    with bombs_refused(), ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, worker) for worker in range(workers)]
         try:
             while not _ended(futures):
@@ -191,55 +192,3 @@ def _ended(futures: list[Future[None]]) -> bool:
 
 def _say(job: _Job, done: int, elapsed_s: float, rest: str = "") -> None:
     print(f"decoded {job.folder}: {done} / {len(job.files)} images, {done / elapsed_s:.0f} images/s{rest}", file=sys.stderr, flush=True)
-
-
-def _image(file: Path, job: _Job, extent: tuple[int, ...]) -> bytes:
-    """Pixels (H, W, C) of one image, row by row."""
-    from PIL.Image import Resampling
-
-    with _opened(file) as image:
-        if image.mode.startswith("I"):
-            raise UserError(f"the image has more than 8 bits a channel (mode {image.mode})", str(file), "convert it")
-        if not job.size and (image.height, image.width) != extent:
-            raise UserError(
-                f"the images differ in size: {extent[1]} x {extent[0]} and {image.width} x {image.height} pixels",
-                f"{job.first} and {file}",
-                f"data.size={min(extent)} brings all to a centre square of that size",
-            )
-        picture = image.convert(_MODES[job.channels])
-        if job.size:  # the shorter side to the size and a centre crop, in one
-            side = min(picture.size)
-            left, top = (picture.width - side) / 2, (picture.height - side) / 2
-            picture = picture.resize((job.size, job.size), Resampling.BILINEAR, (left, top, left + side, top + side))
-        return picture.tobytes()
-
-
-def _extent(file: Path) -> tuple[int, int]:
-    with _bombs_refused(), _opened(file) as image:
-        return image.height, image.width
-
-
-@contextmanager
-def _bombs_refused() -> Iterator[None]:
-    """PIL only warns of an image between one and two times its limit of pixels."""
-    from PIL.Image import DecompressionBombWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DecompressionBombWarning)
-        yield
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Image]:
-    """A PIL image; whatever a broken file makes PIL raise is a UserError that names the file."""
-    import PIL.Image
-
-    try:
-        with PIL.Image.open(file, formats=_FORMATS) as image:
-            yield image
-    except UserError:
-        raise
-    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
-        raise UserError(f"the image is too large to be decoded safely: {error}", str(file), "make it smaller, or remove it") from error
-    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        raise UserError(f"the image cannot be read: {type(error).__name__}: {error}", str(file), "mend or remove the file") from error

@@ -33,6 +33,7 @@ _FILES: dict[Split, tuple[str, str]] = {
 }
 _CLASSES = 10
 _BLOCK_BYTES = 2**20
+_MOST_BYTES = {3: 2**28, 1: 2**24}  # of images: six times MNIST; of labels, each of which takes eight bytes of memory
 _DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
 
 
@@ -102,6 +103,8 @@ def _parse(file: IO[bytes] | gzip.GzipFile, room: int, path: Path, dimensions: i
     claim = f"{start + length} bytes for the shape {shape} in its header"
     if start + length > room or (path.suffix != ".gz" and start + length < room):
         raise _defect(path, f"{'at most ' * (path.suffix == '.gz')}{room} bytes", claim)
+    if not 0 < length <= _MOST_BYTES[dimensions]:
+        raise _defect(path, f"{length} bytes in the shape {shape} of its header", f"1 to {_MOST_BYTES[dimensions]}")
     body = _read_blocks(file, length + 1)
     if len(body) != length:
         raise _defect(path, f"{'more than ' * (len(body) > length)}{start + min(len(body), length)} bytes", claim)

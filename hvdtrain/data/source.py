@@ -73,6 +73,11 @@ class ArraySource:
 
 def channel_stats(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of x / 255 for each channel of x, uint8 (n, H, W, C): float64 (C,) each, deviation 1 where constant."""
+    return stats_of(channel_counts(x))
+
+
+def channel_counts(x: np.ndarray) -> np.ndarray:
+    """How often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256). Counts of parts of a source add up."""
     channels = x.shape[3]
     counts = np.zeros((channels, 256), np.int64)
     samples = max(1, _BLOCK_BYTES // math.prod(x.shape[1:]))
@@ -80,6 +85,11 @@ def channel_stats(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pixels = x[start : start + samples].reshape(-1, channels)  # (pixels, C)
         for channel in range(channels):
             counts[channel] += np.bincount(pixels[:, channel], minlength=256)
+    return counts
+
+
+def stats_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What channel_stats() tells, from counts (C, 256)."""
     pairs = [_moments(row) for row in counts.tolist()]
     return np.array([mean for mean, _ in pairs]), np.array([deviation for _, deviation in pairs])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.data.source import Source, Split, channel_stats
+from hvdtrain.data.source import Source, Split, channel_counts, stats_of
 from hvdtrain.errors import UserError
 from hvdtrain.state import fold
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _GRID = 4  # a class is a 4x4 pattern for each channel, enlarged to the image
 _STATS_SAMPLES = 1024
+_STATS_VALUES = 2**28  # at most: about 2 s
+_BLOCK_VALUES = 2**24  # read at once for them: about 100 MB
+_MOST_SAMPLES, _MOST_CLASSES, _MOST_VALUES = 2**40, 2**20, 2**26  # _VALUES: of one image
 _TRAIN, _VAL, _PATTERN = range(3)  # streams of counters
 
 
@@ -41,10 +44,15 @@ def build(
     if root is not None:
         raise UserError("synthetic images are read from no folder", "data.root", "leave data.root out, or choose another data.name")
     height, width, channels = shape
-    options = {"samples": samples, "val_samples": val_samples, "shape": min(height, width, channels), "classes": classes}
-    for option, value in options.items():
+    options = {"samples": (samples, _MOST_SAMPLES), "val_samples": (val_samples, _MOST_SAMPLES), "classes": (classes, _MOST_CLASSES)}
+    options["shape"] = min(height, width, channels), _MOST_VALUES
+    for option, (value, most) in options.items():
         if value < 1:
             raise UserError(f"{value} is too small, at least 1 is needed", f"data.{option}")
+        if value > most:
+            raise UserError(f"{value} is too large, at most {most} is possible", f"data.{option}")
+    if height * width * channels > _MOST_VALUES:
+        raise UserError(f"images of {height * width * channels} values are too large, at most {_MOST_VALUES}", "data.shape")
     stream, length = (_TRAIN, samples) if split == "train" else (_VAL, val_samples)
     return _Synthetic((height, width, channels), classes, length, stream)
 
@@ -68,8 +76,14 @@ class _Synthetic:
         return {"x": self._pattern(y) // 4 + (noise - noise // 4), "y": y}  # at most 63 + 192 = 255
 
     def stats(self) -> tuple[np.ndarray, np.ndarray]:
-        """Exact over the first 1024 samples (or all, if fewer), which stand for the rest: they are alike by construction."""
-        return channel_stats(self.read(np.arange(min(self.length, _STATS_SAMPLES)))["x"])
+        """Exact over the first 1024 samples (or all, if fewer), which stand for the rest: they are alike by construction.
+
+        Of large images fewer: 2**28 values.
+        """
+        values = math.prod(self.shape)
+        samples, block = min(self.length, _STATS_SAMPLES, -(-_STATS_VALUES // values)), -(-_BLOCK_VALUES // values)
+        parts = (self.read(np.arange(start, min(start + block, samples)))["x"] for start in range(0, samples, block))
+        return stats_of(sum((channel_counts(x) for x in parts), np.zeros((self.shape[2], 256), np.int64)))
 
     def _pattern(self, y: np.ndarray) -> np.ndarray:
         height, width, channels = self.shape

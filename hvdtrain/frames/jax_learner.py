@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ class JaxLearner:
     def __init__(self, config: Config, model: Model, rule: Rule, task: Task, engine: Engine, place: Place) -> None:
         self.model, self.engine, self.place = model, engine, place
         self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, engine.size)
-        formulas = Formulas(config, model, rule, task)
+        formulas = Formulas(config, model, rule, task, engine.size)
         self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
         self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
         self.weights = [place.put(p) for p in model.start]
@@ -53,12 +53,14 @@ class JaxLearner:
             mean: Any = row
             if self.engine.size > 1:
                 mean = self.engine.allreduce(np.asarray(row), "gradient.0")  # the host waits for the device here
+        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
+            self.weights, self.slots, nonfinite = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
+        with self.place.numbers():
             if self.noise_scale:
                 squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
-                sums |= shares_of_keys(*squares, sums["count"], hyper.batch, self.engine.size)
-        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
-            self.weights, self.slots = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
-        return self._lasting(sums)
+                shares = shares_of_keys(*squares, sums["count"], hyper.batch, self.engine.size)
+                sums |= {key: jnp.where(nonfinite > 0, 0.0, share) for key, share in shares.items()}
+        return self._lasting(sums | {"nonfinite": nonfinite})
 
     def settle(self, engine: Engine) -> None:
         pass  # nothing is gathered beside the weights
@@ -70,10 +72,12 @@ class JaxLearner:
             return self._lasting(_add(_zero(), self._sums(self.weights, batch), batch["n"]))
 
     def state(self) -> Arrays:
-        arrays = {f"p.{name}": np.array(p) for name, p in zip(self.model.names, self.weights, strict=True)}
+        return {name: array.copy() for name, array in self.views()}
+
+    def views(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield from ((f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
         for name, slots in zip(self.model.names, self.slots, strict=True):
-            arrays |= {f"s.{name}.{i}": np.array(slot) for i, slot in enumerate(slots)}
-        return arrays
+            yield from ((f"s.{name}.{i}", np.asarray(slot)) for i, slot in enumerate(slots))
 
     def load(self, state: Arrays) -> None:
         own = self.state()

@@ -22,8 +22,9 @@ Slots = list[tuple[Any, ...]]  # of each parameter
 class Formulas:
     """A batch is {"x": uint8 (rows, H, W, C), "y", "w": (rows,), "n"}: n samples, then padding, whose weight "w" is 0."""
 
-    def __init__(self, config: Config, model: Model, rule: Rule, task: Task) -> None:
-        self.model, self.rule, self.optim, self.task = model, rule, config.optim, task
+    def __init__(self, config: Config, model: Model, rule: Rule, task: Task, ranks: int) -> None:
+        self.model, self.rule, self.optim, self.task, self.ranks = model, rule, config.optim, task, ranks
+        self.skips = config.guard.nonfinite == "skip"
         self.squared_error, self.smoothing = config.model.loss == "squared_error", config.model.label_smoothing
 
     def sums(self, weights: Weights, batch: Batch) -> Sums:
@@ -31,21 +32,29 @@ class Formulas:
         return _sums(*self._forward(weights, batch, 0.0), batch["n"])
 
     def gradient(self, weights: Weights, batch: Batch, whole: int) -> tuple[jax.Array, Sums]:
-        """The gradients of all parameters in one row, of the sum of losses over `whole`, the samples of all ranks; and the sums."""
+        """The gradients of all parameters in one row, of the sum of losses over `whole`, the samples of all ranks; and the sums.
+
+        A row of NaN where the loss is not finite, so that every rank knows after the reduction.
+        """
 
         def mean(weights: Weights) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             losses, right = self._forward(weights, batch, self.smoothing)
             return (losses * batch["w"]).sum() / whole, (losses, right)  # a sum over ranks is the mean over the global batch
 
         gradients, (losses, right) = jax.grad(mean, has_aux=True)(weights)
-        return jnp.concatenate([g.ravel() for g in gradients]), _sums(losses, right, batch["n"])
+        row, sums = jnp.concatenate([g.ravel() for g in gradients]), _sums(losses, right, batch["n"])
+        return jnp.where(jnp.isfinite(sums["loss"] * batch["w"]).all(), row, jnp.nan), sums
 
     def start(self, weights: Weights) -> Slots:
         """The slots of every parameter before the first step."""
         return [self._rule_of(p).init(p, Plain(jnp)) for p in weights]
 
-    def update(self, weights: Weights, slots: Slots, row: Any, hyper: Hyper, key: Any, noisy: bool) -> tuple[Weights, Slots]:
-        """One step of all parameters along the mean gradient over all ranks; `noisy` is a constant of the compiled function."""
+    def update(self, weights: Weights, slots: Slots, row: Any, hyper: Hyper, key: Any, noisy: bool) -> tuple[Weights, Slots, jax.Array]:
+        """One step of all parameters along the mean gradient over all ranks, and this rank's part of "nonfinite".
+
+        `noisy` is a constant of the compiled function.
+        """
+        bad = ~jnp.isfinite(row).all()
         gradients = clip(_parts(row, weights), self.optim.clip_norm, self.optim.clip_value, jnp)
         if noisy:
             noise = jnp.sqrt(hyper.noise) * jax.random.normal(key_of(key), row.shape, row.dtype)
@@ -57,7 +66,9 @@ class Formulas:
             new, kept = self._rule_of(p).update(g, slot, p, h, Plain(jnp))
             moved.append(new.astype(p.dtype))  # keeps the types as they were, or the next step would be compiled anew
             remembered.append(tuple(jnp.asarray(a).astype(b.dtype) for a, b in zip(kept, slot, strict=True)))
-        return moved, remembered
+        if self.skips:
+            moved, remembered = jax.tree.map(lambda old, new: jnp.where(bad, old, new), (weights, slots), (moved, remembered))
+        return moved, remembered, bad.astype(weights[0].dtype) / self.ranks
 
     def _is_excluded(self, p: jax.Array) -> bool:
         return self.optim.exclude == "norms_and_biases" and is_excluded(p.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ class Learner(Protocol):
         """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.
 
         `seed` is the same on all ranks. A micro-batch with weights "w" is learned from with each sample's loss times its weight.
-        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted, as device scalars.
+        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted, as device scalars; and "nonfinite":
+        1 / ranks where the loss of any rank or the mean gradient was not finite, else 0. With guard.nonfinite=skip such a step leaves
+        weights, buffers and slots as they were, on every rank.
         """
 
     def settle(self, engine: Engine) -> None:
@@ -51,6 +53,9 @@ class Learner(Protocol):
 
     def state(self) -> Arrays:
         """A host copy of all that a resume needs: "p." weights, "b." buffers, "s." optimizer slots."""
+
+    def views(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays of state() one by one, to be read before the next step: without a copy where they are in host memory."""
 
     def load(self, state: Arrays) -> None:
         """Takes over a state. A name or shape that does not fit is a UserError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,7 @@ class NumpyLearner:
 
     def __init__(self, config: Config, task: Task, rule: Rule, engine: Engine) -> None:
         self.config, self.task, self.engine = config, task, engine
+        self.skips = config.guard.nonfinite == "skip"
         self.dtype = dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
@@ -34,9 +35,10 @@ class NumpyLearner:
 
     def put(self, batch: Batch) -> Batch:
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
-        x = x.transpose(0, 3, 1, 2).reshape(len(x), -1)  # (n, C H W), as torch flattens
+        x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
         return batch | {"x": x.astype(self.dtype)}
 
+    @np.errstate(over="ignore", invalid="ignore")  # the sums tell of it
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
@@ -44,11 +46,16 @@ class NumpyLearner:
             sums, error = self._forward(batch, self.config.model.label_smoothing)
             if "w" in batch:
                 error = error * batch["w"][:, None]
+            if not math.isfinite(sums["loss"]):  # weights that are not finite make such a gradient by themselves
+                error = np.full_like(error, np.nan)  # which the reduction brings to every rank
             error = error / hyper.batch  # a sum over ranks is then the mean over the global batch
             gradient += np.concatenate([(error.T @ batch["x"]).ravel(), error.sum(0)])
             total = {name: total[name] + sums[name] for name in total}
-        self._update(self.engine.allreduce(gradient, "gradient.0"), hyper, seed)
-        return total
+        mean = self.engine.allreduce(gradient, "gradient.0")
+        bad = not np.isfinite(mean).all()
+        if not (bad and self.skips):
+            self._update(mean, hyper, seed)
+        return total | {"nonfinite": bad / self.engine.size}
 
     def settle(self, engine: Engine) -> None:
         pass  # nothing is gathered beside the weights
@@ -57,8 +64,11 @@ class NumpyLearner:
         return self._forward(batch)[0]
 
     def state(self) -> Arrays:
-        arrays = {f"p.{name}": p.copy() for name, p in self.weights.items()}
-        return arrays | {f"s.{name}.{i}": slot.copy() for name, slots in self.slots.items() for i, slot in enumerate(slots)}
+        return {name: array.copy() for name, array in self.views()}
+
+    def views(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield from ((f"p.{name}", p) for name, p in self.weights.items())
+        yield from ((f"s.{name}.{i}", slot) for name, slots in self.slots.items() for i, slot in enumerate(slots))
 
     def load(self, state: Arrays) -> None:
         check_fit(self.state(), state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
+from hvdtrain.frames.torch_buffers import Buffers
+from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frames.torch_loss import Loss
 from hvdtrain.frames.torch_model import check_logits, normed_model
@@ -34,15 +36,16 @@ class TorchLearner:
         reducer: torch_reduce.Reducer,
         meter: Meter | NoMeter,
         task: Task,
-        rank: int,
+        engine: Engine,
     ) -> None:
         self.config, self.model, self.optimizer, self.reducer, self.meter = config, model, optimizer, reducer, meter
-        self.rank = rank
+        self.rank, self.size = engine.rank, engine.size
         self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
         self._mean = torch.tensor(task.mean, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
         self._std = torch.tensor(task.std, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
+        self.buffers, self.skips = Buffers(model, self.device), config.guard.nonfinite == "skip"
         torch_optimizer.fill_slots(optimizer)
 
     def put(self, batch: Batch) -> Batch:
@@ -58,6 +61,8 @@ class TorchLearner:
         torch.manual_seed(fold(seed, self.rank) & (2**63 - 1))  # dropout: each rank's own
         torch_optimizer.set_hyper(self.optimizer, hyper)
         self.model.train()
+        if self.skips:
+            self.buffers.remember()
         self.reducer.begin(len(micro))
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
         for place, batch in enumerate(micro, start=1):
@@ -65,31 +70,22 @@ class TorchLearner:
                 self.reducer.last_pass()
                 self.meter.last_pass()
             loss, sums = self._forward(batch)
-            (loss / hyper.batch).backward()  # a sum over ranks is the mean over the global batch
+            (loss / hyper.batch).backward(slope(loss))  # a sum over ranks is the mean over the global batch
             total = {name: total[name] + sums[name] for name in total}
         self.reducer.finish()
-        total |= self.meter.read(hyper, total["count"])
-        clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
-        add_noise_(self.parameters, hyper.noise, seed)
-        self.reducer.apply(self.optimizer)
+        bad = any_nonfinite(self.parameters)  # of the mean over ranks, before clipping hides it: the same on every rank
+        total |= {"nonfinite": bad.double() / self.size} | unless(bad, self.meter.read(hyper, total["count"]))
+        if self.skips and bad:  # the host waits for the device here
+            self.buffers.put_back()
+        else:
+            clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
+            add_noise_(self.parameters, hyper.noise, seed)
+            self.reducer.apply(self.optimizer)
         self.optimizer.zero_grad()
         return total
 
     def settle(self, engine: Engine) -> None:
-        """Running statistics of norms become their mean over ranks, other buffers rank 0's."""
-        if engine.size == 1:
-            return
-        here = torch_reduce.meeting_place(self.device, engine)
-        buffers = dict(self.model.named_buffers())
-        running = {name: b for name, b in buffers.items() if name.endswith((".running_mean", ".running_var"))}
-        if running:
-            flat = torch.cat([b.flatten() for b in running.values()]) / engine.size
-            flat = engine.allreduce(flat.to(here), "settle")
-            for buffer, part in zip(running.values(), flat.split([b.numel() for b in running.values()]), strict=True):
-                buffer.copy_(part.view(buffer.shape))
-        for name, buffer in buffers.items():
-            if name not in running:
-                buffer.copy_(engine.broadcast(buffer.detach().to(here, copy=True), f"settle.{name}"))
+        self.buffers.settle(engine)
 
     def evaluate(self, batch: Batch) -> Sums:
         self.model.eval()
@@ -97,7 +93,10 @@ class TorchLearner:
             return self._forward(batch)[1]
 
     def state(self) -> Arrays:
-        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._tensors().items()}
+        return {name: array.copy() for name, array in self.views()}
+
+    def views(self) -> Iterator[tuple[str, np.ndarray]]:
+        return ((name, tensor.detach().cpu().numpy()) for name, tensor in self._tensors().items())
 
     def load(self, state: Arrays) -> None:
         torch_optimizer.check_maker(self.optimizer, state)
@@ -156,7 +155,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     optimizer = make_optimizer(config, origins, named)
     meter = Meter([p for _, p in named], engine.size) if config.log.noise_scale else NoMeter()  # before the reducer: its hooks come first
     optimizer, reducer = meet(config, origins, engine, optimizer, named)
-    return TorchLearner(config, model, optimizer, reducer, meter, task, engine.rank)
+    return TorchLearner(config, model, optimizer, reducer, meter, task, engine)
 
 
 def make_optimizer(config: Config, origins: Origins, named: torch_reduce.Named) -> torch.optim.Optimizer:

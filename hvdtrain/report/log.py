@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 class Event(NamedTuple):
     time: float  # seconds since 1970
-    kind: str  # "start", "step", "epoch", "end"
+    kind: str  # "start", "step", "epoch", "checkpoint", "checkpoint_failed", "nonfinite", "stop", "end"
     step: int  # steps of the job done
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # "lines": what people are told
 
 
 Sink = Callable[[Event], None]

@@ -22,10 +22,9 @@ class Console:
         self._headed = False
 
     def __call__(self, event: Event) -> None:
-        if event.kind == "start":
-            for line in event.fields["lines"]:
-                self._say(line)
-        elif event.kind == "step" and time.monotonic() - self._spoken >= self._every_s:
+        for line in event.fields.get("lines", ()):
+            self._say(line)
+        if event.kind == "step" and time.monotonic() - self._spoken >= self._every_s:
             self._say(_step_line(event.step, event.fields))
         elif event.kind == "epoch":
             if not self._headed:
@@ -34,9 +33,6 @@ class Console:
             self._say(_epoch_line(event.fields))
             if math.isfinite(event.fields.get("noise_scale", math.nan)):
                 self._say(f"       noise scale {event.fields['noise_scale']:.0f}: batches far above that many samples save few steps")
-        elif event.kind == "end":
-            for line in event.fields["lines"]:
-                self._say(line)
 
     def _say(self, line: str) -> None:
         print(line, file=self._out, flush=True)

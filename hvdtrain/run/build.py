@@ -79,12 +79,13 @@ def build_recipe(config: Config, origins: Origins, dataset: int) -> Recipe:
 
 def make_run_folder(config: Config, origins: Origins) -> Path:
     """Where rank 0 writes: made anew, or the resumed run's own. A folder that holds another run is refused, never overwritten."""
-    resumed = None if config.resume == "no" else Path(config.resume).expanduser()
+    resumed = None if config.resume in ("no", "auto") else Path(config.resume).expanduser()
     try:
         if config.run is not None:
             run = Path(config.run).expanduser()
-            if _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
-                raise UserError(f"{run} holds another run", origins.where("run"), f"resume={run} goes on with it; or give another run=")
+            if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
+                fix = f"resume=auto or resume={run} goes on with it; or give another run="
+                raise UserError(f"{run} holds another run", origins.where("run"), fix)
             run.mkdir(parents=True, exist_ok=True)
             return run
         return resumed or _new_folder(config)

@@ -1,93 +1,177 @@
-"""Checkpoints: arrays as safetensors, numbers as JSON, never a pickle; written by rank 0 under another name and then renamed."""
+"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; whole or not there, never a pickle."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.errors import UserError
-from hvdtrain.state import Arrays, Progress
+from hvdtrain.run import standing as standings
+from hvdtrain.run.standing import Standing
+from hvdtrain.state import Arrays
 
-FORMAT = 1
+FORMAT = 2
+ARRAYS = ("weights.safetensors", "slots.safetensors")
+NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+_NUMBERS_BYTES = 2**20  # more is no progress.json of ours
 
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a job is: with the seed and the arrays, all that is needed to go on."""
-
-    progress: Progress
-    seconds: float = 0.0  # spent in this job so far, over all its runs
-    at_target: int = 0  # epochs in a row, up to now, at the accuracy `target`
-    target: float | None = None
-    accuracy: float = math.nan  # of the last evaluation
+Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
 
 
-def save(run: Path, standing: Standing, arrays: Arrays, seed: int, keep_last: int) -> Path:
-    """Writes checkpoints/step-00000120/{weights,slots}.safetensors and progress.json; removes all but the newest `keep_last`."""
-    from safetensors.numpy import save_file
+class Checkpoint(NamedTuple):
+    folder: Path
+    standing: Standing
+    identity: Identity
 
+
+class Damaged(UserError):
+    """A checkpoint that is not as it was written."""
+
+
+def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity) -> Path:
+    """Writes checkpoints/step-00000120/; OSError where it cannot, and then nothing of it stays.
+
+    Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
+    """
     folder = run / "checkpoints" / f"step-{standing.progress.step:08d}"
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_file({k: v for k, v in arrays.items() if not k.startswith("s.")}, unfinished / "weights.safetensors")
-    save_file({k: v for k, v in arrays.items() if k.startswith("s.")}, unfinished / "slots.safetensors")
-    (unfinished / "progress.json").write_text(json.dumps({"format": FORMAT, "seed": seed} | asdict(standing), indent=2) + "\n")
-    if folder.exists():  # the same step again: the job was resumed from an older one
-        os.replace(folder, folder.with_name(f".{folder.name}.old"))
-    os.replace(unfinished, folder)
-    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
-    for old in _finished(run)[:-keep_last]:
-        shutil.rmtree(old)
+    try:
+        unfinished.mkdir(parents=True)
+        _write_files(unfinished, standing, arrays, identity)
+        for name in (*ARRAYS, NUMBERS, CHECKSUMS):
+            sync(unfinished / name)
+        sync(unfinished)
+        if folder.exists():  # a damaged one of the same step, which the job was not resumed from
+            _remove(folder)
+        os.rename(unfinished, folder)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets its room back
+        raise
+    sync(folder.parent)
     return folder
 
 
-def newest(run: Path) -> Path:
-    """The folder of the newest finished checkpoint of a run."""
-    found = _finished(run)
-    if not found:
-        raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
-    return found[-1]
+def _write_files(folder: Path, standing: Standing, arrays: Arrays, identity: Identity) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    slots = {name: array for name, array in arrays.items() if name.startswith("s.")}
+    try:
+        save_file({name: array for name, array in arrays.items() if name not in slots}, folder / ARRAYS[0])
+        save_file(slots, folder / ARRAYS[1])
+    except SafetensorError as error:  # its form of an OSError
+        raise OSError(str(error)) from error
+    numbers = {"format": FORMAT, "identity": identity, "standing": standings.to_json(standing)}
+    (folder / NUMBERS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    for name in ARRAYS:  # safetensors lets nobody but the owner read them; a group shares its runs
+        (folder / name).chmod((folder / NUMBERS).stat().st_mode)
+    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, NUMBERS)]
+    (folder / CHECKSUMS).write_text("".join(sums))
 
 
-def load(folder: Path, dataset: int, seed: int, total: int) -> tuple[Standing, Arrays]:
-    """The standing and the arrays of one checkpoint; `total` is this job's, which may have more epochs than the saved one."""
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_numbers(folder: Path) -> Checkpoint:
+    """What a checkpoint says of itself, its arrays unread and unchecked; Damaged where that cannot be read."""
+    try:
+        tree = json.loads(_small_text(folder / NUMBERS))
+        if tree["format"] != FORMAT:
+            raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
+        if not isinstance(tree["identity"], dict):
+            raise TypeError("identity is no mapping")
+        return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(folder, NUMBERS, error) from None
+
+
+def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -> Arrays:
+    """The arrays of these files, after every file has its checksum; Damaged where one has not. More than limit_bytes are not read."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
+    name = CHECKSUMS
     try:
-        standing, saved_seed = _read_standing(json.loads((folder / "progress.json").read_text()))
-        arrays = load_file(folder / "weights.safetensors") | load_file(folder / "slots.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise UserError(
-            f"cannot read the checkpoint: {type(error).__name__}: {error}", str(folder), "resume from another run folder"
-        ) from None
-    for name, found, wanted in (("training set of samples", standing.progress.dataset, dataset), ("seed", saved_seed, seed)):
-        if found != wanted:
-            fix = "give the data and seed that the run folder's config.yaml names"
-            raise UserError(f"the checkpoint has another {name}: {found}, this job has {wanted}", str(folder), fix)
-    progress = Progress(dataset, total, standing.progress.step, standing.progress.samples)
-    return replace(standing, progress=progress), arrays
+        lines = (line.partition("  ") for line in _small_text(folder / CHECKSUMS).splitlines())
+        told = {of: checksum for checksum, _, of in lines}
+        for name in (*ARRAYS, NUMBERS):
+            size = (folder / name).stat().st_size
+            if size > limit_bytes:
+                raise ValueError(f"{size} bytes, where this model and optimizer have at most {limit_bytes}")
+            if told.get(name) != _checksum(folder / name):
+                raise ValueError("its checksum is not the one in SHA256SUMS")
+        arrays: Arrays = {}
+        for name in names:
+            arrays |= load_file(folder / name)
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # AttributeError: a dtype that numpy lacks
+        raise _damaged(folder, name, error) from None
+    return arrays
 
 
-def _read_standing(saved: dict[str, Any]) -> tuple[Standing, int]:
-    """(standing, seed); ValueError, KeyError or TypeError where a number is missing or is none."""
-    if saved["format"] != FORMAT:
-        raise ValueError(f"format {saved['format']}, this version reads {FORMAT}")
-    counts = [saved["progress"][name] for name in ("dataset", "total", "step", "samples")]
-    counts += [saved["at_target"], saved["seed"]]
-    if not all(type(count) is int and count >= 0 for count in counts) or not counts[0]:
-        raise ValueError(f"counts that cannot be: {counts}")
-    target = None if saved["target"] is None else float(saved["target"])
-    return Standing(Progress(*counts[:4]), float(saved["seconds"]), counts[4], target, float(saved["accuracy"])), counts[5]
-
-
-def _finished(run: Path) -> list[Path]:
-    """Folders of whole checkpoints, by step."""
+def finished(run: Path) -> list[Path]:
+    """Folders of checkpoints, by step; each was whole when it was written."""
     found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
+    """Removes all but the newest, the best, and the one that was just written; what an end in mid-write left, too."""
+    folders = finished(run)
+    keep = {*folders[-keep_last:], written, *_best(folders, keep_best)}
+    for folder in folders:
+        if folder not in keep:
+            _remove(folder)
+    for left in (run / "checkpoints").glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: a half-removed checkpoint must not look like one."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _best(folders: list[Path], count: int) -> list[Path]:
+    """Those with the highest validation accuracies, the earlier first among equals; only where one was just evaluated."""
+    rated = []
+    for folder in folders if count else ():
+        try:
+            standing = read_numbers(folder).standing
+        except Damaged:
+            continue
+        if standing.evaluated == standing.progress.step and not math.isnan(standing.accuracy):
+            rated.append((-standing.accuracy, standing.progress.step, folder))
+    return [folder for _, _, folder in sorted(rated)[:count]]
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _small_text(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(_NUMBERS_BYTES + 1)
+    if len(raw) > _NUMBERS_BYTES:
+        raise ValueError(f"more than {_NUMBERS_BYTES} bytes")
+    return raw.decode()
+
+
+def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
+    kind = "" if isinstance(error, (OSError, ValueError)) and str(error) else f"{type(error).__name__}: "
+    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{kind}{error}"
+    return Damaged(f"the checkpoint is damaged: {name}: {what}", str(folder), "use the checkpoint before it, or another run folder")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,13 +16,16 @@ from hvdtrain.frames.learner import Learner
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.report.log import Log
-from hvdtrain.run import checkpoint, tally
-from hvdtrain.run.checkpoint import Standing
+from hvdtrain.run import tally
+from hvdtrain.run.guard import Guard
 from hvdtrain.run.micro import read, rows_of_step
-from hvdtrain.state import Hyper, Progress, Sums, fold
+from hvdtrain.run.saver import Saver
+from hvdtrain.run.standing import Standing
+from hvdtrain.run.turns import ASK_EVERY, epoch_fields, evaluation_due, meets, nonfinite_fields, step_fields, stop_reason
+from hvdtrain.state import Sums, fold
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """The live objects of one rank."""
 
@@ -33,80 +36,85 @@ class Job:
     train: Source
     val: Source
     log: Log
-    run: Path
+    guard: Guard
+    clock: Callable[[], float] = time.perf_counter  # seconds spent in this job so far, over all its runs
+    saver: Saver | None = None  # of rank 0; no other rank writes
+    roll_back: Callable[[], None] = lambda: None  # loads the newest checkpoint into every rank
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
 
 
-def train(job: Job, now: Standing) -> Standing:
-    """Trains until the last epoch, max_steps, or the target is held; one evaluation and one checkpoint per epoch."""
-    c = job.config
-    while not stop_reason(job.config, now):
-        started, before = time.perf_counter(), now.progress
-        p, last, sums = train_epoch(job, before)
-        epoch_s = time.perf_counter() - started  # the sums are read by now, so the device is done
-        val = evaluate(job)
-        accuracy = val["right"] / val["count"]
-        reached = c.stop.target_accuracy is not None and accuracy >= c.stop.target_accuracy
-        at_target = now.at_target + 1 if reached else 0
-        now = Standing(p, now.seconds + time.perf_counter() - started, at_target, c.stop.target_accuracy, accuracy)
-        job.log.emit(
-            "epoch",
-            p.step,
-            epoch=before.epoch + 1,
-            seconds=round(now.seconds, 3),
-            epoch_s=round(epoch_s, 3),
-            images_per_s=round((p.samples - before.samples) / epoch_s, 1),
-            train_loss=sums["loss"] / sums["count"],
-            val_loss=val["loss"] / val["count"],
-            val_accuracy=accuracy,
-            val_count=int(val["count"]),
-            lr=last.lr,
-            batch=last.batch,
-            **({"noise_scale": job.noise_scale.value} if c.log.noise_scale else {}),
-        )
-        if job.engine.rank == 0:
-            checkpoint.save(job.run, now, job.learner.state(), c.seed, c.checkpoint.keep_last)
-    return now
+def train(job: Job, now: Standing) -> tuple[Standing, str]:
+    """Trains until the job is over, or has to stop before: (standing, why). One evaluation per epoch; what is due is written."""
+    while not (why := stop_reason(job.config, now) or job.guard.stop):
+        now = evaluate_epoch(job, now) if evaluation_due(job.config, now) else train_to_meeting(job, now)
+        if job.saver and not job.guard.stop:
+            job.saver.offer(now, job.learner)
+    return now, why
 
 
-def stop_reason(config: Config, now: Standing) -> str:
-    """Why the job is over; empty while it is not. Equal on all ranks, since all that it reads is."""
-    target = config.stop.target_accuracy
-    if target is not None and now.at_target >= config.stop.patience:
-        return f"stop.target_accuracy={target:g} held for {now.at_target} epoch{'s' * (now.at_target > 1)}"
-    if config.max_steps is not None and now.progress.step >= config.max_steps:
-        return f"max_steps={config.max_steps}"
-    return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
-
-
-def train_epoch(job: Job, p: Progress) -> tuple[Progress, Hyper, Sums]:
-    """Steps up to the one that completes the epoch: (progress, numbers of the last step, sums of all ranks)."""
-    c, epoch, hyper = job.config, p.epoch, job.recipe.at(p)
-    whole, since, spoken = tally.zero(), tally.zero(), time.perf_counter()
-    while p.epoch == epoch and not (c.max_steps is not None and p.step >= c.max_steps):
+def train_to_meeting(job: Job, now: Standing) -> Standing:
+    """Steps up to the next one at which all ranks meet: their sums are added up, their statistics settled, their wishes heard."""
+    c, p, since, began = job.config, now.progress, tally.zero(), time.perf_counter()
+    while True:
         hyper = job.recipe.at(p)
+        job.guard.pulse.beat("reading samples", p.epoch, p.step)
         rows = rows_of_step(c, p, hyper, job.recipe.batch.first, job.engine)
         micro = [job.learner.put(read(job.train, part, hyper, c.seed)) for part in rows]
+        job.guard.pulse.beat("step", p.epoch, p.step)
         since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
         p = p.advance(hyper.batch)
-        if p.step % c.log.every_steps == 0 or p.epoch > epoch or p.step == c.max_steps:
-            since = tally.total(job.engine, since, "train.sums")  # with evaluation, the only place where the host waits for the device
-            whole = tally.add(whole, since)
-            loss, images_per_s = since["loss"] / since["count"], since["count"] / (time.perf_counter() - spoken)
-            told = {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": hyper.lr}
-            job.log.emit("step", p.step, **told, batch=hyper.batch, **job.noise_scale.read(since))
-            since, spoken = tally.zero(), time.perf_counter()
-    return p, hyper, whole
-
-
-def evaluate(job: Job) -> Sums:
-    """Loss, hits and count over the whole validation set, each sample once, whatever the number of ranks."""
+        if meets(c, now, p):
+            break
+    job.guard.pulse.beat("meeting", p.epoch, p.step)
     job.learner.settle(job.engine)
+    sums = tally.total(
+        job.engine, since | job.guard.flags(), "train.sums"
+    )  # with evaluation, the only place where the host waits for the device
+    seconds = time.perf_counter() - began
+    job.guard.met(sums, seconds, job.saver.longest_s if job.saver else 0.0)
+    after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch)
+    if not job.guard.is_finite(after, sums):
+        return _turn_back(job, after, sums)
+    job.guard.check_equal(job.learner, now, after, hyper)
+    job.log.emit("step", p.step, **step_fields(p, hyper, sums, seconds), **job.noise_scale.read(sums))
+    return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
+
+
+def _turn_back(job: Job, after: Standing, sums: Sums) -> Standing:
+    """After bad steps: they were skipped, or the newest checkpoint is loaded; either way on with the next data."""
+    if job.config.guard.nonfinite == "rollback":
+        job.roll_back()
+    after = job.guard.counted(after, sums)
+    job.log.emit("nonfinite", after.progress.step, **nonfinite_fields(job.config, after))
+    return after
+
+
+def evaluate_epoch(job: Job, now: Standing) -> Standing:
+    """The epoch's evaluation and its line; unchanged where the job has to stop in the middle of it."""
+    val = evaluate(job, now)
+    if val is None:
+        return now
+    done = replace(now.judged(val["right"] / val["count"], job.config.stop.target_accuracy), seconds=job.clock())
+    job.log.emit("epoch", now.progress.step, **epoch_fields(job.config, now, done, val, job.noise_scale.value))
+    return done
+
+
+def evaluate(job: Job, now: Standing) -> Sums | None:
+    """Loss, hits and count over the whole validation set, each sample once, whatever the number of ranks; None where the job has to stop.
+
+    The ranks have settled: they met before.
+    """
+    size, p = job.config.batch.evaluate, now.progress
     start, end = share(len(job.val), job.engine.rank, job.engine.size)
+    largest = -(-len(job.val) // job.engine.size)
     sums = tally.zero()
-    for first in range(start, end, job.config.batch.evaluate):
-        rows = np.arange(first, min(first + job.config.batch.evaluate, end))
-        sums = tally.add(sums, job.learner.evaluate(job.learner.put(job.val.read(rows))))
+    for turn in range(-(-largest // size)):  # equally many on every rank
+        job.guard.pulse.beat("evaluation", p.epoch, p.step)
+        if turn % ASK_EVERY == ASK_EVERY - 1 and job.guard.ask():
+            return None
+        rows = np.arange(min(start + turn * size, end), min(start + (turn + 1) * size, end))
+        if len(rows):
+            sums = tally.add(sums, job.learner.evaluate(job.learner.put(job.val.read(rows))))
     sums = tally.total(job.engine, sums, "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdtrain.comm.engine import Engine
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner
-from hvdtrain.state import Arrays, digest
+from hvdtrain.state import Arrays, combine, digests
+
+T = TypeVar("T")
+
+
+def on_rank_0(engine: Engine, work: Callable[[], T]) -> T:
+    """What rank 0's work() returns, on every rank; where it is a UserError every rank raises that. Small things only."""
+    result: T | None = None
+    failure: UserError | None = None
+    if engine.rank == 0:
+        try:
+            result = work()
+        except UserError as error:
+            failure = error
+    answer, failure = engine.exchange((result, failure))[0]
+    if failure:
+        raise failure
+    return answer
 
 
 def agree(engine: Engine, facts: dict[str, Any]) -> None:
@@ -36,7 +54,7 @@ def share_state(engine: Engine, learner: Learner, restored: Arrays | None) -> st
         array = np.ascontiguousarray(mine[name]) if engine.rank == 0 else np.zeros(shape, dtype)
         received[name] = engine.broadcast(array.reshape(shape), f"state.{name}")
     learner.load(received)
-    digests = engine.exchange(digest(learner.state()))
-    if len(set(digests)) > 1:
-        raise RuntimeError(f"ranks differ after the start: digests {digests}")  # our own bug, or memory that lies
-    return str(digests[0])
+    everyone = engine.exchange(combine(digests(learner.views())))
+    if len(set(everyone)) > 1:
+        raise RuntimeError(f"ranks differ after the start: digests {everyone}")  # our own bug, or memory that lies
+    return str(everyone[0])

@@ -1,0 +1,82 @@
+"""The sections of the schema that say how a job runs: ranks, speed, stop, checkpoints, guard, log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How ranks talk."""
+
+    engine: str = "auto"
+    """auto, single, horovod or mpi; auto: under a launcher Horovod if it is installed, else mpi; without a launcher single"""
+    reduce: Literal["auto", "distributed_optimizer", "bucket"] = "auto"
+    """how gradients meet: hvd.DistributedOptimizer (auto's choice on Horovod), or own buckets overlapped with backward"""
+    bucket_mb: float = 4.0
+    """size of one gradient bucket (MiB)"""
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """How one rank computes."""
+
+    precision: Literal["fp32", "fp64"] = "fp32"
+    """number type of weights and arithmetic"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU of this rank's local rank where there is one"""
+
+
+@dataclass(frozen=True)
+class StopConfig:
+    """When to stop before the last epoch."""
+
+    target_accuracy: float | None = None
+    """validation accuracy to reach, 0 to 1"""
+    patience: int = 1
+    """stop after this many epochs in a row at target_accuracy or above"""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When rank 0 writes the state of the job: at the end of each epoch, before it stops, and when these say so."""
+
+    every_steps: int | None = None
+    """steps between two checkpoints"""
+    every_minutes: float | None = 10.0
+    """minutes between two checkpoints, at most; written where the ranks meet (log.every_steps)"""
+    keep_last: int = 2
+    """newest checkpoints that stay in the run folder"""
+    keep_best: int = 0
+    """checkpoints of the best validation accuracies that stay too"""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What watches over a job."""
+
+    max_time: str | None = None
+    """stop, with a checkpoint, before the job has run this long: 90 (seconds), 45m, 3.5h, 1:30:00, 2-00:00:00; also --max-time"""
+    stall_s: float | None = 300.0
+    """seconds without progress after which a report names the ranks that are behind, and the job ends; null: wait for ever"""
+    start_s: float | None = 600.0
+    """the same up to the end of the first steps: start of MPI, reading of data, building, compiling; and for the last checkpoint"""
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """a loss or gradient that is not finite: stop; skip that step; or rollback to the newest checkpoint and go on with the next data"""
+    nonfinite_limit: int = 20
+    """steps skipped, or rollbacks, after which the job stops all the same"""
+    equal_steps: int | None = 100
+    """steps between two comparisons of all ranks' weights, buffers, optimizer slots, lr and step; null: never"""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is said on the way."""
+
+    every_steps: int = 10
+    """steps between two meetings of all ranks: sums are added up, signals are heard, checkpoints written; costs a wait for the device"""
+    every_s: float = 10.0
+    """seconds between two progress lines inside an epoch, at least"""
+    noise_scale: bool = False
+    """measure the gradient noise scale, and log it with the critical batch size that it suggests; needs two ranks or more"""

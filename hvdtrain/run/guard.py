@@ -1,0 +1,87 @@
+"""What ends or turns a job before its time, decided by all ranks alike where they meet: signals, time, bad numbers, ranks that differ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.errors import Diverged
+from hvdtrain.frames.learner import Learner
+from hvdtrain.run.deadline import Deadline
+from hvdtrain.run.equal import check_equal
+from hvdtrain.run.pulse import Pulse
+from hvdtrain.run.signals import Signals
+from hvdtrain.run.standing import Standing
+from hvdtrain.state import Hyper, Sums
+
+_KEYS = ("stop.signal", "stop.time")
+
+
+@dataclass
+class Guard:
+    """One on each rank. What it has heard rides on the sums that the ranks add up anyway."""
+
+    config: Config
+    engine: Engine
+    signals: Signals
+    pulse: Pulse
+    deadline: Deadline | None = None  # rank 0's clock is everybody's
+    hosts: list[str] = field(default_factory=list)  # of each rank
+    longest_s: float = 0.0  # between two meetings
+    save_s: float = 0.0  # of the longest checkpoint
+    stop: str = ""  # why the job stops now, to go on later; the same moment on every rank
+
+    def flags(self) -> Sums:
+        """What this rank asks for; for tally.total()."""
+        late = self.deadline is not None and self.deadline.near(self.longest_s, self.save_s)
+        return dict(zip(_KEYS, (float(bool(self.signals.heard)), float(late)), strict=True))
+
+    def heed(self, sums: Sums) -> None:
+        """Takes the flags of all ranks."""
+        if sums["stop.signal"]:
+            self.stop = self.signals.heard or "a signal on another rank"
+        elif sums["stop.time"]:
+            self.stop = self.deadline.words if self.deadline else "the time limit that rank 0 knows of"
+
+    def ask(self) -> bool:
+        """Whether to stop, by a small collective of its own: for long work between two meetings. Every rank calls it."""
+        total = self.engine.allreduce(np.array(list(self.flags().values())), "guard.flags")
+        self.heed(dict(zip(_KEYS, total.tolist(), strict=True)))
+        return bool(self.stop)
+
+    def met(self, sums: Sums, seconds: float, save_s: float) -> None:
+        """The ranks have met, `seconds` after the time before: the start is over once the first steps are done."""
+        self.heed(sums)
+        self.longest_s, self.save_s = max(self.longest_s, seconds), save_s
+        self.pulse.patient = False
+
+    def is_finite(self, now: Standing, sums: Sums) -> bool:
+        """False where steps since the last meeting were bad and the job goes on all the same; the same on every rank."""
+        bad, policy, limit = round(sums["nonfinite"]), self.config.guard.nonfinite, self.config.guard.nonfinite_limit
+        if not bad and math.isfinite(sums["loss"]):
+            return True
+        told = f"{max(1, bad)} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
+        more = max(1, bad) if policy == "skip" else 1
+        if policy == "stop":
+            fix = "a lower optim.base_lr, a longer recipe.warmup_epochs or optim.clip_norm; or guard.nonfinite=skip or rollback"
+            raise Diverged(told, "guard.nonfinite=stop", f"{fix}; the newest checkpoint is from before")
+        if now.nonfinite + more > limit:
+            what = f"{told}; {now.nonfinite + more} times in all, {limit} are allowed (guard.nonfinite_limit)"
+            raise Diverged(what, f"guard.nonfinite={policy}", "a lower optim.base_lr, or look at the data around this step")
+        return False
+
+    def check_equal(self, learner: Learner, before: Standing, now: Standing, last: Hyper) -> None:
+        """Compares the ranks where guard.equal_steps has come round since the meeting before."""
+        every = self.config.guard.equal_steps
+        if every and self.engine.size > 1 and now.progress.step // every > before.progress.step // every:
+            check_equal(self.engine, learner, last, self.hosts)
+
+    def counted(self, now: Standing, sums: Sums) -> Standing:
+        """The standing with bad steps, or one rollback, counted."""
+        more: Any = max(1, round(sums["nonfinite"])) if self.config.guard.nonfinite == "skip" else 1
+        return replace(now, nonfinite=now.nonfinite + more)

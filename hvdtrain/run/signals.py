@@ -1,0 +1,108 @@
+"""Signals: a flag that the loop reads where ranks meet, heard even while the main thread is inside C code; a second one kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+# SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM or SIGINT,
+# it kills the ranks within a second, whatever they have to save.
+NUMBERS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ECHO_S = 1.0  # a launcher and a scheduler may both deliver one signal: a repetition within this time is the same one
+
+
+class Signals:
+    """`heard` is "", or the name of the first of NUMBERS that came ("SIGUSR2").
+
+    A context manager, in the main thread; in another one no signal is heard. The handlers do nothing else, so Ctrl-C raises no
+    KeyboardInterrupt. Python runs handlers between two steps of the main thread, so never in an MPI call that hangs: the numbers go
+    through a socket too, and another thread takes them out with poll(). There a second signal ends this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.heard = ""
+        self._rank, self._first_s = rank, 0.0
+        self._former: dict[int, Any] = {}
+        self._former_wakeup = -1
+
+    def __enter__(self) -> Signals:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+        self._reader.close()
+        self._writer.close()
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Waits up to timeout_s for a signal or for wake(), and takes what came. From one thread at a time."""
+        self._reader.settimeout(timeout_s)
+        with contextlib.suppress(BlockingIOError, TimeoutError):
+            for number in self._reader.recv(4096):
+                if number in self._former:
+                    self._take(number)
+
+    def wake(self) -> None:
+        """Ends a poll() that waits, from any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+            self._writer.send(b"\0")
+
+    def _take(self, number: int) -> None:
+        now_s = time.monotonic()
+        self._hear(number, None)
+        self._first_s = self._first_s or now_s
+        if now_s - self._first_s > ECHO_S:
+            self._kill(number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """The handler. It runs late where the main thread was inside C code: so a second signal is told by poll() alone."""
+        self.heard = self.heard or signal.Signals(number).name
+
+    def _kill(self, number: int) -> NoReturn:
+        name = signal.Signals(number).name
+        say(f"hvdtrain: rank {self._rank} on {socket.gethostname()}: second {name}: killed without a checkpoint")
+        os._exit(128 + number)
+
+    def _install(self) -> None:
+        for number in NUMBERS:
+            former = signal.getsignal(number)
+            if former is signal.SIG_IGN:  # whoever started us wants it ignored, as a shell does for SIGINT of what runs behind
+                continue
+            self._former[number] = signal.SIG_DFL if former is None else former
+            signal.signal(number, self._hear)
+            signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure
+        self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        myself = weakref.ref(self)  # the hook below stays for ever
+        os.register_at_fork(after_in_child=lambda: _forget(myself()))
+
+    def _restore(self) -> None:
+        if self._former:
+            signal.set_wakeup_fd(self._former_wakeup)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+
+
+def _forget(signals: Signals | None) -> None:
+    """In a forked child (a worker that reads data): SIGTERM ends it, as its parent expects, and does not speak to the parent."""
+    if signals is not None:
+        signals._restore()
+
+
+def say(text: str) -> None:
+    """A line or more on the standard error, at once and past Python's buffers, whose lock a thread that hangs may hold."""
+    left = f"{text}\n".encode(errors="replace")
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        while left:
+            left = left[os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, left) :]

@@ -1,0 +1,66 @@
+"""How far a job is: with the seed and the arrays, all that is needed to go on; and its form in JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hvdtrain.run import tally
+from hvdtrain.state import Progress, Sums
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of the whole job, over all its runs. It is taken where the ranks meet, so no sum is under way on the device."""
+
+    progress: Progress
+    seconds: float = 0.0  # spent in this job so far
+    epoch: int = 0  # whole epochs done at the last evaluation
+    evaluated: int = 0  # steps done at the last evaluation
+    epoch_s: float = 0.0  # seconds of training since the last evaluation
+    sums: Sums = field(default_factory=tally.zero)  # over all ranks, since the last evaluation
+    at_target: int = 0  # epochs in a row, up to now, at the accuracy `target`
+    target: float | None = None
+    accuracy: float = math.nan  # of the last evaluation
+    nonfinite: int = 0  # steps skipped, or rollbacks
+    lr: float = 0.0  # of the last step
+    batch: int = 0  # of the last step
+    noise: tuple[float, float] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
+
+    def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> Standing:
+        """With the sums and the time of more steps."""
+        whole = tally.add(self.sums, {name: sums[name] for name in tally.zero()})
+        return replace(self, sums=whole, epoch_s=self.epoch_s + seconds, noise=noise)
+
+    def judged(self, accuracy: float, target: float | None) -> Standing:
+        """After the evaluation of an epoch."""
+        at_target = self.at_target + 1 if target is not None and accuracy >= target else 0
+        began = {"epoch": self.progress.epoch, "evaluated": self.progress.step, "epoch_s": 0.0, "sums": tally.zero()}
+        return replace(self, at_target=at_target, target=target, accuracy=accuracy, **began)  # type: ignore[arg-type]
+
+
+def to_json(standing: Standing) -> dict[str, Any]:
+    tree = asdict(standing)
+    return tree | {"accuracy": None if math.isnan(standing.accuracy) else standing.accuracy}
+
+
+def from_json(tree: dict[str, Any]) -> Standing:
+    """ValueError, KeyError or TypeError where a number is missing, is none, or cannot be."""
+    counts = {name: tree["progress"][name] for name in ("dataset", "total", "step", "samples")}
+    whole = {name: tree[name] for name in ("epoch", "evaluated", "at_target", "nonfinite", "batch")}
+    odd = {name: n for name, n in (counts | whole).items() if type(n) is not int or not 0 <= n < 2**63}
+    if odd or not counts["dataset"]:
+        raise ValueError(f"counts that cannot be: {odd or counts}")
+    numbers = {name: _number(tree[name]) for name in ("seconds", "epoch_s", "lr")}
+    sums = {name: _number(tree["sums"][name]) for name in tally.zero()}
+    signal, noise = (_number(x) for x in tree["noise"])
+    target = None if tree["target"] is None else _number(tree["target"])
+    accuracy = math.nan if tree["accuracy"] is None else _number(tree["accuracy"])
+    return Standing(Progress(**counts), sums=sums, target=target, accuracy=accuracy, noise=(signal, noise), **numbers, **whole)  # type: ignore[arg-type]
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"not a finite number: {value!r:.40}")
+    return float(value)
