@@ -74,7 +74,7 @@ def leaves(node: Any, sections: Collection[str], prefix: str = "", inside: tuple
             raise yaml.MarkedYAMLError(problem=str(error), problem_mark=key.start_mark) from None
         if value in inside:
             raise yaml.MarkedYAMLError(problem=f"{name} holds itself", problem_mark=key.start_mark)
-        if isinstance(value, yaml.MappingNode):
+        if isinstance(value, yaml.MappingNode) and (value.value or name in sections):
             yield from leaves(value, sections, f"{name}.", (*inside, node, value))
         elif not (name in sections and value.value == ""):
             yield name, value, key.start_mark.line + 1
@@ -141,14 +141,17 @@ def _check_scalars(node: Any, inside: tuple[Any, ...]) -> None:
                 _check_scalars(one, (*inside, node))
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: Any, listed: bool = False) -> None:
     """Raises ValueError for a number that no message could show, and for what is no text, number, truth value, list or mapping."""
     if isinstance(value, dict):
-        for key in value:
+        for key, one in value.items():
+            if not listed and ("." in check_key(key) or not key):  # a file would read it as two keys, one within the other
+                raise ValueError(f"the key '{key}' within a value: write it whole, as in model.a.b=1")
             check_key(key)
-    if isinstance(value, (dict, list)):
-        for one in value.values() if isinstance(value, dict) else value:
-            _check_plain(one)
+            _check_plain(one, listed)
+    elif isinstance(value, list):
+        for one in value:
+            _check_plain(one, True)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of more than 64 bits")
     elif value is not None and not isinstance(value, (str, int, float)):

@@ -157,11 +157,7 @@ def _assign(node: Any, assignment: Assignment) -> Any:
         value = {name: value}
     try:
         return OmegaConf.unsafe_merge(node, OmegaConf.create(value))  # unlike merge() without a copy of all for each key
-    except (
-        OmegaConfBaseException,
-        TypeError,
-        OverflowError,
-    ) as error:  # TypeError: a mapping where a list belongs; OverflowError: int(inf)
+    except (OmegaConfBaseException, TypeError, OverflowError) as error:  # a mapping where a list belongs; int(inf)
         raise UserError(f"wrong value for {key}: {_explain(error, assignment.value)}", f"{key}, {origin}", _expected(key)) from None
 
 

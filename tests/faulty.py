@@ -50,3 +50,17 @@ class Views(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.conv(x))
         return self.fc(x.view(x.size(0), -1))
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight, and a buffer that a state_dict leaves out."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        width = shape[0] * shape[1] * shape[2]
+        self.one, self.two, self.fc = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, classes)
+        self.two.weight = self.one.weight
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.two(self.one(x.flatten(1))) * self.scale)

@@ -66,7 +66,7 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all of them as the umask says"
     found = checkpoint.read_numbers(folder)
-    assert found == (folder, standing(3), IDENTITY)
+    assert found == (folder, standing(3), IDENTITY, {})
     again = read(folder)
     assert again.keys() == arrays().keys()
     for name, array in arrays().items():
@@ -223,7 +223,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: obj
         read(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"format": 2}', '{"format": 2, "identity": 3, "standing": {}}', "[" * 100000])
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"format": 2}', '{"format": 2, "identity": 3, "names": {}, "standing": {}}', "[" * 100000])
 def test_another_shape_of_json_is_refused(tmp_path: Path, text: str) -> None:
     folder = save(tmp_path, 3)
     (folder / "progress.json").write_text(text)

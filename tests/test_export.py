@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,10 @@ from hvdtrain.configure import configure, to_yaml
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner, Task
 from hvdtrain.launch.export import USAGE, export
+from hvdtrain.report.log import Log
 from hvdtrain.run import checkpoint
 from hvdtrain.run.build import build_learner
+from hvdtrain.run.saver import Saver
 from hvdtrain.run.standing import Standing
 from hvdtrain.state import Arrays, Hyper, Progress
 
@@ -225,3 +228,30 @@ assert not loaded, loaded
     best = max(event["val_accuracy"] for event in events if event["kind"] == "epoch")
     assert float(about()["accuracy"]) == best and json.loads(about()["model"])["name"] == "linear"
     assert {name: a.shape for name, a in load_numpy("m.safetensors").items()} == {"fc.weight": (10, 64), "fc.bias": (10,)}
+
+
+def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    one = trained("model.name=faulty:Tied")
+    assert one.published()["two.weight"] == one.published()["one.weight"] == "p.one.weight"
+    shutil.rmtree("run/checkpoints")
+    saver = Saver(Path("run"), configure(None, [])[0].checkpoint, {"seed": 5, "data": DATA}, Log([]))
+    assert saver.finish(Standing(Progress(40, 400, 3, 60)), one) == ""
+    exported(capsys, "--to", "model.safetensors")
+    from faulty import Tied
+
+    there = Tied(TASK.shape, TASK.classes)
+    there.load_state_dict(load_file("model.safetensors"), strict=True)
+    assert there.two.weight is there.one.weight
+    assert torch.equal(there.one.weight, torch.from_numpy(one.state()["p.one.weight"]))
+
+
+def test_published_names_that_are_not_there_are_refused() -> None:
+    folder = save(3)
+    tree = json.loads((folder / "progress.json").read_text())
+    (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
+    sums = [f"{checkpoint._checksum(folder / name)}  {name}\n" for name in (*checkpoint.ARRAYS, checkpoint.NUMBERS)]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    assert "the checkpoint publishes names that it has not" in refused("run", "--to", "model.pt")

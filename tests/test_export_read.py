@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from test_export import about, exported, refused, save
 
 from hvdtrain import __version__
-from hvdtrain.launch.export import export
 from hvdtrain.run import checkpoint
 from hvdtrain.run.standing import Standing
 from hvdtrain.state import Progress
@@ -35,7 +34,9 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Step 4 names the last accuracy, which is step 3's; step 0 was never evaluated; steps 2 and 3 are equals."""
     for step, accuracy, evaluated in ((0, math.nan, 0), (1, 0.5, 1), (2, 0.7, 2), (3, 0.7, 3), (4, 0.9, 3), (5, 0.6, 5)):
         save(step, accuracy=accuracy, evaluated=evaluated)
-    unknown = ["the model's name stays unknown: config.yaml: No such file or directory"]
+    unknown = [
+        "the model's name stays unknown: config.yaml: cannot read the configuration: [Errno 2] No such file or directory: 'run/config.yaml'"
+    ]
     assert step_of(capsys) == (5, unknown)
     assert step_of(capsys, "--checkpoint", "best") == (2, unknown)
     assert step_of(capsys, "--checkpoint=step-00000003") == (3, unknown)
@@ -94,14 +95,17 @@ def test_more_than_the_memory_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (os.mkfifo, "not a plain file of at most 65536 bytes"),
-        (lambda path: path.write_text("x: y\n" * 20000), "not a plain file of at most 65536 bytes"),
-        (lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9))), "it has an alias"),
-        (lambda path: path.write_text("[" * 30000), "maximum recursion depth exceeded"),
-        (lambda path: path.write_text("a: ["), "expected the node content, but found '<stream end>'"),
+        (os.mkfifo, "cannot read the configuration: not a regular file: 'run/config.yaml'"),
+        (lambda path: path.write_text("x: y\n" * 20000), "cannot read the configuration: more than 65536 bytes"),
+        (lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9))), "it has no model.name"),
+        (lambda path: path.write_text("[" * 30000), "cannot read the configuration: more than 32 levels deep"),
+        (lambda path: path.write_text("a: ["), "not YAML: expected the node content, but found '<stream end>'"),
         (lambda path: path.write_text("frame: torch\n"), "it has no model.name"),
-        (lambda path: path.write_text('"a\\e[2J": 1\n"a\\e[2J": 2\n'), "a?[2J is given twice, in lines 1 and 2"),
-        (lambda path: path.write_bytes(b"\xff\xfe\xfd"), "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            lambda path: path.write_text('"a\\e[2J": 1\n"a\\e[2J": 2\n'),
+            "not YAML: a key is a text of at most 200 characters, not a\\x1b[2J",
+        ),
+        (lambda path: path.write_bytes(b"\xff\xfe\xfd"), "cannot read the configuration: 'utf-8' codec can't decode byte 0xff"),
     ],
     ids=["pipe", "large", "alias", "deep", "broken", "short", "escape", "bytes"],
 )
@@ -112,12 +116,17 @@ def test_weights_without_a_readable_configuration(make: Callable[[Path], object]
     assert "model" not in about() and load_file("m.safetensors").keys() == {"w", "n"}
 
 
-def test_nothing_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PASSWORD", "secret")
     save(1)
     Path("run/config.yaml").write_text("frame: torch\nmodel:\n  name: os:system\n  command: ${oc.env:PASSWORD}\n  loss: touch x\n")
-    assert export(["run", "--to", "m.safetensors"]) == 0
-    assert json.loads(about()["model"]) == {"name": "os:system", "options": {"command": "${oc.env:PASSWORD}"}}
+    lines = exported(capsys, "--to", "m.safetensors")
+    assert "cannot read the value of model.command: ${oc.env:PASSWORD}: only the value of another key is looked up" in lines[0]
+    assert "secret" not in "".join(lines) and "model" not in about()
+    Path("run/config.yaml").write_text("frame: torch\nmodel:\n  name: os:system\n  command: touch x\n")
+    exported(capsys, "--to", "m.safetensors", "--force")
+    assert json.loads(about()["model"]) == {"name": "os:system", "options": {"command": "touch x"}}
+    assert not Path("x").exists()
 
 
 def test_numbers_of_images_that_are_none_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:

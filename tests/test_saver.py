@@ -28,6 +28,9 @@ class Counting:
         self.copies += 1
         return {"p.w": np.full(3, float(self.copies))}
 
+    def published(self) -> dict[str, str]:
+        return {"w": "p.w"}
+
 
 class Clock:
     now = 1000.0

@@ -13,7 +13,7 @@ from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.frames.jax_model import Model, Place, key_data
 from hvdtrain.frames.jax_step import Formulas
-from hvdtrain.frames.learner import Task, check_fit
+from hvdtrain.frames.learner import Task, check_fit, plain_names
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise_scale import shares_of_keys
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -78,6 +78,9 @@ class JaxLearner:
         yield from ((f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
         for name, slots in zip(self.model.names, self.slots, strict=True):
             yield from ((f"s.{name}.{i}", np.asarray(slot)) for i, slot in enumerate(slots))
+
+    def published(self) -> dict[str, str]:
+        return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:
         own = self.state()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,11 +57,19 @@ class Learner(Protocol):
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays of state() one by one, to be read before the next step: without a copy where they are in host memory."""
 
+    def published(self) -> dict[str, str]:
+        """{name that the framework's own users know: name in state()} of weights and buffers: a tied array has two of the former."""
+
     def load(self, state: Arrays) -> None:
         """Takes over a state. A name or shape that does not fit is a UserError."""
 
     def describe(self) -> str:
         """One line: model, parameters, device, and how gradients meet."""
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """What published() gives where the names are the framework's own, but for "p." and "b."."""
+    return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 
 def check_fit(own: Arrays, given: Arrays) -> None:

@@ -12,7 +12,7 @@ from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, plain_names
 from hvdtrain.optim.gradient import clip
 from hvdtrain.optim.rule import Plain, Rule, is_excluded
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -69,6 +69,9 @@ class NumpyLearner:
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from ((f"p.{name}", p) for name, p in self.weights.items())
         yield from ((f"s.{name}.{i}", slot) for name, slots in self.slots.items() for i, slot in enumerate(slots))
+
+    def published(self) -> dict[str, str]:
+        return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:
         check_fit(self.state(), state)

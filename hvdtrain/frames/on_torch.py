@@ -98,6 +98,11 @@ class TorchLearner:
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
         return ((name, tensor.detach().cpu().numpy()) for name, tensor in self._tensors().items())
 
+    def published(self) -> dict[str, str]:
+        own = {id(tensor): name for name, tensor in self._tensors().items()}
+        known = self.model.state_dict(keep_vars=True)  # buffers that are not kept are not in it
+        return {name: own[id(tensor)] for name, tensor in known.items() if id(tensor) in own}
+
     def load(self, state: Arrays) -> None:
         torch_optimizer.check_maker(self.optimizer, state)
         free = "" if isinstance(self.optimizer, RuleOptimizer) else "s."  # the slots of a user's class come with its first step

@@ -37,7 +37,7 @@ def export(words: Sequence[str]) -> int:
     run, to = Path(os.path.expanduser(asked.run)), Path(os.path.expanduser(asked.to))
     _check_target(to, asked.force)
     found, arrays, skipped = read(run, asked.checkpoint)
-    weights = own_names(arrays, found.folder)
+    weights = own_names(arrays, found)
     told, notes = about(run, found)
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | told)
     numbers = sum(array.size for array in weights.values())

@@ -19,7 +19,6 @@ from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Checkpoint, Damaged
 from hvdtrain.state import Arrays
 
-_CONFIG_BYTES = 2**16  # more is no config.yaml of ours
 _NAME_LENGTH = 1000
 _IMAGES = {"mean": "mean", "std": "std", "image_shape": "shape", "classes": "classes"}  # name in the file -> key of the identity's data
 _STRANGE = "hvdtrain writes no such checkpoint: do not trust this run folder"
@@ -99,9 +98,14 @@ def _sizes(folder: Path) -> dict[str, int]:
     return sizes
 
 
-def own_names(arrays: Arrays, folder: Path) -> Arrays:
+def own_names(arrays: Arrays, found: Checkpoint) -> Arrays:
     """Weights and buffers as the model names them; a UserError for names that no model of ours has."""
+    if found.names:
+        if not all(_is_sound(name) and array in arrays and array[:2] in ("p.", "b.") for name, array in found.names.items()):
+            raise UserError("the checkpoint publishes names that it has not, or that are none", str(found.folder), _STRANGE)
+        return {name: arrays[array] for name, array in found.names.items()}
     weights: Arrays = {}
+    folder = found.folder
     for full, array in arrays.items():
         kind, _, name = full.partition(".")
         if kind == "s":
@@ -142,7 +146,7 @@ def _is_numbers(value: Any) -> bool:
 def _model(path: Path) -> tuple[dict[str, str], list[str]]:
     """The frame, and the model's name and options; a line where they cannot be read, since weights alone are enough for many."""
     try:
-        given = _read_config(path)
+        given = {assignment.key: assignment.value for assignment in read_file(str(path))}  # bounded, and no code
         name, frame = given["model.name"], given["frame"]
     except (UserError, KeyError) as error:
         why = error.what if isinstance(error, UserError) else f"it has no {error.args[0]}"
@@ -151,21 +155,3 @@ def _model(path: Path) -> tuple[dict[str, str], list[str]]:
     own = {f"model.{field.name}" for field in fields(ModelConfig)}
     options = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.") and key not in own}
     return {"frame": str(frame), "model": json.dumps({"name": name, "options": options}, default=str)}, []
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """key -> value as it is written: ${oc.env:PASSWORD} stays that. An alias, which we never write, could double it with every line."""
-    import yaml
-
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _CONFIG_BYTES:
-            raise UserError(f"not a plain file of at most {_CONFIG_BYTES} bytes")
-        text = path.read_text()
-        yaml.compose(text, Loader=yaml.SafeLoader)  # ends soon where brackets are nested by the thousand; the scanner alone would not
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
-            raise UserError("it has an alias")
-        return {assignment.key: assignment.value for assignment in read_file(str(path))}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise UserError(reason) from None

@@ -19,7 +19,7 @@ from hvdtrain.state import Arrays
 FORMAT = 2
 ARRAYS = ("weights.safetensors", "slots.safetensors")
 NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
-_NUMBERS_BYTES = 2**20  # more is no progress.json of ours
+_NUMBERS_BYTES = 2**22  # more is no progress.json of ours
 
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
 
@@ -28,13 +28,14 @@ class Checkpoint(NamedTuple):
     folder: Path
     standing: Standing
     identity: Identity
+    names: dict[str, str]  # as Learner.published(); empty where "p." and "b." are all that differs
 
 
 class Damaged(UserError):
     """A checkpoint that is not as it was written."""
 
 
-def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity) -> Path:
+def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
     """Writes checkpoints/step-00000120/; OSError where it cannot, and then nothing of it stays.
 
     Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
@@ -44,7 +45,8 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity) -> 
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        _write_files(unfinished, standing, arrays, identity)
+        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(standing)}
+        _write_files(unfinished, arrays, numbers)
         for name in (*ARRAYS, NUMBERS, CHECKSUMS):
             sync(unfinished / name)
         sync(unfinished)
@@ -58,7 +60,7 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity) -> 
     return folder
 
 
-def _write_files(folder: Path, standing: Standing, arrays: Arrays, identity: Identity) -> None:
+def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -68,7 +70,6 @@ def _write_files(folder: Path, standing: Standing, arrays: Arrays, identity: Ide
         save_file(slots, folder / ARRAYS[1])
     except SafetensorError as error:  # its form of an OSError
         raise OSError(str(error)) from error
-    numbers = {"format": FORMAT, "identity": identity, "standing": standings.to_json(standing)}
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
     for name in ARRAYS:  # safetensors lets nobody but the owner read them; a group shares its runs
         (folder / name).chmod((folder / NUMBERS).stat().st_mode)
@@ -91,9 +92,11 @@ def read_numbers(folder: Path) -> Checkpoint:
         tree = json.loads(_small_text(folder / NUMBERS))
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
-        if not isinstance(tree["identity"], dict):
-            raise TypeError("identity is no mapping")
-        return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"])
+        if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
+            raise TypeError("identity or names are no mapping")
+        if not all(isinstance(name, str) for name in tree["names"].values()):
+            raise TypeError("names are no texts")
+        return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"], tree["names"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(folder, NUMBERS, error) from None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.config import CheckpointConfig
-from hvdtrain.frames.learner import Learner
+from hvdtrain.frames.learner import Learner, plain_names
 from hvdtrain.report.log import Log
 from hvdtrain.run import checkpoint
 from hvdtrain.run.checkpoint import Identity
@@ -58,9 +58,10 @@ class Saver:
         if now.progress.step == self.newest:
             return
         arrays = learner.state()  # the host copy, and on a GPU the wait for the device
+        names = learner.published()
         self._tried = self._clock()
         pause_s = time.perf_counter() - began
-        self._thread = threading.Thread(target=self._write, args=(now, arrays, pause_s), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
         self._thread.start()
 
     def finish(self, now: Standing, learner: Learner) -> str:
@@ -88,13 +89,13 @@ class Saver:
             or (self._failed and waited_s >= RETRY_S)
         )
 
-    def _write(self, now: Standing, arrays: Arrays, pause_s: float) -> None:
+    def _write(self, now: Standing, arrays: Arrays, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
         began, step = time.perf_counter(), now.progress.step
         megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
         failure = ""
         try:
-            folder = checkpoint.write(self._run, now, arrays, self._identity)
+            folder = checkpoint.write(self._run, now, arrays, self._identity, {} if names == plain_names(arrays) else names)
             with contextlib.suppress(OSError):  # what could not be removed now is removed after the next one
                 checkpoint.prune(self._run, self._config.keep_last, self._config.keep_best, folder)
         except OSError as error:
