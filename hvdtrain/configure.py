@@ -38,7 +38,9 @@ def configure(path: str | None, words: Sequence[str], former: Sequence[Assignmen
     It is read from RUN unless it is given as `former`.
     """
     given = assignments(path, words)
-    return resolve([*(read_former(given) if former is None else former), *given])
+    former = read_former(given) if former is None else former
+    _check_code(former, {a.key for a in given})
+    return resolve([*former, *given])
 
 
 def assignments(path: str | None, words: Sequence[str]) -> list[Assignment]:
@@ -52,6 +54,19 @@ def read_former(given: Sequence[Assignment]) -> list[Assignment]:
     if resume in (None, "no", "auto") or not isinstance(resume, str):  # no text: resolve() says so
         return []
     return [a for a in read_file(str(expand(resume, "resume") / "config.yaml")) if a.key not in _OF_ONE_RUN]
+
+
+def _check_code(former: Sequence[Assignment], said: set[str]) -> None:
+    """Code that only a run folder names is not imported: the folder may be a stranger's."""
+    for key, value, origin in former:
+        if (
+            key in ("model.name", "optim.name")
+            and key not in said
+            and set(".:") & set(f"{value}")
+            and not f"{value}".startswith("torch.optim.")
+        ):
+            fix = f"if you trust it, say so: {key}={short(value)}"
+            raise UserError(f"{key}={short(value)} imports code, and only the run folder names it", origin, fix)
 
 
 def resolve(given: Sequence[Assignment]) -> tuple[Config, Origins]:

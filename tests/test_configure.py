@@ -176,3 +176,17 @@ def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Pat
     check_names(*configure(str(path), []))
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
+
+
+def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model:\n  name: torch.hub:load\n  repo_or_dir: stranger/evil\n")
+    with pytest.raises(UserError) as caught:
+        configure(None, [f"resume={tmp_path}"])
+    assert str(caught.value).splitlines() == [
+        "model.name=torch.hub:load imports code, and only the run folder names it",
+        f"  where: {tmp_path}/config.yaml:2",
+        "  fix: if you trust it, say so: model.name=torch.hub:load",
+    ]
+    assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"])[0].model.name == "mine:Net"
+    (tmp_path / "config.yaml").write_text("optim:\n  name: torch.optim.RMSprop\n")
+    assert configure(None, [f"resume={tmp_path}"])[0].optim.name == "torch.optim.RMSprop"

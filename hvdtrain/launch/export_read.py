@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -53,7 +53,7 @@ def _by_accuracy(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]
     rated, notes = [], []
     for folder in folders:
         try:
-            standing = _numbers(folder).standing
+            standing = checkpoint.read_numbers(folder).standing
         except Damaged as error:
             notes.append(_skipped(folder, error))
             continue
@@ -71,31 +71,13 @@ def _skipped(folder: Path, error: Damaged) -> str:
 
 def _load(folder: Path) -> tuple[Checkpoint, Arrays]:
     """Damaged where it is not as it was written. Its slots are read too: every file has its checksum."""
-    found, sizes = _numbers(folder), _sizes(folder)
-    memory, needed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), sum(sizes.values())
+    found, memory, needed = checkpoint.read_numbers(folder), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    with contextlib.suppress(OSError):  # told by the one who reads it
+        needed = sum((folder / name).stat().st_size for name in checkpoint.ARRAYS)
     if needed > memory:
         what = f"the checkpoint has {needed:,} bytes, this machine {memory:,} bytes of memory"
         raise UserError(what, str(folder), "export it on a machine with more memory")
     return found, checkpoint.read_arrays(folder, memory)
-
-
-def _numbers(folder: Path) -> Checkpoint:
-    _sizes(folder)
-    return checkpoint.read_numbers(folder)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """The bytes of each file that is there; Damaged where one is a pipe, say, which would be read for ever."""
-    sizes = {}
-    for name in (*checkpoint.ARRAYS, checkpoint.NUMBERS, checkpoint.CHECKSUMS):
-        try:
-            status = (folder / name).stat()
-        except OSError:  # told by the one who reads it
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"the checkpoint is damaged: {name}: not a plain file", str(folder), "--checkpoint newest, or another run folder")
-        sizes[name] = status.st_size
-    return sizes
 
 
 def own_names(arrays: Arrays, found: Checkpoint) -> Arrays:

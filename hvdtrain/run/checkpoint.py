@@ -7,7 +7,9 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from hvdtrain.state import Arrays
 FORMAT = 2
 ARRAYS = ("weights.safetensors", "slots.safetensors")
 NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+_STRANGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # what files of others do to their reader
+_HEADER_BYTES = 10**8  # safetensors' own limit
 _NUMBERS_BYTES = 2**22  # more is no progress.json of ours
 
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
@@ -40,7 +44,7 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
 
     Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
     """
-    folder = run / "checkpoints" / f"step-{standing.progress.step:08d}"
+    folder = run / "checkpoints" / name_of(standing.progress.step)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -97,7 +101,7 @@ def read_numbers(folder: Path) -> Checkpoint:
         if not all(isinstance(name, str) for name in tree["names"].values()):
             raise TypeError("names are no texts")
         return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"], tree["names"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *_STRANGE) as error:
         raise _damaged(folder, NUMBERS, error) from None
 
 
@@ -111,17 +115,23 @@ def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -
         lines = (line.partition("  ") for line in _small_text(folder / CHECKSUMS).splitlines())
         told = {of: checksum for checksum, _, of in lines}
         for name in (*ARRAYS, NUMBERS):
-            size = (folder / name).stat().st_size
-            if size > limit_bytes:
-                raise ValueError(f"{size} bytes, where this model and optimizer have at most {limit_bytes}")
+            size, most = (folder / name).stat().st_size, _NUMBERS_BYTES if name == NUMBERS else limit_bytes
+            if size > most:
+                raise ValueError(f"{size} bytes, where this model and optimizer have at most {most}")
+            if name != NUMBERS:
+                _check_length(folder / name, size)
             if told.get(name) != _checksum(folder / name):
                 raise ValueError("its checksum is not the one in SHA256SUMS")
         arrays: Arrays = {}
         for name in names:
             arrays |= load_file(folder / name)
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # AttributeError: a dtype that numpy lacks
+    except (OSError, *_STRANGE, SafetensorError) as error:
         raise _damaged(folder, name, error) from None
     return arrays
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def finished(run: Path) -> list[Path]:
@@ -162,12 +172,33 @@ def _best(folders: list[Path], count: int) -> list[Path]:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _check_length(path: Path, size: int) -> None:
+    """A safetensors file that is longer or shorter than its header says is not read to its end, which may be far."""
+    with _open(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, _HEADER_BYTES))
+    try:
+        header = json.loads(text)
+    except ValueError:
+        raise ValueError("it has no header of safetensors") from None
+    ends = [array["data_offsets"][1] for name, array in header.items() if name != "__metadata__"]
+    if size != 8 + length + max(ends, default=0):
+        raise ValueError("its length is not the one that its header tells")
+
+
+def _open(path: Path) -> BufferedReader:
+    """A pipe or a device may have no end, or no beginning."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a plain file")
+    return path.open("rb")
+
+
 def _small_text(path: Path) -> str:
-    with path.open("rb") as file:
+    with _open(path) as file:
         raw = file.read(_NUMBERS_BYTES + 1)
     if len(raw) > _NUMBERS_BYTES:
         raise ValueError(f"more than {_NUMBERS_BYTES} bytes")

@@ -75,6 +75,8 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
         noise_scale=NoiseScale(signal=standing.noise[0], noise=standing.noise[1]),
     )
     job.roll_back = lambda: _roll_back(job, run, limit_bytes)
+    if job.saver:
+        job.saver.go_on(standing.progress.step)
     lines = _header(job, why, standing, beginning)
     log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
     try:
@@ -170,7 +172,7 @@ def _clock(before_s: float) -> Callable[[], float]:
 
 def _write_config(config: Config, run: Path) -> None:
     unfinished = run / ".config.yaml.unfinished"
-    unfinished.write_text(to_yaml(config))
+    unfinished.write_text(to_yaml(config), encoding="utf-8")
     checkpoint.sync(unfinished)
     unfinished.replace(run / "config.yaml")
 

@@ -47,7 +47,7 @@ def train(job: Job, now: Standing) -> tuple[Standing, str]:
     """Trains until the job is over, or has to stop before: (standing, why). One evaluation per epoch; what is due is written."""
     while not (why := stop_reason(job.config, now) or job.guard.stop):
         now = evaluate_epoch(job, now) if evaluation_due(job.config, now) else train_to_meeting(job, now)
-        if job.saver and not job.guard.stop:
+        if job.saver and not job.guard.stop and not evaluation_due(job.config, now):
             job.saver.offer(now, job.learner)
     return now, why
 

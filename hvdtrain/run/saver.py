@@ -44,6 +44,11 @@ class Saver:
         self.newest = -1  # the step of the newest checkpoint on the disk, of this run's
         self.longest_s = 0.0  # pause and write together
 
+    def go_on(self, step: int) -> None:
+        """The checkpoint that the job goes on from is not written again, where it is this run's: there would be a moment without it."""
+        if any(folder.name == checkpoint.name_of(step) for folder in checkpoint.finished(self._run)):
+            self.newest = step
+
     def offer(self, now: Standing, learner: Learner) -> None:
         """Writes in the background, if one is due."""
         if self._thread and not self._thread.is_alive():
