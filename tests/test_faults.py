@@ -1,0 +1,44 @@
+"""SIGKILL of a rank or of mpirun at any moment costs no more than the last interval, and changes nothing of what is learned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from faults import EVERY, GONE_S, MEET, Command, Row, Trial, kill_chain, kills, outcome, straight, tell
+from ranks import needs_horovod, needs_mpirun
+
+pytestmark = [pytest.mark.faults, needs_mpirun]
+SEED = int(os.environ.get("HVDTRAIN_FAULTS_SEED", "4"))
+
+CHAINS = [
+    pytest.param(Command("mpi", 2, frame="numpy"), 12, 0, id="mpi-2"),
+    pytest.param(Command("mpi", 2, frame="numpy"), 12, 1, id="mpi-2-again"),
+    pytest.param(Command("mpi", 4, frame="numpy"), 10, 2, id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("horovod", 2), 10, 3, id="horovod-2", marks=needs_horovod),
+    pytest.param(Command("horovod", 4), 6, 4, id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
+]
+
+
+@pytest.mark.parametrize(("command", "count", "more"), CHAINS)
+def test_sigkill_at_any_moment(tmp_path: Path, command: Command, count: int, more: int) -> None:
+    trials = kill_chain(command, tmp_path / "run", kills(10 * SEED + more, command.size, count))
+    equal = outcome(tmp_path / "run") == straight(command)
+    for (who, when), mine in sorted(sort(trials).items()):
+        lost, codes = max(t.lost for t in mine), sorted({t.code for t in mine})
+        tell(Row(command.engine, command.size, f"SIGKILL of {who} in {when}", [t.seconds for t in mine], lost, equal, codes))
+        assert lost <= EVERY + MEET
+        assert codes == ([-9] if who == "mpirun" else [137])  # 137: mpirun's word for it
+        assert max(t.seconds for t in mine) < (
+            3 if when == "training" else GONE_S
+        )  # a rank that starts finds out late, with MPI's own start
+    assert equal
+
+
+def sort(trials: list[Trial]) -> dict[tuple[str, str], list[Trial]]:
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        who = "mpirun" if trial.what.rank < 0 else "rank 0" if trial.what.rank == 0 else "another rank"
+        groups.setdefault((who, "training" if trial.what.steps else "the start"), []).append(trial)
+    return groups

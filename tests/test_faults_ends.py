@@ -1,0 +1,134 @@
+"""However a rank fails or is told to stop, all ranks end with the right code and words, and the next start goes on as if nothing was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, reached, straight, tell, wait_for
+from ranks import ENGINES, Job, environment, needs_horovod, needs_mpirun
+from safetensors.numpy import load_file
+
+from hvdtrain.errors import BUG, DIVERGED, DONE, MEMORY, REQUEUE, STALLED
+
+pytestmark = [pytest.mark.faults, needs_mpirun]
+HOST = socket.gethostname()
+STALL_S = 3.0
+STALL = f"guard.stall_s={STALL_S:g}"
+
+
+class Link(NamedTuple):
+    """One start that ends badly; the rank in trouble is the last one."""
+
+    what: str
+    code: int
+    within_s: float
+    words: tuple[str, ...]  # of its output; BAD is the rank in trouble
+    fault: str = ""  # of trouble.py
+    harm: str = ""  # from outside: "SIGNAL mpirun" or "SIGNAL rank"
+    option: str = "guard.stall_s=60"
+
+
+BEHIND = "behind:\n  BAD, pid"
+ENDS = "BAD: the error above ends the job"
+LINKS = (
+    Link("SIGUSR2 in training", REQUEUE, 8, ("stopped (SIGUSR2) at step",), harm="SIGUSR2 mpirun"),
+    Link("SIGUSR2 in evaluation", REQUEUE, 5, ("stopped (SIGUSR2) at step",), "evaluate", "SIGUSR2 mpirun"),
+    Link("SIGUSR2 in the start", REQUEUE, 8, ("SIGUSR2 during the start (",), "build", "SIGUSR2 mpirun"),
+    Link("SIGTERM of one rank", REQUEUE, 8, ("stopped (a signal on another rank) at step",), harm="SIGTERM rank"),
+    Link("a rank asleep for ever", STALLED, STALL_S + 6, (BEHIND, "# asleep for ever"), "sleep", option=STALL),
+    Link("a stopped rank (SIGSTOP)", STALLED, STALL_S + 9, ("no answer (", "  BAD\nwaiting: rank"), harm="SIGSTOP rank", option=STALL),
+    Link("os._exit(0) on one rank", BUG, 8, (), "os_exit"),
+    Link("one weight altered on one rank", DIVERGED, 8, ("ranks differ after step", ": p.layers.1.weight\n", "BAD, against"), "alter"),
+    Link("a rank in an endless loop", STALLED, STALL_S + 6, (BEHIND, "in do: "), "loop", option=STALL),
+    Link("sys.exit(0) on one rank", BUG, 8, ("SystemExit: 0", ENDS), "exit"),
+    Link("an infinite loss on one rank", DIVERGED, 8, ("had a loss or gradient that is not finite", "guard.nonfinite=stop"), "infinite"),
+    Link("no memory on one rank", MEMORY, 8, ("out of memory: batch.micro=N", ENDS), "memory"),
+)
+CHAINS = [
+    pytest.param(Command("mpi", 2), LINKS, id="mpi-2"),
+    pytest.param(Command("horovod", 2), LINKS[:8], id="horovod-2", marks=needs_horovod),
+    pytest.param(Command("mpi", 4, frame="numpy"), [k for k in LINKS if not k.fault], id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("horovod", 4), [LINKS[4], LINKS[7]], id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
+]
+
+
+@pytest.mark.parametrize(("command", "links"), CHAINS)
+def test_one_bad_end_after_the_other(tmp_path: Path, command: Command, links: list[Link]) -> None:
+    run = tmp_path / "run"
+    rows = [end_badly(command, run, link) for link in links]
+    command.finish(run)
+    equal = outcome(run) == straight(command)
+    for row in rows:
+        tell(row._replace(equal=equal))
+    assert equal
+
+
+def end_badly(command: Command, run: Path, link: Link) -> Row:
+    """One start: it goes on from the newest checkpoint, and ends as it should."""
+    before, begun, bad = newest(run), len(events(run)), command.size - 1
+    once = run.parent / link.what.replace(" ", "-")
+    trouble = (f"model.fault={link.fault}", f"model.rank={bad}", f"model.once={once}") * bool(link.fault)
+    with command._replace(words=(link.option, *trouble)).start(run) as job:
+        wait_for(job, once.exists if link.fault else lambda: reached(run, begun) >= before + 20)
+        if link.harm:
+            time.sleep(0.3 * bool(link.fault))
+            once.write_text(f"{time.time()}")
+            harm(job, *link.harm.split(), bad)
+        result = job.wait()
+        gone(job, time.monotonic())
+        seconds = time.time() - float(once.read_text())
+    output = result.stdout + result.stderr
+    assert result.returncode == link.code, (link, result)
+    assert [words for words in link.words if words.replace("BAD", f"rank {bad} on {HOST}") not in output] == [], (link, output)
+    told = [(e["kind"], e["step"]) for e in events(run)[begun:]]
+    starts, stops = ([step for kind, step in told if kind == name] for name in ("start", "stop"))
+    trained = link.fault != "build"
+    assert (starts, stops) == ([before] * trained, [newest(run)] * (trained and link.code == REQUEUE)), (link, told, newest(run))
+    assert ("epoch", newest(run)) not in told or link.fault != "evaluate", told
+    assert 0 < seconds < link.within_s, (link, seconds, output)
+    return Row(command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode])
+
+
+def harm(job: Job, name: str, whom: str, bad: int) -> None:
+    os.kill(launcher(job) if whom == "mpirun" else job.pids()[bad], getattr(signal, name))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: str) -> None:
+    """Step 25, by rank 1: noticed at the meeting at 30, the checkpoint of 20 is loaded, and training goes on with the data after 30."""
+    words = "guard.nonfinite=rollback", "model.fault=infinite", f"model.once={tmp_path / 'once'}", "epochs=2"
+    result = Command(engine, 2, words).finish(tmp_path / "run")
+    assert result.stdout.count("step 30: a loss or gradient was not finite: rollback, 1 in all") == 1, result.stdout
+    told = events(tmp_path / "run")
+    assert [(e["step"], e["count"]) for e in told if e["kind"] == "nonfinite"] == [(30, 1)]
+    assert [e["step"] for e in told if e["kind"] == "step"] == [step for step in range(10, 121, 10) if step != 30]
+    arrays = load_file(tmp_path / "run" / "checkpoints" / "step-00000120" / "weights.safetensors")
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    tell(Row(engine, 2, "an infinite loss on one rank, rolled back", [], 10, None, [result.returncode]))
+
+
+def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+    """As under an mpirun that was killed; the exit code must not be that of a job that is done."""
+    command, run = Command("single", 0, frame="numpy"), tmp_path / "run"
+    argv = ["timeout", f"{LIMIT_S}", sys.executable, *command.argv(run)]
+    with subprocess.Popen(argv, env=environment(ENV), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        assert job.stdout
+        job.stdout.readline()
+        job.stdout.close()
+        start = time.monotonic()
+        code = job.wait(LIMIT_S)
+        seconds = time.monotonic() - start
+    assert code == BUG
+    command.finish(run, DONE)
+    equal = outcome(run) == straight(command)
+    tell(Row("single", 1, "nobody reads the output", [seconds], None, equal, [code]))
+    assert equal
