@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 DONE = 0  # the job reached its end, or the target
 BUG = 1  # an unexpected exception: its traceback is printed once, with rank and host
 USER = 2  # something the user can mend: configuration, data, launcher, installation
@@ -15,7 +17,7 @@ MEANINGS = {
     DONE: "done: the last epoch, max_steps, or the target",
     BUG: "an unexpected error: traceback, rank and host on the standard error",
     USER: "something to mend in what was given: what, where, and how to fix it",
-    REQUEUE: "stopped by a signal or a time limit after a checkpoint: start the same command again, and it goes on",
+    REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command, with run=DIR, goes on",
     STALLED: "no progress: a report names the ranks that are behind, and what each is doing",
     DIVERGED: "a loss or gradient that is not finite, or ranks that differ; the last checkpoint is good",
     MEMORY: "out of memory, on the host or on a device",
@@ -54,7 +56,12 @@ def code_of(error: BaseException) -> int:
     """The exit code of an unexpected exception, told by its class and words: no framework is imported to ask."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
     text = str(error)
-    if "builtins.MemoryError" in kinds or "torch.OutOfMemoryError" in kinds or any(words in text for words in _NO_MEMORY):
+    if (
+        getattr(error, "errno", None) == errno.ENOMEM
+        or "builtins.MemoryError" in kinds
+        or "torch.OutOfMemoryError" in kinds
+        or any(words in text for words in _NO_MEMORY)
+    ):
         return MEMORY
     if "mpi4py.MPI.Exception" in kinds or ("horovod.common.exceptions.HorovodInternalError" in kinds and "ismatched" not in text):
         return LOST

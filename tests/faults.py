@@ -20,7 +20,6 @@ from ranks import ROOT, Job, Result
 from hvdtrain.errors import DONE
 
 EVERY, MEET = 10, 10  # steps between two checkpoints, and between two meetings
-EPOCHS = {("numpy", 4): 10, ("torch", 2): 7, ("torch", 4): 3}  # of 60 steps, else 16: longer than any plan of faults
 GLANCE_S = 0.02
 LIMIT_S = 90  # of one start
 GONE_S = 20.0  # after this long a process that is left is an orphan
@@ -37,6 +36,11 @@ class Command(NamedTuple):
     words: tuple[str, ...] = ()
     frame: str = "torch"
 
+    @property
+    def epochs(self) -> int:
+        """Of 60 steps: more than a plan of faults takes, so that no job ends before its fault."""
+        return {("numpy", 4): 10, ("torch", 2): 8, ("torch", 4): 4}.get((self.frame, self.size), 16)
+
     def argv(self, run: Path) -> list[str]:
         model = "model.name=linear" if self.frame == "numpy" else "model.name=trouble:Trouble"
         data = [
@@ -48,7 +52,7 @@ class Command(NamedTuple):
             "batch.evaluate=1",
         ]
         turns = [
-            f"epochs={EPOCHS.get((self.frame, self.size), 16)}",
+            f"epochs={self.epochs}",
             f"checkpoint.every_steps={EVERY}",
             f"log.every_steps={MEET}",
             "guard.equal_steps=10",
@@ -102,7 +106,7 @@ def reached(run: Path, since: int = 0) -> int:
 
 def newest(run: Path) -> int:
     """The step of the newest checkpoint."""
-    return max((int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")), default=0)
+    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()), default=0)
 
 
 def outcome(run: Path) -> Tree:
@@ -178,13 +182,14 @@ def kills(seed: int, size: int, count: int) -> list[Kill]:
     for turn in range(count):
         rank = (0, -1, random.randrange(1, size))[turn % 3]
         early = turn % 9 in (3, 4, 5)
-        plan.append(Kill(rank, 0 if early else random.randrange(1, 40), random.uniform(0, 0.5 if early else 0.06)))
+        plan.append(Kill(rank, 0 if early else random.randrange(1, 40), random.uniform(0, 0.5 if early else 0.03)))
     return plan
 
 
 def kill(command: Command, run: Path, what: Kill) -> Trial:
     """Starts the command, waits for the moment, kills, and waits until all is gone."""
     before, begun = newest(run), len(events(run))
+    goal = min(before + what.steps, 40 * command.epochs)  # in the last third at once
     with command.start(run) as job:
 
         def victim() -> int:
@@ -192,7 +197,7 @@ def kill(command: Command, run: Path, what: Kill) -> Trial:
 
         wait_for(job, victim)
         pid = victim()
-        wait_for(job, lambda: not what.steps or reached(run, begun) >= before + what.steps)
+        wait_for(job, lambda: not what.steps or reached(run, begun) >= goal)
         time.sleep(what.pause_s)
         job.processes()  # so that none is forgotten that loses its parent
         os.kill(pid, signal.SIGKILL)

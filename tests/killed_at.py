@@ -27,7 +27,8 @@ from hvdtrain.run.resume import newest_good
 
 WORDS = ["frame=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
 LEAST = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on
-DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "data.val_samples=8", "batch.size=8"]  # 4 steps are an epoch
+DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "batch.size=8"]  # 4 steps are an epoch
+TURNS = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # signals are heard in evaluation, too
 LIMIT_BYTES = 2**20
 CALLS = ("mkdir", "open", "close", "fsync", "rename", "unlink", "rmdir", "chmod")
 
@@ -111,16 +112,25 @@ def _path(path: Any) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
 
 
+class Listener(io.StringIO):
+    """A standard output that sends this process a signal where it tells of the steps before an evaluation."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("  step 8,"):
+            signal.raise_signal(signal.SIGUSR2)
+        return super().write(text)
+
+
 def command(run: Path) -> list[str]:
-    return [*WORDS, *LEAST, *DATA, f"run={run}"]
+    return [*WORDS, *LEAST, *DATA, *TURNS, f"run={run}"]
 
 
-def run_job(run: Path, write: int = 0, at: int = 0) -> int:
-    """In a process of its own: its exit code, or minus the signal that ended it."""
+def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> int:
+    """In a process of its own: its exit code, or minus the signal that ended it. `stop`: in the evaluation after step 8."""
     child = os.fork()
     if not child:
         killer = Killer(write, at)
-        os.dup2(os.open(run.parent / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+        sys.stdout = Listener() if stop else io.StringIO()
         killer.wrap()
         code = main(command(run))
         (run.parent / "calls").write_text(json.dumps(killer.calls))
@@ -128,11 +138,11 @@ def run_job(run: Path, write: int = 0, at: int = 0) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def tries(begin: Path, write: int, first: int = 1) -> None:
-    """One trial for each call, from number `first` on, of checkpoint `write` of a job that goes on from the run `begin`, if it is there."""
+def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
+    """One trial for each call, `first` to `last`, of checkpoint `write` of a job that goes on from the run `begin`, if that is there."""
     top = Path(sys.argv[1])
     folder, at, killed = top / f"trial-{begin.name}", first, True
-    while killed:
+    while killed and at <= last:
         run = copy(begin, folder)
         killed = run_job(run, write, at) == -signal.SIGKILL
         calls = [] if killed else json.loads((folder / "calls").read_text())
@@ -162,16 +172,16 @@ def good(run: Path) -> int:
 
 
 def all_tries(folder: Path) -> None:
-    """The checkpoint of step 8 of a new job; the first one of a job that goes on after that was torn; at the same time.
-
-    The last one goes on from a whole one, and is not killed: what it went on from is not touched before the next one is there.
+    """The checkpoint of step 8 of a new job, the first one of a job that was stopped in the evaluation after it, and the removal of one
+    that is torn. The last job goes on from a whole one, and is not killed: what it went on from is left alone until the next one is there.
     """
     with contextlib.redirect_stdout(None):
         assert main(command(folder / "straight")) == DONE
-    for name, write, at in (("torn", 3, 20), ("whole", 4, 1)):
-        run_job(copy(folder / "new", folder / f"before-{name}"), write, at)
+    for name, write, at in (("torn", 3, 20), ("whole", 4, 1), ("stopped", 0, 0)):
+        run_job(copy(folder / "new", folder / f"before-{name}"), write, at, stop=name == "stopped")
         (folder / f"before-{name}" / "run").rename(folder / name)
-    children = [in_child(tries, folder / name, *turns) for name, *turns in (("new", 3), ("torn", 1), ("whole", 1, 10**6))]
+    plan = [("new", 3), ("stopped", 1), ("torn", 1, 1, 10), ("whole", 1, 1000)]
+    children = [in_child(tries, folder / name, *turns) for name, *turns in plan]
     sys.exit(any(os.waitpid(child, 0)[1] for child in children))
 
 

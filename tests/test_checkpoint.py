@@ -98,12 +98,15 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
 def test_what_was_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -> None:
     for step in (8, 9):
         (save(tmp_path, step) / "SHA256SUMS").unlink()
+    save(tmp_path, 4)
     folder = save(tmp_path, 5)
+    checkpoint.prune(tmp_path, 2, 0, folder)
+    assert [path.name[-1] for path in checkpoint.finished(tmp_path)] == ["4", "5", "8", "9"], "damaged ones do not count"
     checkpoint.prune(tmp_path, 1, 0, folder)
     assert folder.exists()
     found, _, notes = resume.newest_good(tmp_path, ROOM)
     assert found.folder == folder
-    assert notes == ["damaged step-00000009 is skipped: SHA256SUMS: No such file or directory"]
+    assert notes == [f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)]
 
 
 def test_leftovers_of_an_end_in_mid_write_are_no_checkpoints_and_go(tmp_path: Path) -> None:

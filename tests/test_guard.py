@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,7 @@ from hvdtrain.run.standing import Standing
 from hvdtrain.run.turns import evaluation_due, meets, stop_reason
 from hvdtrain.state import Progress
 
-QUIET = {"stop.signal": 0.0, "stop.time": 0.0}
+QUIET = {"stop.signal": 0.0, "stop.time": 0.0, "save": 0.0}
 NOW = Standing(Progress(100, 1000, 7, 70))
 
 
@@ -40,23 +42,28 @@ def guard(*words: str) -> Guard:
 def test_a_signal_on_any_rank_stops_all() -> None:
     one, other = guard(), guard()
     one.signals.heard = "SIGUSR2"
-    assert one.flags() == {"stop.signal": 1.0, "stop.time": 0.0}
+    assert one.flags() == QUIET | {"stop.signal": 1.0}
     assert other.flags() == QUIET
     together = {name: one.flags()[name] + other.flags()[name] for name in QUIET}
-    one.met(together, 0.5, 0.0)
-    other.met(together, 0.5, 0.0)
+    one.met(together)
+    other.met(together)
     assert (one.stop, other.stop) == ("SIGUSR2", "a signal on another rank")
     assert not one.pulse.patient
 
 
 def test_the_time_limit_knows_how_long_the_job_takes_to_stop() -> None:
     here = guard()
-    here.met(QUIET, 3.0, 0.0)
-    here.met(QUIET, 1.0, 2.0)
+    here.met(QUIET)
+    time.sleep(0.3)
+    here.met(QUIET)
+    here.met(QUIET)
+    assert 0.3 <= here.longest_s < 3
+    here.saver = SimpleNamespace(longest_s=2.0)  # type: ignore[assignment]
     here.deadline = late = Late()  # type: ignore[assignment]
     assert not here.stop
+    longest_s = here.longest_s
     assert here.ask()
-    assert late.asked == [(3.0, 2.0)]
+    assert late.asked == [(longest_s, 2.0)]
     assert here.stop == "guard.max_time=1h"
 
 

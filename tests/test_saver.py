@@ -49,6 +49,7 @@ class Desk:
 
     def meet(self, *steps: int, evaluated: int = 0) -> None:
         for step in steps:
+            self.saver.wants(step)
             self.saver.offer(at(step, evaluated), self.learner)  # type: ignore[arg-type]
         self.saver.close()
 
@@ -101,6 +102,7 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(checkpoint, "write", slow)
     desk = Desk(tmp_path, every_steps=2)
+    assert desk.saver.wants(2) and not desk.saver.wants(3)
     desk.saver.offer(at(2), desk.learner)  # type: ignore[arg-type]
     desk.saver.offer(at(3), desk.learner)  # type: ignore[arg-type]
     assert desk.steps() == []  # training is at step 3, and nothing is on the disk yet
@@ -135,3 +137,27 @@ def test_a_disk_that_takes_nothing_is_told_and_tried_again(tmp_path: Path) -> No
     assert desk.steps() == [10, 24]
     desk.meet(25)
     assert desk.steps() == [10, 24]
+
+
+def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    assert desk.saver.finish(at(5), desk.learner) == ""  # type: ignore[arg-type]
+    again = Desk(tmp_path)
+    again.saver.go_on(at(5))
+    again.meet(5)
+    assert again.learner.copies == 0
+    again.meet(5, evaluated=5)
+    assert checkpoint.read_numbers(tmp_path / "checkpoints" / "step-00000005").standing.evaluated == 5
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, every_steps=1)
+    desk.meet(1)
+    fine = desk.learner.state
+    desk.learner.state = lambda: {"b.mask": np.array([-np.inf]), "p.w": np.array([1.0, np.nan])}  # type: ignore[method-assign]
+    desk.meet(2)
+    assert desk.heard[-1].fields["reason"] == "p.w is not finite"
+    assert desk.steps() == [1]
+    desk.learner.state = lambda: {"b.mask": np.array([-np.inf]), **fine()}  # type: ignore[method-assign]
+    desk.meet(3)
+    assert desk.steps() == [1, 3]

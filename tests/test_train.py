@@ -156,6 +156,17 @@ def test_what_cannot_be_resumed_leaves_the_run_as_it_was(capsys: pytest.CaptureF
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
+def test_the_same_command_goes_on_in_a_new_folder_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=one"]) == 0
+    command = ["resume=one", "run=two", "epochs=3"]
+    assert main([*command, "max_steps=30"]) == 0
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "resume  from step 30, epoch 1.34" in capsys.readouterr().out
+    assert main([*FAST, "resume=two", "run=one"]) == 2
+    assert "one holds another run" in capsys.readouterr().err
+
+
 def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=3", "run=out", "stop.target_accuracy=0.5"]) == 0
     assert "stop.target_accuracy=0.5 held for 1 epoch)" in capsys.readouterr().out

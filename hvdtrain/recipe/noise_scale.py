@@ -43,7 +43,7 @@ class NoiseScale:
         if not set(KEYS) <= sums.keys():
             return {}
         excess, excess_inv, big, big_inv, steps = (sums[key] for key in KEYS)
-        if excess_inv:  # else each step's samples were all one rank's
+        if excess_inv and math.isfinite(excess) and math.isfinite(big):  # else each step's samples were all one rank's
             noise = excess / excess_inv  # S
             self.noise = self.decay * self.noise + noise * steps
             self.signal = self.decay * self.signal + big - noise * big_inv  # |G|^2 times the number of steps

@@ -40,8 +40,13 @@ class Console:
                 self._say(f"       noise scale {event.fields['noise_scale']:.0f}: batches far above that many samples save few steps")
 
     def _say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
         self._spoken = time.monotonic()
+        try:
+            print(line, file=self._out, flush=True)
+        except BrokenPipeError:
+            raise  # nobody is there any more, as after the end of mpirun
+        except OSError:
+            pass  # a file on a full disk: training goes on
 
 
 def _step_line(step: int, f: dict[str, Any]) -> str:

@@ -77,9 +77,8 @@ def build_recipe(config: Config, origins: Origins, dataset: int) -> Recipe:
     return compose(config, origins, dataset, momentum(config, origins))
 
 
-def make_run_folder(config: Config, origins: Origins) -> Path:
+def make_run_folder(config: Config, origins: Origins, resumed: Path | None = None) -> Path:
     """Where rank 0 writes: made anew, or the resumed run's own. A folder that holds another run is refused, never overwritten."""
-    resumed = None if config.resume in ("no", "auto") else Path(config.resume).expanduser()
     try:
         if config.run is not None:
             run = Path(config.run).expanduser()

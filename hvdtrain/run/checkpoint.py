@@ -48,7 +48,11 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True)
+            sync(run)
+            sync(run.parent)
+        unfinished.mkdir()
         numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(standing)}
         _write_files(unfinished, arrays, numbers)
         for name in (*ARRAYS, NUMBERS, CHECKSUMS):
@@ -57,7 +61,7 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
         if folder.exists():  # a damaged one of the same step, which the job was not resumed from
             _remove(folder)
         os.rename(unfinished, folder)
-    except OSError:
+    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets its room back
         raise
     sync(folder.parent)
@@ -143,8 +147,9 @@ def finished(run: Path) -> list[Path]:
 def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
     """Removes all but the newest, the best, and the one that was just written; what an end in mid-write left, too."""
     folders = finished(run)
-    keep = {*folders[-keep_last:], written, *_best(folders, keep_best)}
-    for folder in folders:
+    older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
+    keep = {*older[-keep_last:], *_best(folders, keep_best)}
+    for folder in older:
         if folder not in keep:
             _remove(folder)
     for left in (run / "checkpoints").glob(".step-*"):

@@ -25,13 +25,15 @@ def check_equal(engine: Engine, learner: Learner, last: Hyper, hosts: list[str])
 
 def explain(tables: list[dict[str, int]], hosts: list[str], step: int) -> tuple[str, str, str]:
     """(what, where, fix) of the first thing that differs, in the order of the model; the ranks in the minority are the odd ones."""
-    name = next(name for name in tables[0] if len({table.get(name) for table in tables}) > 1)
-    count = sum(len({table.get(other) for table in tables}) > 1 for other in tables[0])
-    usual = Counter(table.get(name) for table in tables).most_common(1)[0][0]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    name = next(name for name in names if len({table.get(name) for table in tables}) > 1)
+    count = sum(len({table.get(other) for table in tables}) > 1 for other in names)
+    usual, most = Counter(table.get(name) for table in tables).most_common(1)[0]
     odd = [rank for rank, table in enumerate(tables) if table.get(name) != usual]
     named = ", ".join(f"{rank} on {hosts[rank]}" for rank in odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
     what = f"ranks differ after step {step}: {name}{f' and {count - 1} more' if count > 1 else ''}"
-    where = f"rank{'s' * (len(odd) > 1)} {named}, against {len(tables) - len(odd)} equal rank{'s' * (len(tables) - len(odd) > 1)}"
+    where = f"rank{'s' * (len(odd) > 1)} {named}, against {most} equal rank{'s' * (most > 1)}"
+    where += "; which of them is wrong cannot be told" * (2 * most <= len(tables))
     fix = (
         "the newest checkpoint is older: start the same command again; if it comes back, that host's memory or a model that is not the same"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +17,12 @@ from hvdtrain.frames.learner import Learner
 from hvdtrain.run.deadline import Deadline
 from hvdtrain.run.equal import check_equal
 from hvdtrain.run.pulse import Pulse
+from hvdtrain.run.saver import Saver
 from hvdtrain.run.signals import Signals
 from hvdtrain.run.standing import Standing
 from hvdtrain.state import Hyper, Sums
 
-_KEYS = ("stop.signal", "stop.time")
+_KEYS = ("stop.signal", "stop.time", "save")
 
 
 @dataclass
@@ -32,17 +35,26 @@ class Guard:
     pulse: Pulse
     deadline: Deadline | None = None  # rank 0's clock is everybody's
     hosts: list[str] = field(default_factory=list)  # of each rank
-    longest_s: float = 0.0  # between two meetings
-    save_s: float = 0.0  # of the longest checkpoint
+    saver: Saver | None = None  # of rank 0
+    longest_s: float = 0.0  # between two times that wishes were heard
+    heard_s: float | None = None  # of time.monotonic(), the last time
     stop: str = ""  # why the job stops now, to go on later; the same moment on every rank
 
-    def flags(self) -> Sums:
-        """What this rank asks for; for tally.total()."""
+    def flags(self, step: int = -1) -> Sums:
+        """What this rank asks for; for tally.total(). Rank 0's saver may want to write at the meeting after `step` steps."""
         late = self.deadline is not None and self.deadline.near(self.longest_s, self.save_s)
-        return dict(zip(_KEYS, (float(bool(self.signals.heard)), float(late)), strict=True))
+        wanted = self.saver is not None and step >= 0 and self.saver.wants(step)
+        return dict(zip(_KEYS, (float(bool(self.signals.heard)), float(late), float(wanted)), strict=True))
+
+    @property
+    def save_s(self) -> float:
+        """Of the longest checkpoint, a guess before the first."""
+        return self.saver.longest_s if self.saver else 0.0
 
     def heed(self, sums: Sums) -> None:
         """Takes the flags of all ranks."""
+        now_s = time.monotonic()
+        self.longest_s, self.heard_s = max(self.longest_s, now_s - (self.heard_s or now_s)), now_s
         if sums["stop.signal"]:
             self.stop = self.signals.heard or "a signal on another rank"
         elif sums["stop.time"]:
@@ -54,10 +66,9 @@ class Guard:
         self.heed(dict(zip(_KEYS, total.tolist(), strict=True)))
         return bool(self.stop)
 
-    def met(self, sums: Sums, seconds: float, save_s: float) -> None:
-        """The ranks have met, `seconds` after the time before: the start is over once the first steps are done."""
+    def met(self, sums: Sums) -> None:
+        """The ranks have met: the start is over once the first steps are done."""
         self.heed(sums)
-        self.longest_s, self.save_s = max(self.longest_s, seconds), save_s
         self.pulse.patient = False
 
     def is_finite(self, now: Standing, sums: Sums) -> bool:
@@ -75,11 +86,19 @@ class Guard:
             raise Diverged(what, f"guard.nonfinite={policy}", "a lower optim.base_lr, or look at the data around this step")
         return False
 
-    def check_equal(self, learner: Learner, before: Standing, now: Standing, last: Hyper) -> None:
-        """Compares the ranks where guard.equal_steps has come round since the meeting before."""
+    def check_equal(self, learner: Learner, before: Standing, now: Standing, last: Hyper, written: bool) -> None:
+        """Compares the ranks where guard.equal_steps has come round since the meeting before, and before a checkpoint is `written`."""
         every = self.config.guard.equal_steps
-        if every and self.engine.size > 1 and now.progress.step // every > before.progress.step // every:
+        due = written or bool(self.stop) or (every and now.progress.step // every > before.progress.step // every)
+        if every and due and self.engine.size > 1:
             check_equal(self.engine, learner, last, self.hosts)
+
+    def turned(self, now: Standing, sums: Sums, roll_back: Callable[[], None]) -> Standing:
+        """After bad steps, which were skipped, or with the newest checkpoint loaded; either way on with the next data, and counted."""
+        if self.config.guard.nonfinite == "rollback":
+            self.pulse.beat("rolling back", now.progress.epoch, now.progress.step)
+            roll_back()
+        return self.counted(now, sums)
 
     def counted(self, now: Standing, sums: Sums) -> Standing:
         """The standing with bad steps, or one rollback, counted."""

@@ -15,7 +15,7 @@ from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins, to_yaml
 from hvdtrain.data.source import Source
-from hvdtrain.errors import DONE, REQUEUE, UserError
+from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError
 from hvdtrain.frames.learner import Learner, Task
 from hvdtrain.recipe import compose
 from hvdtrain.recipe.noise_scale import NoiseScale
@@ -24,7 +24,7 @@ from hvdtrain.report.log import Log
 from hvdtrain.report.sinks import Console, JsonLines
 from hvdtrain.run import checkpoint
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task
-from hvdtrain.run.checkpoint import Identity
+from hvdtrain.run.checkpoint import Identity, finished
 from hvdtrain.run.deadline import Deadline
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.loop import Job, train
@@ -35,7 +35,10 @@ from hvdtrain.run.saver import Saver
 from hvdtrain.run.signals import Signals
 from hvdtrain.run.standing import Standing
 from hvdtrain.run.start import agree, on_rank_0, share_state
+from hvdtrain.run.turns import stop_reason
 from hvdtrain.state import Arrays
+
+SLOW_DISK = 1e8  # bytes a second
 
 
 class Parts(NamedTuple):
@@ -67,48 +70,54 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     hosts = engine.exchange(socket.gethostname())
     times = (pulse.started_s, time.time(), time.monotonic)
     limit = Deadline(config.guard.max_time, os.environ, *times) if engine.rank == 0 else None
+    saver = Saver(run, config.checkpoint, identity(config, parts), log) if engine.rank == 0 else None
+    if saver:
+        saver.go_on(standing)
+        saver.longest_s = limit_bytes / 8 / SLOW_DISK  # a guess, until one is written
     job = Job(
         *(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, log),
-        Guard(config, engine, signals, pulse, limit, hosts),
+        Guard(config, engine, signals, pulse, limit, hosts, saver),
         _clock(standing.seconds),
-        Saver(run, config.checkpoint, identity(config, parts), log) if engine.rank == 0 else None,
         noise_scale=NoiseScale(signal=standing.noise[0], noise=standing.noise[1]),
     )
     job.roll_back = lambda: _roll_back(job, run, limit_bytes)
-    if job.saver:
-        job.saver.go_on(standing.progress.step)
     lines = _header(job, why, standing, beginning)
     log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
     try:
         return _train(job, run, standing)
+    except Diverged:  # on every rank alike: none ends the job before a checkpoint under way is on the disk
+        pulse.patient = True
+        on_rank_0(engine, lambda: saver.close() if saver else None)
+        raise
     finally:
-        if job.saver:
-            job.saver.close()  # a checkpoint under way is finished, whatever happened
+        if saver:
+            saver.close()
 
 
 def _train(job: Job, run: Path, standing: Standing) -> int:
     """To the end, or to where the job has to stop; the last checkpoint is on the disk then."""
-    pulse, config = job.guard.pulse, job.config
+    pulse, config, saver = job.guard.pulse, job.config, job.guard.saver
     pulse.training = True
-    if job.saver and config.guard.nonfinite == "rollback":
-        job.saver.save(standing, job.learner)  # there is always one to go back to
+    if saver and config.guard.nonfinite == "rollback":
+        saver.save(standing, job.learner)  # there is always one to go back to
     now, why = train(job, standing)
+    over = bool(stop_reason(config, now))  # else it has to stop before
     pulse.patient = True
     pulse.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
-    failure = on_rank_0(job.engine, lambda: job.saver.finish(now, job.learner) if job.saver else "")
+    failure, some = on_rank_0(job.engine, lambda: (saver.finish(now, job.learner) if saver else "", bool(finished(run))))
     step = now.progress.step
-    if job.guard.stop:
-        lost = f"no checkpoint of step {step}: {failure}" if failure else f"the checkpoint of step {step} is written"
-        lines = [f"stopped ({why}) at step {step}, epoch {now.progress.epochs:.2f}: {lost}", f"the same command with run={run} goes on"]
-        job.log.emit("stop", step, reason=why, lines=lines)
-        return REQUEUE
-    if failure:
-        raise UserError(
-            f"the job is done ({why}), but its last checkpoint is not written: {failure}", str(run), "make room; start it again"
-        )
-    reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
-    job.log.emit("end", step, reason=why, lines=[f"done ({why}): {reached}", f"run folder: {run}"])
-    return DONE
+    if failure and (over or not some):
+        kind = Diverged if failure.endswith("is not finite") else UserError
+        what = f"the job {'is done' if over else 'stopped'} ({why}), but its last checkpoint is not written: {failure}"
+        raise kind(what, str(run), "mend that, and start it again")
+    if over:
+        reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
+        job.log.emit("end", step, reason=why, lines=[f"done ({why}): {reached}", f"run folder: {run}"])
+        return DONE
+    last = f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
+    again = f"the same command goes on, with run={run}{' resume=auto' * (config.resume == 'no')}"
+    job.log.emit("stop", step, reason=why, lines=[f"stopped ({why}) at step {step}, epoch {now.progress.epochs:.2f}: {last}", again])
+    return REQUEUE
 
 
 def facts(config: Config, parts: Parts) -> dict[str, Any]:
@@ -146,8 +155,7 @@ def _start(config: Config, origins: Origins, parts: Parts, engine: Engine, learn
 
     beginning = on_rank_0(engine, look)
     digest = share_state(engine, learner, arrays[0])
-    if engine.rank == 0:
-        _write_config(config, beginning.run)  # not before: what cannot be resumed leaves the run folder as it was
+    on_rank_0(engine, lambda: _write_config(config, beginning))  # not before: what cannot be resumed leaves the run folder as it was
     return beginning, digest, limit_bytes
 
 
@@ -156,8 +164,8 @@ def _roll_back(job: Job, run: Path, limit_bytes: int) -> None:
     arrays: list[Arrays | None] = [None]
 
     def look() -> None:
-        assert job.saver is not None
-        job.saver.close()
+        assert job.guard.saver is not None
+        job.guard.saver.close()
         _, arrays[0], _ = newest_good(run, limit_bytes)
 
     on_rank_0(job.engine, look)
@@ -170,11 +178,18 @@ def _clock(before_s: float) -> Callable[[], float]:
     return lambda: before_s + time.perf_counter() - began
 
 
-def _write_config(config: Config, run: Path) -> None:
-    unfinished = run / ".config.yaml.unfinished"
-    unfinished.write_text(to_yaml(config), encoding="utf-8")
-    checkpoint.sync(unfinished)
-    unfinished.replace(run / "config.yaml")
+def _write_config(config: Config, beginning: Beginning) -> None:
+    """On a full disk a job that goes on keeps its former one, and one that begins is refused."""
+    unfinished = beginning.run / ".config.yaml.unfinished"
+    try:
+        unfinished.write_text(to_yaml(config), encoding="utf-8")
+        checkpoint.sync(unfinished)
+        unfinished.replace(beginning.run / "config.yaml")
+    except OSError as error:
+        what = f"cannot write config.yaml: {error.strerror or error}"
+        if not beginning.standing.progress.step:
+            raise UserError(what, str(beginning.run), "give run= a folder that can be written, with room") from None
+        beginning.notes.append(what)
 
 
 def _open_sinks(config: Config, run: Path) -> list[Console | JsonLines]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from hvdtrain.report.log import Log
 from hvdtrain.run import tally
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.micro import read, rows_of_step
-from hvdtrain.run.saver import Saver
 from hvdtrain.run.standing import Standing
 from hvdtrain.run.turns import ASK_EVERY, epoch_fields, evaluation_due, meets, nonfinite_fields, step_fields, stop_reason
 from hvdtrain.state import Sums, fold
@@ -38,7 +38,6 @@ class Job:
     log: Log
     guard: Guard
     clock: Callable[[], float] = time.perf_counter  # seconds spent in this job so far, over all its runs
-    saver: Saver | None = None  # of rank 0; no other rank writes
     roll_back: Callable[[], None] = lambda: None  # loads the newest checkpoint into every rank
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
 
@@ -47,8 +46,8 @@ def train(job: Job, now: Standing) -> tuple[Standing, str]:
     """Trains until the job is over, or has to stop before: (standing, why). One evaluation per epoch; what is due is written."""
     while not (why := stop_reason(job.config, now) or job.guard.stop):
         now = evaluate_epoch(job, now) if evaluation_due(job.config, now) else train_to_meeting(job, now)
-        if job.saver and not job.guard.stop and not evaluation_due(job.config, now):
-            job.saver.offer(now, job.learner)
+        if job.guard.saver and not job.guard.stop and not evaluation_due(job.config, now):
+            job.guard.saver.offer(now, job.learner)  # rank 0 alone writes
     return now, why
 
 
@@ -67,26 +66,18 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
             break
     job.guard.pulse.beat("meeting", p.epoch, p.step)
     job.learner.settle(job.engine)
-    sums = tally.total(
-        job.engine, since | job.guard.flags(), "train.sums"
-    )  # with evaluation, the only place where the host waits for the device
+    sums = tally.total(job.engine, since | job.guard.flags(p.step), "train.sums")  # the host waits for the device here
     seconds = time.perf_counter() - began
-    job.guard.met(sums, seconds, job.saver.longest_s if job.saver else 0.0)
+    job.guard.met(sums)
     after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch)
     if not job.guard.is_finite(after, sums):
-        return _turn_back(job, after, sums)
-    job.guard.check_equal(job.learner, now, after, hyper)
+        after = job.guard.turned(after, sums, job.roll_back)
+        job.log.emit("nonfinite", p.step, **nonfinite_fields(c, after))
+        if c.guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
+            return after  # these sums are of weights that are no more, or are none
+    job.guard.check_equal(job.learner, now, after, hyper, bool(sums["save"]) or evaluation_due(c, after))
     job.log.emit("step", p.step, **step_fields(p, hyper, sums, seconds), **job.noise_scale.read(sums))
     return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
-
-
-def _turn_back(job: Job, after: Standing, sums: Sums) -> Standing:
-    """After bad steps: they were skipped, or the newest checkpoint is loaded; either way on with the next data."""
-    if job.config.guard.nonfinite == "rollback":
-        job.roll_back()
-    after = job.guard.counted(after, sums)
-    job.log.emit("nonfinite", after.progress.step, **nonfinite_fields(job.config, after))
-    return after
 
 
 def evaluate_epoch(job: Job, now: Standing) -> Standing:
@@ -110,7 +101,7 @@ def evaluate(job: Job, now: Standing) -> Sums | None:
     sums = tally.zero()
     for turn in range(-(-largest // size)):  # equally many on every rank
         job.guard.pulse.beat("evaluation", p.epoch, p.step)
-        if turn % ASK_EVERY == ASK_EVERY - 1 and job.guard.ask():
+        if turn % ASK_EVERY == 0 and job.guard.ask():
             return None
         rows = np.arange(min(start + turn * size, end), min(start + (turn + 1) * size, end))
         if len(rows):

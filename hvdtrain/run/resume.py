@@ -37,15 +37,25 @@ def begin(config: Config, origins: Origins, identity: Identity, total: int, limi
     standing = dataclasses.replace(found.standing, progress=dataclasses.replace(found.standing.progress, total=total))
     if standing.target != config.stop.target_accuracy:  # epochs at another target do not count
         standing = dataclasses.replace(standing, at_target=0)
-    return Beginning(make_run_folder(config, origins), standing, notes + changes(source, config)), arrays
+    return Beginning(make_run_folder(config, origins, source), standing, notes + changes(source, config)), arrays
 
 
 def former_run(config: Config) -> Path | None:
-    """The run folder to go on from: resume's; with resume=auto run's own, once it has a checkpoint."""
-    if config.resume not in ("auto", "no"):
-        return Path(config.resume).expanduser()
+    """The run folder to go on from: run's own once it has a checkpoint of this command, else resume's."""
     run = Path(config.run).expanduser() if config.run is not None else None
-    return run if config.resume == "auto" and run is not None and checkpoint.finished(run) else None
+    if config.resume == "no":
+        return None
+    if run is not None and checkpoint.finished(run) and (config.resume == "auto" or _resumed(run) == config.resume):
+        return run
+    return None if config.resume == "auto" else Path(config.resume).expanduser()
+
+
+def _resumed(run: Path) -> str:
+    """What the command of a run said of resume=; empty where that cannot be read."""
+    try:
+        return next((str(a.value) for a in read_file(str(run / "config.yaml")) if a.key == "resume"), "")
+    except UserError:
+        return ""
 
 
 def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[str]]:

@@ -6,6 +6,7 @@ import linecache
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import STALLED
@@ -65,9 +66,10 @@ def stack_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
 
 def _call(frame: FrameType, sources: bool) -> str:
     path, line = frame.f_code.co_filename, frame.f_lineno
-    folder = max((folder for folder in sys.path if folder and path.startswith(f"{folder}/")), key=len, default="")
+    places = (*sys.path, str(Path(__file__).parents[2]))  # an editable install is not on the path
+    folder = max((f"{place}/" for place in places if place and path.startswith(f"{place}/")), key=len, default="")
     source = linecache.getline(path, line, frame.f_globals).strip() if sources else ""
-    return f"{path.removeprefix(f'{folder}/')}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return f"{path.removeprefix(folder)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
 
 
 def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_name: str) -> str:

@@ -1,0 +1,220 @@
+"""What the guard of a job costs: microseconds of each part in loops, whole steps with and without it by turns, and checkpoints.
+
+mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...]
+
+The default wide_resnet on digits; checkpoints of a perceptron of 10 million weights as well. Whole steps are timed in blocks in one
+process; a ratio is that of two blocks side by side, and that of "nothing", which compares equal with equal, is noise. A part that costs
+less than the noise has its share of a step from its microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from blocks import Part, Trainer, changed, microseconds, ratio, spread
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.placement import placement
+from hvdtrain.configure import configure
+from hvdtrain.frames import on_torch
+from hvdtrain.report.log import Event, Log
+from hvdtrain.run import tally
+from hvdtrain.run.build import connect
+from hvdtrain.run.equal import check_equal
+from hvdtrain.run.guard import Guard
+from hvdtrain.run.job import identity
+from hvdtrain.run.pulse import Pulse
+from hvdtrain.run.saver import Saver
+from hvdtrain.run.signals import Signals
+from hvdtrain.run.standing import Standing
+from hvdtrain.run.watch import Watch
+from hvdtrain.state import Sums, digests
+
+MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
+STEPS = 20  # of a block: short ones, so that what else the machine does meets both of a pair, or one pair of many
+PARTS = ("nothing", "heartbeat, watch", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "settle")
+
+
+class Still(Pulse):
+    """A pulse that does not beat."""
+
+    def beat(self, phase: str, epoch: int, step: int) -> None:
+        pass
+
+
+class Deaf(Guard):
+    """A guard that adds nothing to the sums, and hears nobody."""
+
+    def flags(self) -> Sums:
+        return {}
+
+    def heed(self, sums: Sums) -> None:
+        pass
+
+
+class Foreground(Saver):
+    """Training waits until the checkpoint is on the disk."""
+
+    def save(self, now: Standing, learner: Any) -> None:
+        super().save(now, learner)
+        self.close()
+
+
+def watch(trainer: Trainer) -> Watch:
+    guard = trainer.job.guard
+    return Watch(guard.pulse, guard.signals, guard.config.guard, guard.engine.rank)
+
+
+def parts(trainer: Trainer) -> dict[str, Part]:
+    """By PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
+    job, guard, learner = trainer.job, trainer.job.guard, trainer.job.learner
+    deaf = Deaf(**{field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)})
+    never = torch.zeros((), dtype=torch.bool)
+    blind = ((on_torch, "any_nonfinite", lambda parameters: never), (on_torch, "slope", lambda loss: None))
+
+    def every(steps: int | None) -> tuple[Any, str, Any]:
+        return guard, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
+
+    made: list[Part] = [
+        lambda on: changed(),
+        lambda on: watch(trainer) if on else changed((guard, "pulse", Still())),
+        lambda on: changed((job, "guard", guard if on else deaf)),
+        lambda on: changed(*(() if on else blind)),
+        lambda on: changed((learner, "skips", on)),
+        lambda on: changed(every(100 if on else None)),
+        lambda on: changed(every(None), (learner, "settle", learner.settle if on else lambda engine: None)),  # unsettled ranks differ
+    ]
+    return dict(zip(PARTS, made, strict=True))
+
+
+def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """{"part", "us" of one call, "calls_per_step"}; some are collectives, so every rank goes through all of them."""
+    job, guard, engine, learner = trainer.job, trainer.job.guard, trainer.job.engine, trainer.job.learner
+    learner.settle(engine)
+    meetings = 1 / job.config.log.every_steps + job.config.batch.size / len(job.train)  # per step: those of epochs, too
+    parameters, loss, hyper = learner.parameters, torch.ones(()), job.recipe.at(trainer.now.progress)  # type: ignore[attr-defined]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    sums, flags = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}, guard.flags()
+    size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
+    timed: list[tuple[str, float | None, dict[str, Any]]] = [
+        ("one beat", 2 + meetings, microseconds(lambda: guard.pulse.beat("step", 3, 70))),
+        ("flags() and met()", meetings, microseconds(lambda: guard.met(sums | guard.flags(), 0.1, 0.0))),
+        ("sum of 4 numbers over ranks", None, microseconds(lambda: tally.total(engine, sums, "train.sums"))),
+        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: tally.total(engine, sums | flags, "train.sums"))),
+        ("slope() and any_nonfinite()", 1, microseconds(lambda: (on_torch.slope(loss), on_torch.any_nonfinite(parameters)), 500)),
+        (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
+        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(engine, learner, hyper, guard.hosts), 100)),
+        ("settle", meetings, microseconds(lambda: learner.settle(engine), 200)),
+    ]
+    for p in parameters:
+        p.grad = None
+    yield from ({"part": name, "calls_per_step": per_step} | found for name, per_step, found in timed)
+
+
+def watch_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
+    """Processor time of the watch thread in one second, while the main thread sleeps."""
+    found = []
+    with watch(trainer):
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "watch")
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        for _ in range(5):
+            before = time.clock_gettime(clock)
+            time.sleep(seconds)
+            found.append((time.clock_gettime(clock) - before) / seconds * 1e6)
+    middle, quartiles = spread(found, 1)
+    return {"part": "watch thread, in a second", "us": middle, "us_quartiles": quartiles, "loops": 5, "percent_of_step": middle / 1e4}
+
+
+def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Checkpoints every so many steps against none; in the middle of a block there is one."""
+    job, heard = trainer.job, list[Event]()
+    settings = dataclasses.replace(job.config.checkpoint, every_steps=every, every_minutes=None)
+    trainer.block(-trainer.now.progress.step % every + every // 2)
+    for name, kind in {"background": Saver, "foreground": Foreground}.items():
+        with tempfile.TemporaryDirectory() as folder:
+
+            def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
+                saver = kind(Path(folder), settings, identity(job.config, trainer.data), Log([heard.append]))
+                return changed((job, "saver", saver if on and job.engine.rank == 0 else None))
+
+            row = {"part": f"checkpoint every {every} steps, {name}", "model": job.config.model.name}
+            row |= ratio(trainer, part, rounds, every)
+        for which in ("with", "without"):
+            row[f"{which}_images_per_s"] = round(1e3 * job.config.batch.size / row[f"{which}_ms_per_step"])
+        for key, unit in {"pause_s": "pause_ms", "write_s": "write_ms"}.items():
+            row[unit], row[f"{unit}_quartiles"] = spread([1e3 * event.fields[key] for event in heard] or [0.0, 0.0], 2)
+        yield row | {"checkpoints": len(heard), "megabytes": heard[-1].fields["megabytes"] if heard else 0.0}
+        heard.clear()
+
+
+def run(engine: Engine, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
+    """Every row; every rank takes them all."""
+    trainer = Trainer([], engine, signals)
+    trainer.block(100)
+    found = []
+    for name, part in parts(trainer).items():
+        size = (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
+        if name in options.only:
+            found.append({"part": name} | ratio(trainer, part, *size))
+            yield found[-1]
+    step_ms = statistics.median(row["without_ms_per_step"] for row in found)
+    for row in calls(trainer):
+        per_step = row["calls_per_step"]
+        yield row | ({"percent_of_step": round(row["us"] * per_step / step_ms / 10, 5), "step_ms": step_ms} if per_step else {})
+    yield watch_seconds(trainer)
+    if set(options.only) == set(PARTS):
+        yield from saves(trainer, 40, options.rounds // 2)
+        yield from saves(Trainer(MLP, engine, signals), 20, options.rounds // 4)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table: what, cost, (quartiles; how often measured)."""
+    text = f"{' '.join(filter(None, (row.get('model'), row['part']))):50}"
+    if "us" in row:
+        low, high = row["us_quartiles"]
+        text += f"{row['us']:9.2f} us ({low:.2f} to {high:.2f}; {row['loops']})"
+        return text + (f", {row['percent_of_step']:.4f} % of a step" if "percent_of_step" in row else "")
+    low, high = row["ratio_quartiles"]
+    text += f"x {row['ratio']:.4f} ({low:.4f} to {high:.4f}; {row['rounds']}) of {row['without_ms_per_step']:.2f} ms a step"
+    if "megabytes" in row:
+        text += f"; {row['megabytes']:.1f} MB, pause {row['pause_ms']:.2f} ms, write {row['write_ms']:.1f} ms ({row['checkpoints']})"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", default="mpi", choices=["single", "mpi", "horovod"])
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks of a ratio; fewer where a block is longer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows go there too, as JSON lines at its end")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts, and no checkpoints")
+    options, place = parser.parse_args(), placement(os.environ)
+    engine, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
+    machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
+    machine |= {"engine": engine.name, "ranks": engine.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    with Signals(place.rank) as signals, contextlib.ExitStack() as stack:
+        file = stack.enter_context(options.json.open("a")) if options.json and engine.rank == 0 else None
+        for row in run(engine, options, signals):
+            if engine.rank == 0:
+                print(line(row), flush=True)
+            if file:
+                print(json.dumps(row | machine | {"load": round(os.getloadavg()[0], 1)}), file=file, flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
