@@ -110,6 +110,7 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGINT, former)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads: this child only sleeps
 def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
     """As a pool of readers, which its parent ends by SIGTERM."""
     with Signals(0) as signals:

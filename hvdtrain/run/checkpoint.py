@@ -23,6 +23,7 @@ ARRAYS = ("weights.safetensors", "slots.safetensors")
 NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
 _STRANGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # what files of others do to their reader
 _HEADER_BYTES = 10**8  # safetensors' own limit
+ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
 _NUMBERS_BYTES = 2**22  # more is no progress.json of ours
 
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
@@ -45,7 +46,7 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
     Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
     """
     folder = run / "checkpoints" / name_of(standing.progress.step)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished, aside = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f"{folder.name}{ASIDE}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         if not folder.parent.exists():
@@ -58,13 +59,15 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
         for name in (*ARRAYS, NUMBERS, CHECKSUMS):
             sync(unfinished / name)
         sync(unfinished)
-        if folder.exists():  # a damaged one of the same step, which the job was not resumed from
-            _remove(folder)
+        if folder.exists():  # damaged, or of the same step before its evaluation: until the new one is there it counts, under this name
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
         os.rename(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets its room back
         raise
     sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
@@ -140,8 +143,13 @@ def name_of(step: int) -> str:
 
 def finished(run: Path) -> list[Path]:
     """Folders of checkpoints, by step; each was whole when it was written."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    found = {path.name: path for path in (run / "checkpoints").glob("step-*") if _number(path.name).isdecimal()}
+    alone = [path for name, path in found.items() if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
+    return sorted(alone, key=lambda path: int(_number(path.name)))
+
+
+def _number(name: str) -> str:
+    return name.removeprefix("step-").removesuffix(ASIDE)
 
 
 def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
@@ -149,11 +157,12 @@ def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
     folders = finished(run)
     older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
     keep = {*older[-keep_last:], *_best(folders, keep_best)}
+    every = (run / "checkpoints").glob
+    for left in {*every(".step-*"), *every(f"step-*{ASIDE}")} - {*folders}:
+        shutil.rmtree(left, ignore_errors=True)
     for folder in older:
         if folder not in keep:
             _remove(folder)
-    for left in (run / "checkpoints").glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

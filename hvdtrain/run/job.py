@@ -109,7 +109,7 @@ def _train(job: Job, run: Path, standing: Standing) -> int:
     if failure and (over or not some):
         kind = Diverged if failure.endswith("is not finite") else UserError
         what = f"the job {'is done' if over else 'stopped'} ({why}), but its last checkpoint is not written: {failure}"
-        raise kind(what, str(run), "mend that, and start it again")
+        raise kind(what, str(run), "a lower optim.base_lr" if kind is Diverged else "make room; start it again")
     if over:
         reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
         job.log.emit("end", step, reason=why, lines=[f"done ({why}): {reached}", f"run folder: {run}"])
