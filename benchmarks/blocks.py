@@ -39,7 +39,7 @@ class Trainer:
         learner = build_learner(config, origins, self.data.task, engine)
         share_state(engine, learner, None)
         deadline = Deadline("30d", {}, time.monotonic(), time.time(), time.monotonic) if engine.rank == 0 else None
-        guard = Guard(config, engine, signals, Pulse(), deadline, engine.exchange("host"))
+        guard = Guard(config, engine, signals, Pulse(), engine.exchange("host"), deadline)
         recipe, samples = build_recipe(config, origins, len(self.data.train)), len(self.data.train)
         self.job = Job(config, engine, learner, recipe, self.data.train, self.data.val, Log([]), guard)
         self.now = Standing(Progress(samples, samples * config.epochs))

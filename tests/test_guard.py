@@ -36,7 +36,7 @@ class Late:
 
 
 def guard(*words: str) -> Guard:
-    return Guard(configure(None, words)[0], Single(), Signals(0), Pulse())
+    return Guard(configure(None, words)[0], Single(), Signals(0), Pulse(), ["here"])
 
 
 def test_a_signal_on_any_rank_stops_all() -> None:

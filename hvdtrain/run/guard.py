@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ class Guard:
     engine: Engine
     signals: Signals
     pulse: Pulse
+    hosts: list[str]  # of each rank
     deadline: Deadline | None = None  # rank 0's clock is everybody's
-    hosts: list[str] = field(default_factory=list)  # of each rank
     saver: Saver | None = None  # of rank 0
     longest_s: float = 0.0  # between two times that wishes were heard
     heard_s: float | None = None  # of time.monotonic(), the last time

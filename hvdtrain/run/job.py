@@ -76,7 +76,7 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
         saver.longest_s = limit_bytes / 8 / SLOW_DISK  # a guess, until one is written
     job = Job(
         *(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, log),
-        Guard(config, engine, signals, pulse, limit, hosts, saver),
+        Guard(config, engine, signals, pulse, hosts, limit, saver),
         _clock(standing.seconds),
         noise_scale=NoiseScale(signal=standing.noise[0], noise=standing.noise[1]),
     )
