@@ -1,4 +1,4 @@
-# make train | test | test-faults | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
+# make train | test | test-faults | test-cluster | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -42,17 +42,20 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train test test-faults check test-4 clean no-compiler
+.PHONY: train test test-faults test-cluster check test-4 clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 test: .venv/.test $(HOROVOD)
-	$(PY) -m pytest -m "not faults" $(ARGS)
+	$(PY) -m pytest -m "not faults and not cluster" $(ARGS)
 
 test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, starved and corrupted, and what is left of them
 	$(PY) -m pytest -m faults $(ARGS)
+
+test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root and Debian packages, which it installs
+	$(PY) -m pytest -m cluster $(ARGS)
 
 test-4: .venv/.test $(HOROVOD)  ## only what starts four ranks
 	$(PY) -m pytest -m ranks4 $(ARGS)

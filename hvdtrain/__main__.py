@@ -1,15 +1,16 @@
-"""The command line: train, plan, export, list, and help; any exception on any rank ends every rank."""
+"""The command line: train, plan, check, launch, export, list, and help; any exception on any rank ends every rank."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdtrain import __version__, manual
@@ -43,10 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: list[str]) -> int:
-    if words[:1] == ["export"]:
-        from hvdtrain.launch.export import export
-
-        return export(words[1:])
+    name = words[0] if words else ""
+    if name in ("export", "launch"):  # which tell about themselves
+        return _other(name, words[1:])
     asks = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if asks is not None:
         print(manual.help_text(words[asks + 1] if len(words) > asks + 1 else None))
@@ -54,10 +54,12 @@ def _command(words: list[str]) -> int:
         print(f"hvdtrain {__version__}")
     elif words == ["list"]:
         print(manual.list_text())
-    elif words[:1] == ["plan"]:
-        from hvdtrain.launch.plan import plan
+    elif name in ("plan", "check"):
+        return _other(name, words[1:])
+    elif any(word.startswith(("--num-nodes", "--node-id", "--num-gpus")) for word in words):
+        from hvdtrain.launch.hand import start
 
-        return plan(words[1:])
+        return start(words)
     else:
         path, words = _take_option(words[words[:1] == ["train"] :], "--config")
         limit, words = _take_option(words, "--max-time")
@@ -68,6 +70,12 @@ def _command(words: list[str]) -> int:
         check_names(config, origins)
         print(to_yaml(config), end="")
     return DONE
+
+
+def _other(command: str, words: list[str]) -> int:
+    """A command of hvdtrain/launch: the function of its file's name."""
+    function: Callable[[list[str]], int] = getattr(importlib.import_module(f"hvdtrain.launch.{command}"), command)
+    return function(words)
 
 
 def run(path: str | None, words: list[str]) -> int:

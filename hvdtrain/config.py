@@ -19,6 +19,8 @@ class DataConfig:
     """data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, synthetic"""
     root: str | None = None
     """folder that holds the data; where left out, the data set's own default"""
+    stage: str | None = None
+    """folder on a disk of each node: one rank of a node copies the data there first, checked, and all its ranks read the copy"""
     sampling: Literal["global", "partition"] = "global"
     """global: each rank reads its slice of every global batch; partition: each epoch's shuffle is dealt out to the ranks first"""
     options: dict[str, Any] = field(default_factory=dict)

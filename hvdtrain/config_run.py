@@ -11,9 +11,13 @@ class CommConfig:
     """How ranks talk."""
 
     engine: str = "auto"
-    """auto, single, horovod or mpi; auto: under a launcher Horovod if it is installed, else mpi; without a launcher single"""
-    reduce: Literal["auto", "distributed_optimizer", "bucket"] = "auto"
-    """how gradients meet: hvd.DistributedOptimizer (auto's choice on Horovod), or own buckets overlapped with backward"""
+    """auto: what fits the launcher, and says why; single, horovod, mpi, or torchdist (torch.distributed: NCCL on GPUs, Gloo on CPUs)"""
+    address: str | None = None
+    """HOST:PORT where the ranks of torchdist meet, with a host of rank 0; where left out the launcher's own word"""
+    timeout_s: float = 1800.0
+    """seconds that ranks of torchdist wait for each other, when they meet and in a collective"""
+    reduce: Literal["auto", "distributed_optimizer", "ddp", "bucket"] = "auto"
+    """how gradients meet: hvd.DistributedOptimizer (auto on Horovod), DDP (on torchdist), or own buckets overlapped with backward"""
     bucket_mb: float = 4.0
     """size of one gradient bucket (MiB)"""
 

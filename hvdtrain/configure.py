@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.limits import LIMITS
 
 COMMAND_LINE = "command line"  # the origin of a key=value word
-_OF_ONE_RUN = ("run", "resume", "comm.engine", "guard.max_time")
+_OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
 
 
 class Assignment(NamedTuple):
@@ -224,7 +224,7 @@ def _check_limits(config: Config, origins: Origins) -> None:
         value = _at(config, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"{key} is {value}", origins.where(key), f"give {words}")
-    for key in ("run", "resume", "data.root"):
+    for key in ("run", "resume", "data.root", "data.stage"):
         expand(_at(config, key) or "", origins.where(key))
 
 

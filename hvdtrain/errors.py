@@ -63,12 +63,15 @@ def code_of(error: BaseException) -> int:
         or any(words in text for words in _NO_MEMORY)
     ):
         return MEMORY
-    if "mpi4py.MPI.Exception" in kinds or ("horovod.common.exceptions.HorovodInternalError" in kinds and "ismatched" not in text):
+    if {"mpi4py.MPI.Exception", "torch.distributed.DistError"} & kinds or ("gloo/" in text and any(words in text for words in _NO_PEER)):
+        return LOST
+    if "horovod.common.exceptions.HorovodInternalError" in kinds and "ismatched" not in text:
         return LOST
     return BUG
 
 
 _NO_MEMORY = ("can't allocate memory", "CUDA out of memory", "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+_NO_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")  # Gloo's are RuntimeErrors
 ADVICE = {
     MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); batch.evaluate=N one of evaluation",
     LOST: "the connection to another rank broke: look for the first error of another rank or host; the same command goes on",

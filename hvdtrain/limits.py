@@ -29,6 +29,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "recipe.sample_noise": (0, 1e6, "0 or more"),
     "recipe.gradient_noise": (0, 1e6, "0 or more"),
     "norm.ghost": (1, 1e9, "1 or more"),
+    "comm.timeout_s": (1, 1e7, "1 or more"),
     "comm.bucket_mb": (2**-10, 2**14, "1/1024 to 16384"),
     "stop.target_accuracy": (0, 1, "0 to 1"),
     "stop.patience": (1, 1e9, "1 or more"),

@@ -19,6 +19,9 @@ hvdtrain trains deep networks on many workers.
   python -m hvdtrain plan [--config FILE] [key=value ...]           what they would do on 1, 8, 64 and 512 ranks; trains nothing
       [--ranks 1,8,64,512] [--png FILE] [--all]                     other ranks, a picture of lr and batch, all names
       [--samples N --image HxWxC --classes K]                       without reading data
+  python -m hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...] the command line for the MPI or SLURM that is here; --dry-run prints it
+  mpirun ... python -m hvdtrain check [--json FILE] [key=value ...] what would go wrong with these ranks, and what to do; trains nothing
+  python -m hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]   by hand, on each node, without MPI
   python -m hvdtrain export RUN --to FILE                          weights for inference elsewhere: model.safetensors, or model.pt
       [--checkpoint newest|best|step-00000120] [--force]            of which checkpoint; replace FILE
 

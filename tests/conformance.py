@@ -133,10 +133,10 @@ def exchange(engine: Engine, name: str) -> Claims:
 
 
 def muster(engine: Engine, name: str) -> Claims:
-    """Things of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
+    """Texts of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
     that rank 0 enters later."""
     for turn, length in enumerate((10, 1_000_000)):
-        things = [(rank, turn, "x" * (length + rank)) for rank in range(engine.size)]
+        things = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(engine.size)]
         found: list[Any] = []
         thread = threading.Thread(target=_muster_into, args=(found, engine, things[engine.rank], 20.0))
         thread.start()
@@ -156,21 +156,21 @@ def muster_of_some(engine: Engine, name: str) -> Claims:
         missing = bool(last) and how != "in time"
         start, found = time.monotonic(), list[Any]()
         if not (missing and rank == last):
-            _muster_into(found, engine, (rank, turn), 0.3 if missing else 20.0)
+            _muster_into(found, engine, f"{rank} {turn}", 0.3 if missing else 20.0)
         seconds = time.monotonic() - start
         engine.exchange(None)
         if missing and rank == last and how == "late":
-            _muster_into(found, engine, (rank, turn), 0.3)
+            _muster_into(found, engine, f"{rank} {turn}", 0.3)
         engine.exchange(None)
-        things = [None if missing and one == last else (one, turn) for one in range(engine.size)]
+        things = [None if missing and one == last else f"{one} {turn}" for one in range(engine.size)]
         if missing and not rank:  # on a busy machine others may be late too
             things = [thing if theirs is not None else None for thing, theirs in zip(things, found[0], strict=True)]
         wanted = [things] if not rank else [] if how == "silent" and rank == last else [[]]
         yield np.array([found == wanted, 0.2 < seconds < 10 if missing and not rank else seconds < 10]), "numpy", np.ones(2), "bool"
 
 
-def _muster_into(found: list[Any], engine: Engine, thing: Any, wait_s: float) -> None:
-    found.append(engine.muster(thing, wait_s))
+def _muster_into(found: list[Any], engine: Engine, text: str, wait_s: float) -> None:
+    found.append(engine.muster(text, wait_s))
 
 
 def many_steps(engine: Engine, name: str) -> Claims:

@@ -96,7 +96,7 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
         ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes int"),
         ("epochs=[1]", "wrong value for epochs", "epochs takes int"),
         ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes float"),
-        ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'bucket'"),
+        ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
         ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes int, or null"),
         ("stop.target_accuracy=85", "stop.target_accuracy is 85.0", "give 0 to 1"),
         ("optim.base_lr=nan", "optim.base_lr is nan", "give 0 or more"),

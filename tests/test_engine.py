@@ -74,8 +74,8 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
 
 def pairs() -> list[Any]:
     """Every check of every engine at every size, an id for each."""
-    marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod]}
-    sizes = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (1, 2, 4))]
+    marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod], "torchdist": [needs_mpirun]}
+    sizes = [("single", 1), *((engine, size) for engine in ("mpi", "horovod", "torchdist") for size in (1, 2, 4))]
     return [
         pytest.param(engine, size, check, id=f"{engine}-x{size}-{check}", marks=[*marks[engine], *([pytest.mark.ranks4] * (size == 4))])
         for engine, size in sizes

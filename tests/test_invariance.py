@@ -10,7 +10,7 @@ import pytest
 from invariance import JOBS
 from ranks import ENGINES, mpirun, needs_horovod, python
 
-SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4))]
+SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4)), ("torchdist", 3)]
 GROUPS = [
     pytest.param(engine, size, id=f"{engine}-{size}", marks=[needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4))
     for engine, size in SIZES

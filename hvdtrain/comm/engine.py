@@ -8,6 +8,7 @@ import sys
 from typing import Any, Literal, NoReturn, Protocol
 
 from hvdtrain.comm.placement import Placement
+from hvdtrain.config_run import CommConfig
 from hvdtrain.errors import UserError
 
 # A numpy array or a torch tensor, C-contiguous. What an engine cannot take is a UserError that names dtype, engine and collective.
@@ -56,11 +57,11 @@ class Engine(Protocol):
     def exchange(self, thing: Any) -> list[Any]:
         """One small object per rank, in rank order."""
 
-    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
-        """From any thread, while the main one may hang in a collective. On rank 0 every rank's thing in rank order, with None for
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+        """From any thread, while the main one may hang in a collective. On rank 0 every rank's text in rank order, with None for
         those that sent nothing within wait_s; on the others an empty list once theirs is there, or wait_s is over.
 
-        None where it cannot be done: without MPI, or with an MPI that lets one thread speak only.
+        None where it cannot be done: with Horovod on Gloo, or with an MPI that lets one thread speak only.
         """
 
     def abort(self, code: int) -> NoReturn:
@@ -104,8 +105,8 @@ class Single:
     def exchange(self, thing: Any) -> list[Any]:
         return [thing]
 
-    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
-        return [thing]
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+        return [text]
 
     def abort(self, code: int) -> NoReturn:
         leave(code)
@@ -114,7 +115,7 @@ class Single:
         pass
 
 
-def connect(place: Placement) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     """The engine of one process; refuses to be run `size` times by a launcher."""
     if place.size > 1:
         what = f"{place.launcher} started {place.size} processes, but the single engine is for one"

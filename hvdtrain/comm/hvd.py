@@ -9,16 +9,17 @@ from typing import Any, NoReturn
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.muster import Muster
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
+from hvdtrain.config_run import CommConfig
 from hvdtrain.errors import UserError
 
 _BUILD = "python -m hvdtrain.launch.horovod"
 _FIX = f"{_BUILD} builds Horovod for the MPI that is here; or comm.engine=mpi"
 
 
-def connect(place: Placement) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     """Starts Horovod. Without a launcher this process is its rank 0 of 1."""
-    torch, hvd = _load()
-    binding = Binding("horovod", f"Horovod uses {_library()}", _FIX)
+    torch, hvd = load()
+    binding = Binding("horovod", f"Horovod uses {library()}", _FIX)
     suits(place, binding)
     hvd.init()
     if not hvd.mpi_enabled():
@@ -27,7 +28,12 @@ def connect(place: Placement) -> Engine:
     return Hvd(torch, hvd, place)
 
 
-def _load() -> tuple[Any, Any]:
+def has_nccl() -> bool:
+    """Whether this Horovod was built to reduce on GPUs by NCCL."""
+    return bool(load()[1].nccl_built())
+
+
+def load() -> tuple[Any, Any]:
     try:
         return importlib.import_module("torch"), importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -35,7 +41,7 @@ def _load() -> tuple[Any, Any]:
         raise UserError(f"the horovod engine cannot load Horovod: {why}", "comm.engine=horovod", _BUILD) from error
 
 
-def _library() -> str:
+def library() -> str:
     """The MPI that Horovod was linked against, by its own words, asked before it starts."""
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
@@ -85,11 +91,11 @@ class Hvd:
     def exchange(self, thing: Any) -> list[Any]:
         return self._hvd.allgather_object(thing, name="exchange")
 
-    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
         """Through MPI where Horovod runs on it, and mpi4py is here and uses the same."""
         if self._muster is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
             self._muster = Muster(mpi)
-        return self._muster.gather(thing, wait_s) if self._muster else None
+        return self._muster.gather(text, wait_s) if self._muster else None
 
     def abort(self, code: int) -> NoReturn:
         """Through MPI where Horovod runs on it; under horovodrun the launcher sees this process end, and ends the others."""

@@ -12,14 +12,15 @@ import numpy as np
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.muster import Muster
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
+from hvdtrain.config_run import CommConfig
 from hvdtrain.errors import UserError
 
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
 
-def connect(place: Placement) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
-    mpi = _load()
+    mpi = load()
     binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
     suits(place, binding)
     if not mpi.Is_initialized():
@@ -28,7 +29,7 @@ def connect(place: Placement) -> Engine:
     return Mpi(mpi, place)
 
 
-def _load() -> Any:
+def load() -> Any:
     """mpi4py.MPI, not yet started: MPI_Init in a process of the wrong launcher ends the process."""
     try:
         import mpi4py
@@ -109,8 +110,8 @@ class Mpi:
     def exchange(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
-    def muster(self, thing: Any, wait_s: float) -> list[Any] | None:
-        return self._muster.gather(thing, wait_s)
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+        return self._muster.gather(text, wait_s)
 
     def abort(self, code: int) -> NoReturn:
         flush()

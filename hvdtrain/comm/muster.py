@@ -1,4 +1,4 @@
-"""One thing of each rank brought to rank 0 while main threads hang in collectives: MPI messages that nobody waits for."""
+"""One text of each rank brought to rank 0 while main threads hang in collectives: MPI messages that nobody waits for."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class Muster:
         self._receives: dict[int, list[tuple[int, Any]]] = {QUESTION: [], ANSWER: [], THANKS: []}  # (rank, request), the same
         self._newest = 0
 
-    def gather(self, thing: Any, wait_s: float) -> list[Any] | None:
+    def gather(self, text: str, wait_s: float) -> list[str | None] | None:
         """As Engine.muster."""
         mpi = self._mpi
         if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             return None
         turn = Turn(time.monotonic_ns(), time.monotonic() + wait_s)
         self._newest = turn.number
-        return self._ask(thing, turn) if self._world.rank == 0 else self._answer(thing, turn)
+        return self._ask(text, turn) if self._world.rank == 0 else self._answer(text, turn)
 
-    def _ask(self, thing: Any, turn: Turn) -> list[Any]:
+    def _ask(self, text: str, turn: Turn) -> list[str | None]:
         others = set(range(1, self._world.size))
-        things: list[Any] = [thing] + [None] * len(others)
+        texts: list[str | None] = [text, *[None] * len(others)]
         for rank in sorted(others):
             self._send(turn.number, rank, QUESTION)
         while others and self._goes_on(turn):
             for rank, (number, theirs) in self._arrived(ANSWER):
                 if number == turn.number:
-                    things[rank] = theirs
+                    texts[rank] = theirs
                     others.discard(rank)
                     self._send(number, rank, THANKS)
-        return things
+        return texts
 
-    def _answer(self, thing: Any, turn: Turn) -> list[Any]:
+    def _answer(self, text: str, turn: Turn) -> list[str | None]:
         answered: set[int] = set()
         while self._goes_on(turn) and not answered & {number for _, number in self._arrived(THANKS)}:
             for _, number in self._arrived(QUESTION):
-                self._send((number, thing), 0, ANSWER)
+                self._send((number, text), 0, ANSWER)
                 answered.add(number)
         return []
 

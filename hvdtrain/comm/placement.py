@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,10 @@ class Placement:
             raise UserError(what, f"the variables of {self.launcher}", _ONE_LAUNCHER)
 
 
+class Apart(UserError):
+    """Processes of one job that do not see each other: every one of them says the same."""
+
+
 class Launcher(NamedTuple):
     """A row of the table: the variables that a launcher gives each of its processes."""
 
@@ -35,6 +39,7 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     open_mpi: bool | None = None  # True: serves Open MPI only; False: serves any MPI but that; None: either
+    anyones: bool = False  # names that anyone may set: they count where rank and size are there both, and no other launcher said the same
 
     @property
     def variables(self) -> tuple[str, str, str, str]:
@@ -61,22 +66,30 @@ LAUNCHERS = (
     ),
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     Launcher("Hydra's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", open_mpi=False),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", anyones=True),
 )
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 NOBODY = Placement(0, 1, 0, 1, "none")
 
 _STRANGE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # ranks that would each train alone
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
+_BY_HAND = (
+    "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
+    "or unset RANK and WORLD_SIZE where they are not meant for this job"
+)
 _FIRST_TRY = {
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
     "horovodrun": "comm.engine=horovod; or ",
+    "torchrun": "comm.engine=torchdist; or ",
 }
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ... are above it
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
     """The placement that one launcher's variables tell; an incomplete or contradictory set is refused."""
-    told = [place for launcher in LAUNCHERS if (place := _told(launcher, environ))]
+    told: list[Placement] = []
+    for launcher in LAUNCHERS:
+        told += [place] if (place := _told(launcher, environ, told)) else []
     for other in told[1:]:
         if (other.rank, other.size) != (told[0].rank, told[0].size):
             one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (told[0], other))
@@ -89,15 +102,17 @@ def placement(environ: Mapping[str, str]) -> Placement:
     return place or NOBODY
 
 
-def _told(launcher: Launcher, environ: Mapping[str, str]) -> Placement | None:
+def _told(launcher: Launcher, environ: Mapping[str, str], before: Sequence[Placement]) -> Placement | None:
     """A launcher's placement, or None if it was not there. srun --mpi=pmi2 gives PMI's rank and size only: then it is srun's to tell."""
     missing = [key for key in launcher.variables if key not in environ]
-    if len(missing) == len(launcher.variables):
+    if len(missing) == len(launcher.variables) or (launcher.anyones and {launcher.rank, launcher.size} & {*missing}):
         return None
-    if missing and (step := _step(environ)) and _agrees(step, launcher, environ):
+    others = [*(before if launcher.anyones else ()), *([step] if missing and (step := _step(environ)) else [])]
+    if missing and any(_agrees(other, launcher, environ) for other in others):
         return None
     if missing:
-        raise UserError(f"{launcher.name} set some of its variables, but not {', '.join(missing)}", "the environment", _ONE_LAUNCHER)
+        what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
+        raise UserError(what, "the environment", _BY_HAND if launcher.anyones else _ONE_LAUNCHER)
     rank, size, local_rank, local_size = (_whole(environ, key) for key in launcher.variables)
     return Placement(rank, size, local_rank, local_size, launcher.name)
 
@@ -161,7 +176,7 @@ def confirm(place: Placement, binding: Binding, size: int) -> None:
         raise _apart(place, binding, "sees only itself (size 1)" if size == 1 else f"sees {size}")
 
 
-def _apart(place: Placement, binding: Binding, but: str) -> UserError:
+def _apart(place: Placement, binding: Binding, but: str) -> Apart:
     fix = _FIRST_TRY.get(place.launcher, "") + binding.fix
     what = f"{place.launcher} started {place.size} processes, but the {binding.engine} engine {but}"
-    return UserError(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)
+    return Apart(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)

@@ -40,6 +40,7 @@ class TorchLearner:
     ) -> None:
         self.config, self.model, self.optimizer, self.reducer, self.meter = config, model, optimizer, reducer, meter
         self.rank, self.size = engine.rank, engine.size
+        self.forward = torch_reduce.Forward(model, config.norm.kind == "sync") if reducer.wrapped is None else reducer.wrapped
         self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
@@ -136,10 +137,12 @@ class TorchLearner:
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """The loss to go backward from, and the sums over the batch."""
         training = self.model.training
-        if len(batch["y"]) == 0 and not (training and self.config.norm.kind == "sync"):  # its statistics are every rank's
-            nothing = torch.stack([p.sum() for p in self.parameters]).sum() * 0.0  # gradients of zero, without statistics of nothing
-            return nothing, {"loss": 0.0, "right": 0.0, "count": 0}
-        logits = self.model((batch["x"].to(self.dtype) / 255.0 - self._mean) / self._std)
+        x = (batch["x"].to(self.dtype) / 255.0 - self._mean) / self._std
+        if not len(x) and not training:
+            return x.sum(), {"loss": 0.0, "right": 0.0, "count": 0}
+        logits = self.forward(x) if training else self.model(x)
+        if logits.ndim == 0:  # of no samples: nothing to learn, from nothing to count
+            return logits, {"loss": 0.0, "right": 0.0, "count": 0}
         each = self.loss.each(logits, batch["y"], training)
         right = (logits.detach().argmax(1) == batch["y"]).sum()
         sums = {"loss": each.detach().double().sum(), "right": right.double(), "count": len(logits)}
@@ -159,7 +162,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(config, origins, named)
     meter = Meter([p for _, p in named], engine.size) if config.log.noise_scale else NoMeter()  # before the reducer: its hooks come first
-    optimizer, reducer = meet(config, origins, engine, optimizer, named)
+    optimizer, reducer = meet(config, origins, engine, optimizer, model)
     return TorchLearner(config, model, optimizer, reducer, meter, task, engine)
 
 
@@ -176,20 +179,34 @@ def check_optimizer(config: Config, origins: Origins) -> None:
     make_optimizer(config, origins, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
 
 
-def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, named: torch_reduce.Named) -> tuple[Any, torch_reduce.Reducer]:
+def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, model: torch.nn.Module) -> tuple[Any, torch_reduce.Reducer]:
     """The optimizer, wrapped where comm.reduce says so, and the reducer."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind, why = config.comm.reduce, torch_reduce.fits_horovod(optimizer, named)
     if kind == "distributed_optimizer" and (engine.name != "horovod" or why):
         why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {engine.name}"
         raise UserError(why, origins.where("comm.reduce"), "comm.reduce=auto")
+    if kind == "ddp":
+        return optimizer, _ddp(config, origins, engine, model)
     if engine.size == 1 and kind == "auto":
         return optimizer, torch_reduce.Alone(named)
     if engine.name == "horovod" and kind != "bucket" and not why:
         optimizer = torch_reduce.wrap_optimizer(optimizer, named)
         return optimizer, torch_reduce.InOptimizer(optimizer, named)
     reducer = torch_reduce.Buckets(named, engine, int(config.comm.bucket_mb * 2**20))
-    reducer.words += f": {why}" if why and kind == "auto" else ""
+    reducer.words += f": {why}" if why and kind == "auto" and engine.name == "horovod" else ""
     return optimizer, reducer
+
+
+def _ddp(config: Config, origins: Origins, engine: Engine, model: torch.nn.Module) -> torch_reduce.Reducer:
+    where, fix = origins.where("comm.reduce"), "comm.reduce=auto"
+    if engine.name != "torchdist":
+        raise UserError(f"DDP needs the torchdist engine; this is {engine.name}", where, f"comm.engine=torchdist, or {fix}")
+    if config.log.noise_scale:  # a gradient may be under way when its meter comes to read it
+        raise UserError("DDP does not show a rank's own gradients, which log.noise_scale measures", where, fix)
+    from hvdtrain.frames.torch_ddp import Ddp
+
+    return Ddp(torch_reduce.Forward(model, config.norm.kind == "sync"), config.comm.bucket_mb)
 
 
 def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.device:

@@ -20,6 +20,10 @@ class Reducer(Protocol):
 
     words: str  # for the line that tells the user
 
+    @property
+    def wrapped(self) -> torch.nn.Module | None:
+        """What a forward pass of training goes through, where that is not Forward itself."""
+
     def begin(self, passes: int) -> None:
         """A step of `passes` backward passes begins."""
 
@@ -33,6 +37,22 @@ class Reducer(Protocol):
         """The optimizer's step, with the gradients as they are now."""
 
 
+class Forward(torch.nn.Module):
+    """A model's logits, (n, classes) for n images; of none a scalar 0 whose gradients are 0, without statistics of nothing.
+
+    With `sync` the statistics are those of all ranks, so one without images calls the model too.
+    """
+
+    def __init__(self, model: torch.nn.Module, sync: bool) -> None:
+        super().__init__()
+        self.model, self._sync = model, sync
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if len(x) or self._sync:
+            return self.model(x)
+        return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+
+
 def fill_missing(parameters: list[torch.nn.Parameter]) -> None:
     """Gives a gradient of zero to each parameter that has none."""
     for p in parameters:
@@ -44,6 +64,7 @@ class Alone:
     """One rank: there is nobody to meet."""
 
     words = "no reduction"
+    wrapped = None
 
     def __init__(self, named: Named) -> None:
         self._parameters = [p for _, p in named]
@@ -65,6 +86,7 @@ class InOptimizer:
     """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for them."""
 
     words = "gradients by hvd.DistributedOptimizer"
+    wrapped = None
 
     def __init__(self, optimizer: Any, named: Named) -> None:
         self._optimizer, self._passes = optimizer, 1
@@ -92,6 +114,8 @@ class Buckets:
 
     Bucket k starts only after bucket k - 1, so that the order is the same on every rank whatever order backward takes.
     """
+
+    wrapped = None
 
     def __init__(self, named: Named, engine: Engine, bucket_bytes: int) -> None:
         self._engine = engine

@@ -21,7 +21,7 @@ from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import compose
 from hvdtrain.recipe.words import lr_words
 from hvdtrain.report.curves import Curve, draw
-from hvdtrain.run.build import build_source
+from hvdtrain.run.build import build_source, unstaged
 
 _POINTS = 2000  # of a curve
 
@@ -100,7 +100,7 @@ def _data(asked: argparse.Namespace, config: Config, origins: Origins) -> Data:
     if any(told):
         raise UserError("--samples, --image and --classes belong together", "command line of plan", f"give all three: {instead}")
     try:
-        source = build_source(config, origins, "train")
+        source = build_source(unstaged(config), origins, "train")
     except UserError as error:
         fix = f"{error.fix}; or plan without data: {instead}, say" if error.fix else f"plan without data: {instead}, say"
         raise UserError(error.what, error.where, fix) from None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain import leaf
@@ -13,27 +14,37 @@ from hvdtrain.comm.placement import Placement
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source, Split
+from hvdtrain.data.stage import near
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner, Task, momentum
 from hvdtrain.recipe.compose import compose
 from hvdtrain.recipe.contradictions import check
 from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.run.choice import choose, found_here
 
 
 def build_source(config: Config, origins: Origins, split: Split) -> Source:
     """One part of the data set; needs no engine, so that missing data is told before any rank waits for another."""
     make = leaf.load("data", config.data.name, origins.where("data.name")).build
     options = leaf.check_options(make, config.data.options, "data", origins)
-    source: Source = make(config.data.name, Path(config.data.root).expanduser() if config.data.root else None, split, **options)
+    root = Path(config.data.root).expanduser() if config.data.root else None
+    if config.data.stage is not None:
+        root, options = near(config.data.name, root, options, config.data.stage, origins.where("data.stage"))
+    source: Source = make(config.data.name, root, split, **options)
     return source
+
+
+def unstaged(config: Config) -> Config:
+    """For commands that train nothing: data are read where they are, nothing is copied."""
+    return replace(config, data=replace(config.data, stage=None))
 
 
 def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine, str]:
     """The engine, and why it is this one."""
     name, why = config.comm.engine, "as asked"
     if name == "auto":
-        name, why = _choose_engine(place)
-    engine: Engine = leaf.load("comm", name, origins.where("comm.engine")).connect(place)
+        name, why = choose(place, os.environ, found_here(config))
+    engine: Engine = leaf.load("comm", name, origins.where("comm.engine")).connect(place, config.comm)
     return engine, why
 
 
@@ -47,14 +58,6 @@ def check_batch(config: Config, origins: Origins, size: int) -> None:
         if batch < size:
             what = f"batch {batch} does not split over {size} ranks: some would have no sample"
             raise UserError(what, origins.where(key), f"{size} or more, or fewer ranks")
-
-
-def _choose_engine(place: Placement) -> tuple[str, str]:
-    if place.launcher == "none":
-        return "single", "no launcher"
-    if importlib.util.find_spec("horovod"):
-        return "horovod", f"started by {place.launcher}, Horovod is installed"
-    return "mpi", f"started by {place.launcher}, Horovod is not installed (python -m hvdtrain.launch.horovod builds it)"
 
 
 def build_task(train: Source, val: Source, origins: Origins) -> Task:

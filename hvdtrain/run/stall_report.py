@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +39,15 @@ class Report:
     @property
     def place(self) -> str:
         return f"step {self.step}, epoch {self.epoch}: {self.phase}"
+
+
+def pack(report: Report) -> str:
+    return json.dumps(asdict(report))
+
+
+def unpack(text: str) -> Report:
+    fields = json.loads(text)
+    return Report(**{**fields, "stack": tuple(fields["stack"])})
 
 
 def frames_of(thread: int) -> list[FrameType]:

@@ -16,7 +16,7 @@ from hvdtrain.config_run import GuardConfig
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.run.pulse import Pulse
 from hvdtrain.run.signals import Signals, say
-from hvdtrain.run.stall_report import Report, frames_of, is_waiting, render, render_alone, stack_of
+from hvdtrain.run.stall_report import Report, frames_of, is_waiting, pack, render, render_alone, stack_of, unpack
 
 T = TypeVar("T")
 
@@ -99,9 +99,9 @@ class Watch:
         """Rank 0 asks all ranks; the others answer, and wait for it to end the job. On a rank that cannot, its own words."""
         engine, wait_s = self._engine, min(10.0, max(3.0, limit.seconds / 30))
         wait_s += 2 * bool(self._rank)
-        everyone = self._try(lambda: engine.muster(report, wait_s) if engine else None, wait_s + 1, goes_on)
+        everyone = self._try(lambda: engine.muster(pack(report), wait_s) if engine else None, wait_s + 1, goes_on)
         if everyone:
-            return render(everyone, self._hosts, limit.seconds, limit.name)
+            return render([unpack(text) if text else None for text in everyone], self._hosts, limit.seconds, limit.name)
         if everyone is None:  # those that are behind speak before those that wait for them
             self._wait(FIRST_S * bool(self._rank) + 1.5 * FIRST_S * report.waiting, goes_on)
             return render_alone(report, limit.seconds, limit.name)
