@@ -83,13 +83,15 @@ class Job:
         launcher = [mpirun_path() or "mpirun", "-np", str(size)] if size else []
         command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        # A killed mpirun leaves its session's folder behind, and another that gets its process number later does not start over it.
+        self._sessions = tempfile.mkdtemp(prefix="hvd")
         self._start, self._limit_s, self._seen = time.monotonic(), timeout_s + 10, set[int]()
         self._process = subprocess.Popen(
             command,
             stdout=self._stdout,
             stderr=self._stderr,
             stdin=subprocess.DEVNULL,
-            env=environment(env),
+            env=environment({"TMPDIR": self._sessions, **(env or {})}),
             cwd=ROOT,
             start_new_session=True,
         )
@@ -105,6 +107,7 @@ class Job:
         self._process.wait()
         self._stdout.close()
         self._stderr.close()
+        shutil.rmtree(self._sessions, ignore_errors=True)
 
     def processes(self) -> set[int]:
         """The job's processes that are alive: those below mpirun, and those seen there before that mpirun left behind."""

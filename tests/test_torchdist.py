@@ -177,6 +177,7 @@ LONG = ["-m", "hvdtrain", "--num-gpus", "2", *DATA, "epochs=100000", "log.every_
 KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends first
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("number", "whom", "codes"),
     [
