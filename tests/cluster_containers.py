@@ -1,0 +1,210 @@
+"""Containers as a cluster has them: images by buildah from a base image of our own, podman, and the real apptainer; no registry."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from cluster_packages import need
+from filelock import FileLock
+from ranks import ROOT, Result, environment
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain-cluster"
+HOROVOD = CACHE.parent / "hvdtrain"  # Horovod's wheels
+LAYERS = 60  # of an image and of those that it replaced; then all is built anew
+BASE = "docker.io/library/debian:bookworm-slim"
+
+_STORAGE = """[storage]
+driver = "overlay"
+graphroot = "{cache}/images"
+runroot = "{cache}/running"
+"""
+# runc and the small ulimits: for machines without systemd that may not raise limits.
+_CONTAINERS = """[containers]
+netns = "host"
+utsns = "host"
+userns = "host"
+cgroups = "enabled"
+log_driver = "k8s-file"
+default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+runtime = "runc"
+"""
+# bookworm has no apptainer, so sid's runs from sid's root directory, in a mount namespace of its own. A new root, not chroot:
+# apptainer changes the propagation of "/", which must be a mount. The machine's home, /tmp, /dev/shm and names of hosts are seen there.
+_APPTAINER = """#!/bin/bash
+set -eu
+if [ -z "${HVDTRAIN_APPTAINER:-}" ]; then HVDTRAIN_APPTAINER=1 exec unshare -m --propagation private "$0" "$@"; fi
+unset HVDTRAIN_APPTAINER
+export APPTAINER_NO_PRIVS=1
+root=ROOT here=$PWD
+mount --bind "$root" "$root"
+for file in /etc/hosts /etc/resolv.conf /etc/passwd /etc/group; do mount --bind "$file" "$root$file"; done
+for folder in /proc /sys /dev /tmp /run /root /home BINDS; do
+    if [ -d "$folder" ]; then mkdir -p "$root$folder"; mount --rbind "$folder" "$root$folder"; fi
+done
+mkdir -p "$root/.old"
+cd "$root"
+pivot_root . .old
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+cd "$here"
+umount -l /.old
+exec /usr/bin/apptainer "$@"
+"""
+
+
+def run(command: Sequence[str | Path], *, timeout_s: float, cwd: Path = ROOT) -> Result:
+    """A command to its end, in the environment of these containers; 124 is the status of one that ran past timeout_s."""
+    began = time.monotonic()
+    words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
+    ran = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, env=environment(settings()), check=False)
+    return Result(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - began)
+
+
+def must(command: Sequence[str | Path], *, timeout_s: float) -> str:
+    """What a command says that must not fail."""
+    ran = run(command, timeout_s=timeout_s)
+    assert ran.returncode == 0, (
+        f"{shlex.join(map(str, command))}: {ran.returncode} after {ran.seconds:.0f} s\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+    )
+    return ran.stdout
+
+
+@functools.cache
+def settings() -> dict[str, str]:
+    """The environment variables of buildah and podman: storage of our own, no daemon, no registry."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (CACHE / "storage.conf").write_text(_STORAGE.format(cache=CACHE))
+    (CACHE / "containers.conf").write_text(_CONTAINERS)
+    conf = {"CONTAINERS_STORAGE_CONF": str(CACHE / "storage.conf"), "CONTAINERS_CONF": str(CACHE / "containers.conf")}
+    return {**conf, "BUILDAH_ISOLATION": "chroot"}
+
+
+def need_podman() -> None:
+    """Skips, with the reason, where images cannot be built."""
+    if os.geteuid():
+        pytest.skip("needs root: a base image is made by mmdebstrap, and apptainer runs from a root directory of its own")
+    need("buildah", "podman", "runc", "mmdebstrap")
+
+
+@functools.cache
+def image(target: str) -> str:
+    """The name of the image that the Containerfile makes for a target; layers that did not change are those of the run before."""
+    need_podman()
+    name = f"localhost/hvdtrain-{target}"
+    below = [] if target == "runtime" else ["--build-context", f"runtime=container-image://{image('runtime')}"]  # not built twice
+    HOROVOD.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "images.lock"):
+        if len(must(["buildah", "images", "--all", "--quiet"], timeout_s=60).split()) > LAYERS:
+            must(["buildah", "rmi", "--all", "--force"], timeout_s=300)
+        _base_image()
+        pip = _pip_mounts()
+        words = [
+            "--layers",
+            "--pull-never",
+            "--network=host",
+            *(f"--volume={mount}" for mount in (*pip, f"{HOROVOD}:/root/.cache/hvdtrain")),
+        ]
+        # A machine with pip settings of its own has its own place for torch.
+        arguments = [f"--build-arg=BASE={BASE}", *(["--build-arg=TORCH_INDEX="] if pip else [])]
+        must(["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT], timeout_s=900)
+    return name
+
+
+def _base_image() -> None:
+    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive."""
+    if run(["podman", "image", "exists", BASE], timeout_s=60).returncode:
+        tar = CACHE / "base.tar"
+        must(["mmdebstrap", "--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "bookworm", tar], timeout_s=300)
+        must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE], timeout_s=120)
+        tar.unlink()
+
+
+def _pip_mounts() -> list[str]:
+    """This machine's own pip settings as bind mounts for a build: nothing of them is written into an image."""
+    options: dict[str, str] = {}
+    for line in must([sys.executable, "-m", "pip", "config", "list"], timeout_s=60).splitlines():
+        key, _, value = line.partition("=")
+        options[key.rpartition(".")[2].removeprefix("default-")] = str(ast.literal_eval(value))  # variables come after the files, and win
+    kept = {key: value for key, value in options.items() if key in ("index-url", "extra-index-url", "find-links", "proxy", "timeout")}
+    mounts = {f"{folder}:{folder}:ro" for value in kept.values() for word in value.split() if (folder := _folder(word))}
+    if certificates := options.get("cert") or os.environ.get("REQUESTS_CA_BUNDLE"):
+        shutil.copy(certificates, CACHE / "pip-cert.pem")
+        kept["cert"] = "/run/pip-cert.pem"
+        mounts.add(f"{CACHE / 'pip-cert.pem'}:/run/pip-cert.pem:ro")
+    if not kept:
+        return []
+    (CACHE / "pip.conf").write_text("\n".join(["[global]", *(f"{key} = {value}" for key, value in kept.items())]) + "\n")
+    return [f"{CACHE / 'pip.conf'}:/etc/pip.conf:ro", *sorted(mounts)]
+
+
+def _folder(word: str) -> str | None:
+    """The folder on this machine that a place of packages means; an index by its parent, because its pages point beside it."""
+    path = unquote(urlsplit(word).path) if word.startswith("file:") else word
+    if not path.startswith("/") or not Path(path).exists():
+        return None
+    return str(Path(path).parent) if Path(path).name == "simple" else path
+
+
+@functools.cache
+def apptainer() -> Path:
+    """The real apptainer: this machine's, or a wrapper that runs Debian sid's."""
+    if found := shutil.which("apptainer"):
+        return Path(found)
+    need_podman()
+    root, program = CACHE / "apptainer-root", CACHE / "bin" / "apptainer"
+    with FileLock(CACHE / "apptainer.lock"):
+        if not (root / "usr/bin/apptainer").exists():
+            _sid(root)
+        program.parent.mkdir(exist_ok=True)
+        # Folders of the test run, where a site keeps them elsewhere than under /tmp and /root.
+        binds = " ".join(sorted({str(Path(path)) for path in (f"/{ROOT.parts[1]}", f"/{Path(sys.prefix).resolve().parts[1]}")}))
+        program.write_text(_APPTAINER.replace("ROOT", shlex.quote(str(root))).replace("BINDS", binds))
+        program.chmod(0o755)
+    return program
+
+
+def _sid(root: Path) -> None:
+    """A root directory with Debian sid's apptainer; a reason to skip where the archive does not give it."""
+    shutil.rmtree(root, ignore_errors=True)
+    fresh = root.with_suffix(".fresh")
+    shutil.rmtree(fresh, ignore_errors=True)
+    unchecked = ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=Acquire::Check-Date false"]  # a mirror may be behind
+    words = ["--quiet", "--variant=apt", "--mode=root", *unchecked, "--include=apptainer,ca-certificates,mount"]
+    ran = run(["mmdebstrap", *words, "sid", fresh], timeout_s=300)
+    if ran.returncode:
+        pytest.skip(f"mmdebstrap could not get apptainer from Debian sid: {ran.stderr.strip()[-500:]}")
+    for name in ("localtime", "hosts", "resolv.conf"):  # what is mounted over them has to find them
+        (fresh / "etc" / name).touch()
+    fresh.rename(root)
+
+
+@functools.cache
+def sif(target: str) -> Path:
+    """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is another."""
+    name, program = image(target), apptainer()
+    identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name], timeout_s=60).strip()
+    path = CACHE / f"hvdtrain-{target}-{identity[:12]}.sif"
+    with FileLock(CACHE / "sif.lock"):
+        if not path.exists():
+            for old in CACHE.glob(f"hvdtrain-{target}-*.sif"):
+                old.unlink()
+            archive, fresh = CACHE / "archive.tar", path.with_suffix(".fresh")
+            must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"], timeout_s=300)
+            fast = ["--force", "--mksquashfs-args", "-comp lz4"]
+            must([program, "build", *fast, "--build-arg", f"ARCHIVE={archive}", fresh, ROOT / "jobs/hvdtrain.def"], timeout_s=600)
+            archive.unlink()
+            fresh.rename(path)
+    return path

@@ -1,0 +1,178 @@
+"""A real SLURM on two hosts: the batch script to its end through a signal and a requeue, scancel, and which srun starts one job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_hosts import Hosts
+from cluster_slurm import Slurm
+from faults import ENV, events, outcome
+from ranks import ROOT, needs_mpirun
+from test_cluster_hosts import ENGINES, PROBE
+
+from hvdtrain.errors import REQUEUE, USER
+
+pytestmark = [pytest.mark.cluster, needs_mpirun]
+SHARES = ("-N2", "--ntasks-per-node=2")
+WRAPPER = "jobs/srun-wrapper.sh"
+
+# 720 steps; with pass_s=0.05 they take 40 s, and hardly any processor time
+DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=960", "data.val_samples=32", "batch.size=16", "batch.evaluate=8"]
+JOB = [
+    *DATA,
+    "model.name=trouble:Trouble",
+    "comm.engine=mpi",
+    "optim.name=adam",
+    "optim.base_lr=0.002",
+    "epochs=12",
+    "guard.equal_steps=50",
+]
+STEPS = 720
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with Hosts(2) as hosts, Slurm(hosts) as made:
+        yield made
+
+
+def submit(slurm: Slurm, tmp_path: Path, options: list[str], words: list[str]) -> str:
+    """The number of a batch job whose run folder is tmp_path/run and whose output is tmp_path/log."""
+    env = {**ENV, "PYTHON": sys.executable, "RUN": str(tmp_path / "run"), "RESTARTS": "6"}
+    command = ["sbatch", "--parsable", *SHARES, f"--output={tmp_path}/log", *options, "jobs/slurm.sbatch", *words]
+    return slurm.must(*command, env=env)
+
+
+def state(slurm: Slurm, number: str, wanted: set[str], limit_s: float) -> dict[str, str]:
+    """The job, once it is in one of these states. A requeued one does not wait until its credentials have expired."""
+    end_s = time.monotonic() + limit_s
+    while (job := slurm.job(number))["JobState"] not in wanted:
+        assert time.monotonic() < end_s, job
+        if job["JobState"] == "PENDING" and job["Restarts"] != "0":
+            slurm.run("scontrol", "update", f"jobid={number}", "starttime=now")
+        time.sleep(0.3)
+    return job
+
+
+def tasks(slurm: Slurm) -> set[int]:
+    """What runs on the hosts beside the daemons."""
+    assert slurm.hosts
+    return {pid for pid in slurm.hosts.pids() if not name_of(pid).startswith(("slurmctld", "slurmd", "slurmscriptd", "munged"))}
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "munged"  # gone by now
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
+    """Each rank knows its host, its place there, and all others."""
+    table = slurm.must("srun", "--mpi=pmix", *SHARES, WRAPPER, sys.executable, "-c", PROBE, engine, timeout_s=120)
+    assert table == str([[f"n{1 + rank // 2}", rank % 2, 2, [1111.0]] for rank in range(4)]).replace("'", '"')
+
+
+def test_srun_without_pmi(slurm: Slurm) -> None:
+    """Four jobs of one rank are refused, by name; torchdist needs no MPI."""
+    ran = slurm.run("srun", "--mpi=none", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, "run=/nonexistent/run")
+    assert ran.returncode == USER, ran
+    assert "srun started 4 processes, but the mpi engine sees only itself (size 1)" in ran.stderr and "fix: srun --mpi=pmix" in ran.stderr
+    table = slurm.must("srun", "--mpi=none", *SHARES, sys.executable, "-c", PROBE, "torchdist")
+    assert table.count("1111.0") == 4
+
+
+def test_pmi_is_picked(slurm: Slurm) -> None:
+    assert slurm.must(WRAPPER, "--pmi", env={"PYTHON": sys.executable}) == "pmix"
+    assert slurm.must(WRAPPER, "--pmi", env={"PYTHON": "/bin/false"}) == "none"  # no mpi4py
+
+
+def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:
+    """SLURM's own signal before the time limit stops the job, which queues again, and goes on to the end of a job that nobody stopped."""
+    straight = tmp_path / "straight"
+    slurm.must("srun", "--mpi=pmix", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, f"run={straight}", env=ENV, timeout_s=90)
+    number = submit(slurm, tmp_path, ["--time=1", "--signal=USR2@15"], [*JOB, "model.pass_s=0.05"])
+    job = state(slurm, number, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 200)
+    log, told = (tmp_path / "log").read_text(), events(tmp_path / "run")
+    print(log)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
+    stops = [(event["reason"], event["step"]) for event in told if event["kind"] == "stop"]
+    starts = [event["step"] for event in told if event["kind"] == "start"]
+    assert stops and {reason for reason, _ in stops} == {"SIGUSR2"} and int(job["Restarts"]) >= len(stops), (stops, job)
+    assert starts == [0, *(step for _, step in stops)] and 0 < starts[1] < STEPS
+    assert all(event["hosts"] == ["n1", "n2"] for event in told if event["kind"] == "start")
+    assert outcome(tmp_path / "run") == outcome(straight)
+    assert re.search(r"^0: run folder: ", log, re.MULTILINE) and not tasks(slurm)
+
+
+def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    number = submit(slurm, tmp_path, ["--time=5"], [*JOB, "model.pass_s=0.05"])
+    end_s = time.monotonic() + 60
+    while not events(tmp_path / "run"):
+        assert time.monotonic() < end_s, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    assert len(tasks(slurm)) >= 4
+    slurm.must("scancel", number)
+    since_s = time.monotonic()
+    while left := tasks(slurm):
+        assert time.monotonic() < since_s + 15, [name_of(pid) for pid in left]
+        time.sleep(0.1)
+    print(f"all gone {time.monotonic() - since_s:.1f} s after scancel")
+    job = state(slurm, number, {"CANCELLED"}, 20)
+    assert job["Restarts"] == "0", job
+
+
+def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
+    """The last stop ends the job with 75, and says how it goes on."""
+    words = [*DATA, "comm.engine=mpi", "frame=numpy", "model.name=linear", "--max-time", "3", "epochs=9000"]
+    job = state(slurm, submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], words), {"FAILED", "COMPLETED"}, 60)
+    log = (tmp_path / "log").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{REQUEUE}:0"), log
+    assert f"the same command with RUN={tmp_path}/run goes on" in log and events(tmp_path / "run")[-1]["kind"] == "stop", log
+
+
+def test_nodes_on_loopback() -> None:
+    """Without hosts of their own the two nodes are one machine to MPI."""
+    with Slurm(None) as slurm:
+        table = slurm.must("srun", "--mpi=pmix", *SHARES, sys.executable, "-c", PROBE, "mpi")
+    assert table.count("1111.0") == 4
+
+
+@pytest.mark.parametrize(
+    ("env", "gpu"),
+    [
+        ({"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "4,5"}, "5"),
+        ({"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "7"}, "7"),
+        ({"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_PER_TASK": "2"}, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3"),
+    ],
+)
+def test_wrapper_pins_a_gpu(env: dict[str, str], gpu: str) -> None:
+    words = [WRAPPER, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    assert subprocess.run(words, env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == gpu
+
+
+def test_wrapper_pins_cores() -> None:
+    """Each of two ranks gets half of the cores, where the job has all of them and SLURM pinned nothing."""
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < 2:
+        pytest.skip("one core")
+    words = [WRAPPER, sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
+
+    def cores(**env: str) -> list[int]:
+        there = {**os.environ, "SLURM_CPUS_ON_NODE": str(len(mine)), "SLURM_STEP_TASKS_PER_NODE": "2(x2)", **env}
+        done = subprocess.run(words, env=there, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [int(core) for core in done.stdout.split()]
+
+    half = len(mine) // 2
+    assert cores(SLURM_LOCALID="0") == mine[:half] and cores(SLURM_LOCALID="1") == mine[half : 2 * half]
+    assert cores(SLURM_LOCALID="1", SLURM_CPU_BIND_TYPE="mask_cpu:") == mine  # SLURM did
+    assert cores(SLURM_LOCALID="1", SLURM_CPUS_ON_NODE="1") == mine  # others may be here
