@@ -19,7 +19,7 @@ def test_every_name_loads() -> None:
     for folder in ("data", "models", "optim", "frames"):
         for name in leaf.files(folder):
             assert callable(leaf.load(folder, name, "here").build)
-    assert set(leaf.files("comm")) == {"single", "mpi", "horovod"}
+    assert set(leaf.files("comm")) == {"single", "mpi", "horovod", "torchdist"}
 
 
 def test_known_names() -> None:

@@ -172,9 +172,9 @@ WORDS = {
 def walk(name, ranks, engine):
     shapes = ((3, 4), (5,), (2, 3, 2))
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
-    named = [(str(i), p) for i, p in enumerate(some)]
+    model = torch.nn.ParameterList(some)
     config, origins = configure(None, [f"optim.name={name}", *WORDS[name]])
-    made, reducer = on_torch.meet(config, origins, engine, on_torch.make_optimizer(config, origins, named), named)
+    made, reducer = on_torch.meet(config, origins, engine, on_torch.make_optimizer(config, origins, list(model.named_parameters())), model)
     o.fill_slots(made)
     for step in range(6):
         o.set_hyper(made, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
