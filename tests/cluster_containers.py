@@ -106,10 +106,8 @@ def image(target: str) -> str:
     name = f"localhost/hvdtrain-{target}"
     below = [] if target == "runtime" else ["--build-context", f"runtime=container-image://{image('runtime')}"]  # not built twice
     HOROVOD.mkdir(parents=True, exist_ok=True)
+    _base_image()
     with FileLock(CACHE / "images.lock"):
-        if len(must(["buildah", "images", "--all", "--quiet"], timeout_s=60).split()) > LAYERS:
-            must(["buildah", "rmi", "--all", "--force"], timeout_s=300)
-        _base_image()
         pip = _pip_mounts()
         words = [
             "--layers",
@@ -123,13 +121,18 @@ def image(target: str) -> str:
     return name
 
 
+@functools.cache
 def _base_image() -> None:
-    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive."""
-    if run(["podman", "image", "exists", BASE], timeout_s=60).returncode:
-        tar = CACHE / "base.tar"
-        must(["mmdebstrap", "--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "bookworm", tar], timeout_s=300)
-        must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE], timeout_s=120)
-        tar.unlink()
+    """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive. Before that, too many images are thrown away."""
+    with FileLock(CACHE / "images.lock"):
+        if len(must(["buildah", "images", "--all", "--quiet"], timeout_s=60).split()) > LAYERS:
+            must(["buildah", "rmi", "--all", "--force"], timeout_s=300)
+        if run(["podman", "image", "exists", BASE], timeout_s=60).returncode:
+            tar = CACHE / "base.tar"
+            words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "bookworm", tar]
+            must(["mmdebstrap", *words], timeout_s=300)
+            must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE], timeout_s=120)
+            tar.unlink()
 
 
 def _pip_mounts() -> list[str]:

@@ -98,6 +98,10 @@ class Slurm:
         """What `scontrol show job` says: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.must("scontrol", "show", "job", number)))
 
+    def logs(self) -> str:
+        """The last lines of every daemon, for a test that fails."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log")))
+
     def _start(self) -> None:
         (self.folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge.key").chmod(0o600)
@@ -112,7 +116,7 @@ class Slurm:
             self._daemon(node, "slurmd", "-N", node)
         end_s = time.monotonic() + START_S
         while self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() != str(len(self.nodes)):
-            assert time.monotonic() < end_s, f"no idle nodes: {[path.read_text()[-2000:] for path in self.folder.glob('*.log')]}"
+            assert time.monotonic() < end_s, f"no idle nodes: {self.logs()}"
             time.sleep(0.05)
 
     def _conf(self) -> str:

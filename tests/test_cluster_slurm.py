@@ -17,7 +17,7 @@ from faults import ENV, events, outcome
 from ranks import ROOT, needs_mpirun
 from test_cluster_hosts import ENGINES, PROBE
 
-from hvdtrain.errors import REQUEUE, USER
+from hvdtrain.errors import REQUEUE, STALLED, USER
 
 pytestmark = [pytest.mark.cluster, needs_mpirun]
 SHARES = ("-N2", "--ntasks-per-node=2")
@@ -35,6 +35,7 @@ JOB = [
     "guard.equal_steps=50",
 ]
 STEPS = 720
+KILLED_BY_TIMEOUT = 124
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +52,16 @@ def submit(slurm: Slurm, tmp_path: Path, options: list[str], words: list[str]) -
 
 
 def state(slurm: Slurm, number: str, wanted: set[str], limit_s: float) -> dict[str, str]:
-    """The job, once it is in one of these states. A requeued one does not wait until its credentials have expired."""
-    end_s = time.monotonic() + limit_s
+    """The job, once it is in one of these states.
+
+    A requeued one waits for 2 s, not for the 20 that its credentials last: a node does not start a job in the second that ended it.
+    """
+    end_s, pending_s = time.monotonic() + limit_s, 0.0
     while (job := slurm.job(number))["JobState"] not in wanted:
         assert time.monotonic() < end_s, job
-        if job["JobState"] == "PENDING" and job["Restarts"] != "0":
+        if job["JobState"] != "PENDING" or job["Restarts"] == "0":
+            pending_s = time.monotonic()
+        elif time.monotonic() > pending_s + 2.0:
             slurm.run("scontrol", "update", f"jobid={number}", "starttime=now")
         time.sleep(0.3)
     return job
@@ -67,6 +73,15 @@ def tasks(slurm: Slurm) -> set[int]:
     return {pid for pid in slurm.hosts.pids() if not name_of(pid).startswith(("slurmctld", "slurmd", "slurmscriptd", "munged"))}
 
 
+def emptied(slurm: Slurm) -> float:
+    """Seconds until nothing runs on the hosts beside the daemons."""
+    since_s = time.monotonic()
+    while left := tasks(slurm):
+        assert time.monotonic() < since_s + 15, [name_of(pid) for pid in left]
+        time.sleep(0.1)
+    return time.monotonic() - since_s
+
+
 def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
@@ -76,9 +91,28 @@ def name_of(pid: int) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
-    """Each rank knows its host, its place there, and all others."""
-    table = slurm.must("srun", "--mpi=pmix", *SHARES, WRAPPER, sys.executable, "-c", PROBE, engine, timeout_s=120)
-    assert table == str([[f"n{1 + rank // 2}", rank % 2, 2, [1111.0]] for rank in range(4)]).replace("'", '"')
+    """Each rank knows its host, its place there, and all others.
+
+    Of Horovod's starts under this SLURM 22.05 with Open MPI 5.0.11 about 1 in 20 hangs in MPI_Comm_dup (docs/clusters.md); guard.start_s
+    ends such a job, as the next test shows. Here a start that hung is made again, twice at most; any other failure is one.
+    """
+    words = ["srun", "--mpi=pmix", *SHARES, WRAPPER, sys.executable, "-c", PROBE, engine]
+    for _ in range(3):
+        if (ran := slurm.run(*words, timeout_s=30)).returncode != KILLED_BY_TIMEOUT:
+            break
+        print(f"{engine}: a start that hung")
+    assert ran.returncode == 0, ran
+    assert ran.stdout.strip() == str([[f"n{1 + rank // 2}", rank % 2, 2, [1111.0]] for rank in range(4)]).replace("'", '"')
+
+
+def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
+    """One rank never gets to MPI: the others end after guard.start_s, and srun with them."""
+    late = 'if [ "$SLURM_PROCID" = 3 ]; then exec sleep 1000; else exec "$@"; fi'
+    words = [sys.executable, "-m", "hvdtrain", *JOB, "guard.start_s=4", f"run={tmp_path / 'run'}"]
+    ran = slurm.run("srun", "--mpi=pmix", "--kill-on-bad-exit=1", *SHARES, "sh", "-c", late, "sh", *words, timeout_s=40)
+    assert ran.returncode != KILLED_BY_TIMEOUT and "no progress for 4 s (guard.start_s)" in ran.stderr, ran
+    assert f"exit code {STALLED}" in ran.stderr
+    emptied(slurm)
 
 
 def test_srun_without_pmi(slurm: Slurm) -> None:
@@ -103,7 +137,7 @@ def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:
     job = state(slurm, number, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 200)
     log, told = (tmp_path / "log").read_text(), events(tmp_path / "run")
     print(log)
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log + slurm.logs()
     stops = [(event["reason"], event["step"]) for event in told if event["kind"] == "stop"]
     starts = [event["step"] for event in told if event["kind"] == "start"]
     assert stops and {reason for reason, _ in stops} == {"SIGUSR2"} and int(job["Restarts"]) >= len(stops), (stops, job)
@@ -121,11 +155,7 @@ def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
         time.sleep(0.1)
     assert len(tasks(slurm)) >= 4
     slurm.must("scancel", number)
-    since_s = time.monotonic()
-    while left := tasks(slurm):
-        assert time.monotonic() < since_s + 15, [name_of(pid) for pid in left]
-        time.sleep(0.1)
-    print(f"all gone {time.monotonic() - since_s:.1f} s after scancel")
+    print(f"all gone {emptied(slurm):.1f} s after scancel")
     job = state(slurm, number, {"CANCELLED"}, 20)
     assert job["Restarts"] == "0", job
 

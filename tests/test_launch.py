@@ -222,7 +222,9 @@ def test_from_words_to_the_command(bare: Path, capsys: pytest.CaptureFixture[str
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     python, run = f"{bare}/python", f"{bare}/mpirun"
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    for name in [name for name in os.environ if name.startswith(("OMP_", "KMP_", "HOROVOD_", "PYTHON", "VIRTUAL_ENV", "LD_LIB", "XDG_", "HVD"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("OMP_", "KMP_", "HOROVOD_", "PYTHON", "VIRTUAL_ENV", "LD_LIB", "XDG_", "HVD"))
+    ]:
         monkeypatch.delenv(name)
     words = composed(capsys, "-H", "n1:4,n2:4", "--", "data.root=/a b", "run=x;y")
     tail = [python, "-m", "hvdtrain", "data.root=/a b", "run=x;y"]

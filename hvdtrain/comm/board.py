@@ -25,7 +25,8 @@ class Board:
         """`connection` opens one more torch.distributed.TCPStore, with this job's prefix."""
         self._connection, self._rank, self._size = connection, rank, size
         self._newest, self._closed = 0, False
-        threading.Thread(target=self._heed, args=(connection(),), name="abort", daemon=True).start()
+        self._thread = threading.Thread(target=self._heed, args=(connection(),), name="abort", daemon=True)
+        self._thread.start()
 
     def gather(self, text: str, wait_s: float) -> list[str | None] | None:
         """As Engine.muster."""
@@ -72,21 +73,31 @@ class Board:
             time.sleep(POLL_S)
 
     def close(self, wait_s: float) -> None:
-        """Every rank calls it; rank 0, which may keep the store, leaves last."""
-        self._closed = True
+        """Every rank calls it. Nobody leaves with a thread that waits on the store, and rank 0, which may keep it, leaves last."""
+        self._closed, end_s = True, time.monotonic() + wait_s
         with contextlib.suppress(RuntimeError):
-            store, end_s = self._connection(), time.monotonic() + wait_s
-            store.add("left", 1)
-            while self._rank == 0 and store.add("left", 0) < self._size and time.monotonic() < end_s:
-                time.sleep(0.01)
+            store = self._connection()
+            store.add("closing", 1)
+            if self._rank == 0:
+                self._await(store, "closing", end_s)
+                store.set("abort", "0")  # wakes every rank's thread
+            self._thread.join(max(0.0, end_s - time.monotonic()))
+            store.add("closed", 1)
+            if self._rank == 0:
+                self._await(store, "closed", end_s)
+
+    def _await(self, store: Any, count: str, end_s: float) -> None:
+        """Until every rank has added one to this count."""
+        while store.add(count, 0) < self._size and time.monotonic() < end_s:
+            time.sleep(0.01)
 
     def _heed(self, store: Any) -> None:
-        """In a thread, asleep until somebody aborts, or the store is gone with the rank that kept it."""
+        """In a thread, asleep until somebody aborts, all ranks close, or the store is gone with the rank that kept it."""
         try:
             store.wait(["abort"], _FOREVER)
             code = int(store.get("abort"))
         except RuntimeError:
-            time.sleep(GRACE_S)
+            time.sleep(0.0 if self._closed else GRACE_S)
             code = LOST
         if self._closed:
             return
