@@ -91,6 +91,7 @@ def test_a_surrounding_make_does_not_reach_the_build() -> None:
     [
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "openmpi-5.0.11"),
         ("mpirun (Open MPI) 4.1.7rc1\n", "openmpi-4.1.7rc1"),
+        ("mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi-4.1.4"),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005 (id: 74c4a23)\n", "intelmpi-2021.11"),
         ("HYDRA build details:\n    Version:                                 4.2.0\n    Release Date: Fri\n", "mpich-4.2.0"),
         ("", "mpi-e3b0c442"),
@@ -159,6 +160,18 @@ time.sleep(600)"""
     while not gone(child) and time.monotonic() < began + 20:
         time.sleep(0.1)
     assert gone(child)
+
+
+def test_a_start_that_hangs_is_made_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(horovod_proof, "LIMIT_S", 1)
+    mpirun, mark = tmp_path / "mpirun", tmp_path / "mark"
+    mpirun.write_text(f"#!/bin/sh\n[ -e {mark} ] || {{ touch {mark}; exec sleep 600; }}\necho proved on rank 0; echo proved on rank 1\n")
+    mpirun.chmod(0o755)
+    assert horovod_proof.prove(mpirun, mpi_inside=False).startswith("proved in ")
+    assert "no end after 1 s" in (said := capsys.readouterr().err) and said.endswith("once more\n")
+    mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(UserError, match="no end after 1 s"):
+        horovod_proof.prove(mpirun, mpi_inside=False)
 
 
 def test_a_users_environment_wins_in_the_proof() -> None:

@@ -85,7 +85,7 @@ def installed_version(package: str) -> str | None:
 
 def mpi_name(version_output: str) -> str:
     """Which MPI, from the output of `mpirun --version`: openmpi-5.0.11, intelmpi-2021.11, mpich-4.2.0."""
-    makers = (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("Intel", "intelmpi"), ("HYDRA", "mpich"))
+    makers = (("Open MPI", "openmpi"), ("Open RTE", "openmpi"), ("OpenRTE", "openmpi"), ("Intel", "intelmpi"), ("HYDRA", "mpich"))
     maker = next((name for sign, name in makers if sign in version_output), "mpi")
     number = re.search(r"\d+\.\d+(\.\d+)*\w*", version_output)
     return f"{maker}-{number[0] if number else hashlib.sha256(version_output.encode()).hexdigest()[:8]}"
