@@ -144,6 +144,10 @@ def _fail(text: str, code: int, engine: Engine | None) -> int:
         time.sleep(LAST_WORDS_S)
         signal.alarm(END_S)
         engine.abort(code)
+    if engine is None and "mpi4py.MPI" in sys.modules:
+        from hvdtrain.comm.mpi import abort_if_started
+
+        abort_if_started(code)
     return code
 
 

@@ -112,7 +112,7 @@ def read_word(word: str) -> Assignment:
     try:
         as_text = takes_text(check_key(key))
         value = check_text(text) if as_text and text != "null" else value_of(compose(text), as_text)
-        return Assignment(key, None if value == "" else value, COMMAND_LINE)
+        return Assignment(key, None if value == "" and key != "data.stage" else value, COMMAND_LINE)  # data.stage=$UNSET is told
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(
             f"cannot read the value of '{short(word)}': {first_line(error)}", "command line", "quote it for the shell"

@@ -2,6 +2,7 @@
 # hvdtrain on PBS (OpenPBS, PBS Pro, Torque), from the folder that holds jobs/; qsub takes no words for the job, so WORDS has them:
 #   WORDS="--config configs/cifar10.yaml data.root=/scratch/data" MAX_TIME=3.9h qsub -v WORDS,MAX_TIME -l walltime=4:00:00 jobs/pbs.sh
 # Before MAX_TIME is over, and on `qsig -s USR2 JOB`, it writes a checkpoint and submits itself again. `qdel` ends it without one.
+# qsub's own options are not known in here: say them in QSUB too (QSUB="-q long -l walltime=4:00:00"), or below, for the next submission.
 #PBS -N hvdtrain
 #PBS -l select=2:ncpus=4:mpiprocs=4
 #PBS -l walltime=04:00:00
@@ -15,7 +16,8 @@ MAX_TIME=${MAX_TIME:-}                      # a little less than the walltime; P
 RESTARTS=${RESTARTS:-50}                    # that are left
 CONTAINER=${CONTAINER:-}                    # an image: the ranks run inside it
 WORDS=${WORDS:-}                            # without spaces inside of a word
-export PYTHON RUN MAX_TIME RESTARTS CONTAINER WORDS
+QSUB=${QSUB:-}                              # qsub's options for the next submission
+export PYTHON RUN MAX_TIME RESTARTS CONTAINER WORDS QSUB
 
 # Open MPI notices a dead node after time + probes x intvl seconds; without these after 8 minutes, or not before TCP does.
 export PRTE_MCA_oob_tcp_keepalive_time=${PRTE_MCA_oob_tcp_keepalive_time:-30}
@@ -23,6 +25,13 @@ export PRTE_MCA_oob_tcp_keepalive_intvl=${PRTE_MCA_oob_tcp_keepalive_intvl:-10}
 export PRTE_MCA_oob_tcp_keepalive_probes=${PRTE_MCA_oob_tcp_keepalive_probes:-3}
 
 read -ra words <<<"$WORDS" || true
+read -ra options <<<"$QSUB" || true
+for word in "${words[@]}" "$@"; do
+    if [[ $word == run=* ]]; then
+        echo "pbs.sh: the run folder is RUN=${word#run=}, not a word of WORDS" >&2
+        exit 2
+    fi
+done
 [[ -z $MAX_TIME ]] || words+=(--max-time "$MAX_TIME")
 "$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- run="$RUN" "${words[@]}" "$@" &
 launcher=$!
@@ -39,6 +48,6 @@ if ((code == 0)) && ! tail -n 1 "$RUN/events.jsonl" | grep -q '"kind": "end"'; t
     code=84
 fi
 if ((code == 75 || code == 84)) && ((RESTARTS > 0)); then
-    RESTARTS=$((RESTARTS - 1)) qsub -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,WORDS jobs/pbs.sh
+    RESTARTS=$((RESTARTS - 1)) qsub "${options[@]}" -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,WORDS,QSUB jobs/pbs.sh
 fi
 exit "$code"

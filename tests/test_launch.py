@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from ranks import ROOT as PROJECT
 from ranks import environment, mpirun_path, needs_mpirun
 
 from hvdtrain.errors import UserError
@@ -151,6 +152,7 @@ def test_hosts_in_every_notation() -> None:
     assert read_hosts("n1:4,n2:4") == EVEN
     assert read_hosts("n1, n2.site-a:2,n1") == (Host("n1", 2), Host("n2.site-a", 2))
     assert read_hostfile(["# ours", "n1 slots=4 max_slots=8", "", "n2:4 # the other"], "F") == EVEN
+    assert read_hostfile(["n1 slots = 4", "n2 slots= 4"], "F") == EVEN
     assert read_hostfile(["n1", "n1", "n1", "n2"], "F") == UNEVEN  # $PBS_NODEFILE
 
 
@@ -350,3 +352,10 @@ def test_it_runs_and_its_exit_code_is_the_jobs(tmp_path: Path) -> None:
     assert done.stderr.startswith(str(mpirun_path()))
     assert f"-m hvdtrain {run}" in done.stderr.splitlines()[0]
     assert really(["-np", "2", "--", "bach.size=1"]).returncode == 2
+
+
+def test_pbs_script_has_its_run_folder_in_run(tmp_path: Path) -> None:
+    """It looks there for the end of the job: run= among the words would make every end look like a lost node."""
+    env = {**os.environ, "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "WORDS": "epochs=1 run=mine"}
+    done = subprocess.run(["bash", str(PROJECT / "jobs/pbs.sh")], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not a word of WORDS\n")

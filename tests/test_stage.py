@@ -234,6 +234,7 @@ def test_a_stage_folder_that_is_no_good(root: Path, tmp_path: Path) -> None:
     own = tmp_path / "disk" / f"hvdtrain-{os.geteuid()}"
     for folder, says in {
         str(tmp_path / "no/such"): "cannot stage data on .*: .*No such file",
+        "": r"data.stage is empty\n.*\n  fix: a folder on a disk of each node .is the variable set here.., or data.stage=null",
         "$TMPDIR/x": r"no variable is looked up in \$TMPDIR/x\n.*\n  fix: let the shell write it out",
         str(root / "part0"): "lies inside the data themselves",
         "~nobodyhere/x": "cannot find the folder ~nobodyhere/x",

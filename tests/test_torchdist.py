@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import Job, python
+from ranks import Job, mpirun, needs_mpirun, python
 
 from hvdtrain import errors
 from hvdtrain.comm.meeting import (
@@ -18,6 +19,8 @@ from hvdtrain.comm.meeting import (
     PORTS,
     Meeting,
     address_among,
+    address_here,
+    host_to_call,
     hosts_of,
     interface_of,
     listen,
@@ -27,6 +30,7 @@ from hvdtrain.comm.meeting import (
 )
 from hvdtrain.comm.placement import NOBODY, Placement
 from hvdtrain.errors import UserError
+from hvdtrain.frames.torch_device import shared_gpu
 from hvdtrain.launch.hand import Nodes, gpus, take
 from hvdtrain.run.choice import Found, choose
 
@@ -98,6 +102,25 @@ def test_rank_0_listens_on_one_address_only() -> None:
             listen(Meeting(LOOPBACK, port), one_host=True)
     with pytest.raises(UserError, match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it"):
         listen(Meeting(LOOPBACK, 0), one_host=False)
+
+
+def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
+    routes = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}  # from n1 to there: by which of its own addresses
+    monkeypatch.setattr("hvdtrain.comm.meeting.own_address", routes.get)
+    by_name, alone = Meeting("n1", 4000, "n2"), Meeting("n1", 4000)
+    assert address_here(by_name, False) == "10.0.0.1" and host_to_call(by_name, False) == "10.0.0.1"
+    assert address_here(by_name, True) == LOOPBACK and host_to_call(by_name, True) == "n1"
+    assert address_here(Meeting("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
+    assert address_here(alone, False) is None and host_to_call(alone, False) == "n1"
+    assert host_to_call(alone._replace(hosted=True), False) == "n1"
+    with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
+        listen(alone, one_host=False)
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    assert shared_gpu([("n1", "a"), ("n1", "b"), ("n2", "a"), ("n2", None), ("n2", None)]) == ""
+    assert shared_gpu([("n1", "a"), ("n1", "b"), ("n1", "a")]) == "ranks 0, 2 on n1 train on one GPU"
 
 
 def test_what_auto_means() -> None:
@@ -236,3 +259,14 @@ def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
     )
     assert result.returncode == errors.USER, result
     assert "no loss reaches" in result.stderr and "comm.reduce=auto" in result.stderr
+
+
+@needs_mpirun
+def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
+    """MPI runs by then, and would keep the others waiting."""
+    wrong = 'if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then export GLOO_SOCKET_IFNAME=nosuch0; fi; exec "$@"'
+    words = ["sh", "-c", wrong, "sh", sys.executable, "-m", "hvdtrain", *DATA, "comm.engine=torchdist", f"run={tmp_path / 'run'}"]
+    result = mpirun(2, ["-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words])
+    assert result.returncode == errors.USER and "Traceback" not in result.stderr, result
+    assert "there is no such network interface\n  where: GLOO_SOCKET_IFNAME=nosuch0, rank 1 on " in result.stderr, result
+    assert result.seconds < 30

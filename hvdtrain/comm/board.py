@@ -15,6 +15,7 @@ from hvdtrain.errors import LOST
 
 POLL_S = 0.1
 GRACE_S = 2.0  # for this rank's own words about what it lost
+HEARD_S = 0.5  # rank 0, which may keep the store, leaves after the others have heard why
 _FOREVER = timedelta(days=365)
 
 
@@ -70,7 +71,7 @@ class Board:
             store = self._connection()
             store.set("abort", str(code))
             store.get("abort")  # set() does not wait for the store to have it
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if self._rank else HEARD_S)
 
     def close(self, wait_s: float) -> None:
         """Every rank calls it. Nobody leaves with a thread that waits on the store, and rank 0, which may keep it, leaves last."""
@@ -101,6 +102,8 @@ class Board:
             code = LOST
         if self._closed:
             return
+        if not self._rank:
+            time.sleep(HEARD_S)
         if code == LOST and self._rank:
             with contextlib.suppress(OSError):
                 print(f"hvdtrain: rank {self._rank}: the connection to rank 0 broke", file=sys.stderr, flush=True)

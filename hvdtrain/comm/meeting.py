@@ -25,7 +25,7 @@ class Meeting(NamedTuple):
 
     host: str  # of rank 0, as the other hosts call it
     port: int
-    peer: str = ""  # another host of the job, "" where there is none: rank 0 listens on the network that leads there, and on no other
+    peer: str = ""  # another host of the job, "" where none is known: it leads to the network, where rank 0's host has a loopback name
     hosted: bool = False  # by the launcher
     job: str = "hvdtrain"  # before each key: a launcher that starts a job anew keeps the old job's
 
@@ -110,6 +110,22 @@ def own_address(peer: str) -> str | None:
     return None
 
 
+def address_here(meet: Meeting, one_host: bool) -> str | None:
+    """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be a loopback one, to a peer."""
+    found = own_address(meet.host)
+    if one_host or (found and not found.startswith("127.")):
+        return found
+    found = own_address(meet.peer) if meet.peer else None
+    return None if found is None or found.startswith("127.") else found
+
+
+def host_to_call(meet: Meeting, one_host: bool) -> str:
+    """Where the ranks of this host reach rank 0: by its name, but on its own host where that is a loopback one by the network's address."""
+    found = own_address(meet.host)
+    at_home = found is not None and found.startswith("127.") and not one_host and not meet.hosted
+    return (address_here(meet, one_host) if at_home else None) or meet.host
+
+
 def address_among(hosts: Sequence[str], mine: str) -> str:
     """Where rank 0 on host `mine` listens for ranks on these hosts: loopback where there is no other."""
     others = [host for host in hosts if host != mine]
@@ -133,7 +149,7 @@ def interface_of(address: str) -> str | None:
 
 def listen(meet: Meeting, one_host: bool) -> socket.socket:
     """The listening socket of rank 0, on one address only; port 0 is any that is free."""
-    address = own_address(meet.peer or meet.host) or meet.host
+    address = address_here(meet, one_host) or own_address(meet.host) or meet.host
     if address.startswith("127.") and not one_host:
         what = f"{meet.host} is {address} on its own host, where other hosts do not reach it"
         raise UserError(what, f"rank 0 on {socket.gethostname()}", f"{_BY_HAND}: its address, as in 10.0.0.1:{meet.port}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections import deque
 from typing import Any, NoReturn
 
@@ -52,6 +53,13 @@ def _start(mpi: Any) -> None:
         raise UserError(f"MPI does not start: MPI_Init_thread gave {code}", "comm.engine=mpi", _FIX)
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
+
+
+def abort_if_started(code: int) -> None:
+    """Ends all ranks where MPI runs but no engine does: a rank that failed while it connected would wait for the others in MPI_Finalize."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+        mpi.COMM_WORLD.Abort(code)
 
 
 class Mpi:

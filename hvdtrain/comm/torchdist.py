@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hvdtrain.comm import mpi
 from hvdtrain.comm.board import Board
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.meeting import LOOPBACK, Meeting, address_among, interface_of, listen, meeting, own_address
+from hvdtrain.comm.meeting import LOOPBACK, Meeting, address_among, address_here, host_to_call, interface_of, listen, meeting
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config_run import CommConfig
 from hvdtrain.errors import UserError
@@ -41,9 +41,9 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
         meet = _told_by(messenger)
     store = _enter(meet, place, limit)
     _wait_for_all(store, meet, place, limit)
-    _use_network_to(meet)
+    _use_network_to(meet, place)
     _start(dist.PrefixStore("group", store), place, limit)
-    board = None if messenger else Board(lambda: dist.PrefixStore(meet.job, _connection(meet, limit)), place.rank, place.size)
+    board = None if messenger else Board(lambda: dist.PrefixStore(meet.job, _connection(meet, place, limit)), place.rank, place.size)
     return TorchDist(place, messenger, board)
 
 
@@ -74,17 +74,18 @@ def _enter(meet: Meeting, place: Placement, limit: timedelta) -> Any:
             host, port, place.size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     else:
-        store = _connection(meet, limit)
+        store = _connection(meet, place, limit)
     return dist.PrefixStore(meet.job, store)
 
 
-def _connection(meet: Meeting, limit: timedelta) -> Any:
+def _connection(meet: Meeting, place: Placement, limit: timedelta) -> Any:
+    host = host_to_call(meet, place.local_size == place.size)
     try:
-        return dist.TCPStore(meet.host, meet.port, None, is_master=False, timeout=limit, wait_for_workers=False)
+        return dist.TCPStore(host, meet.port, None, is_master=False, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         what = f"nobody answers where the ranks meet within {limit.total_seconds():g} s: {str(error).splitlines()[0]}"
         fix = "start all ranks within that time, or comm.timeout_s=...; or comm.address=HOST:PORT that every host reaches"
-        raise UserError(what, f"{meet.host}:{meet.port}, from {socket.gethostname()}", fix) from None
+        raise UserError(what, f"{host}:{meet.port}, from {socket.gethostname()}", fix) from None
 
 
 def _wait_for_all(store: Any, meet: Meeting, place: Placement, limit: timedelta) -> None:
@@ -103,9 +104,9 @@ def _wait_for_all(store: Any, meet: Meeting, place: Placement, limit: timedelta)
         raise UserError(what, where, "look for their own errors; or comm.timeout_s=...") from None
 
 
-def _use_network_to(meet: Meeting) -> None:
+def _use_network_to(meet: Meeting, place: Placement) -> None:
     """Gloo goes by the address of the host's own name, which often is a loopback one; the user's choice wins."""
-    address = own_address(meet.peer or meet.host)
+    address = address_here(meet, place.local_size == place.size)
     name = interface_of(address) if address else None
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -113,7 +114,15 @@ def _use_network_to(meet: Meeting) -> None:
 
 def _start(store: Any, place: Placement, limit: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if has_nccl() else "gloo"
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=limit)
+    try:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=limit)
+    except RuntimeError as error:
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        if "Unable to find address" not in str(error) or name is None:
+            raise
+        where = f"GLOO_SOCKET_IFNAME={name}, rank {place.rank} on {socket.gethostname()}"
+        fix = "unset it, or an interface that this host has (ip -br address)"
+        raise UserError("there is no such network interface", where, fix) from None
 
 
 class TorchDist:

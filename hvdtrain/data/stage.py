@@ -65,6 +65,8 @@ def near(name: str, root: Path | None, options: dict[str, Any], folder: str, whe
 
 def _own_folder(folder: str, source: Path, where: str) -> Path:
     """This user's folder in the stage folder, which others may share: nobody else can have put anything into it."""
+    if not folder:
+        raise UserError("data.stage is empty", where, "a folder on a disk of each node (is the variable set here?), or data.stage=null")
     if "$" in folder:
         raise UserError(f"no variable is looked up in {folder}", where, "let the shell write it out: data.stage=$TMPDIR, without quotes")
     stage = expand(folder, where).absolute()

@@ -17,6 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
 from hvdtrain.frames.torch_buffers import Buffers
+from hvdtrain.frames.torch_device import check_shared, pick_device
 from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frames.torch_loss import Loss
@@ -155,6 +156,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
     device = pick_device(config, origins, engine)
+    check_shared(device, engine, origins)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
     model = normed_model(config, origins, task, engine).to(device=device, dtype=dtype)
@@ -207,18 +209,6 @@ def _ddp(config: Config, origins: Origins, engine: Engine, model: torch.nn.Modul
     from hvdtrain.frames.torch_ddp import Ddp
 
     return Ddp(torch_reduce.Forward(model, config.norm.kind == "sync"), config.comm.bucket_mb)
-
-
-def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU."""
-    count = torch.cuda.device_count()
-    if config.speed.device == "cuda" and not count:
-        raise UserError("no CUDA device is visible", origins.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
-    if config.speed.device != "cpu" and count:
-        device = torch.device("cuda", engine.local_rank % count)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:

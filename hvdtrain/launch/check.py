@@ -173,7 +173,9 @@ def _keys(config: Config) -> dict[str, str]:
 def _measure(engine: Engine, facts: dict[str, Any], place: Placement) -> dict[str, Any]:
     """The speeds, on every rank; the same device on all, or the CPU."""
     device = facts["device"]["name"] if facts["device"] else "cpu"
-    device = device if all(name.startswith("cuda") for name in engine.exchange(device)) and engine.name != "mpi" else "cpu"
+    places = engine.exchange((device, facts["machine"] or facts["host"], facts["device"] and facts["device"]["id"]))
+    apart = len({place[1:] for place in places}) == len(places)  # NCCL does not take two ranks on one GPU
+    device = device if apart and all(name.startswith("cuda") for name, *_ in places) and engine.name != "mpi" else "cpu"
     if engine.size == 1:
         return {"engine": None, "mpi": None}
     beside = check_speed.plain_mpi(engine, place)

@@ -126,7 +126,7 @@ def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
     """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra and PBS write them; # begins a comment."""
     hosts = []
     for number, line in enumerate(lines, 1):
-        name, *rest = line.partition("#")[0].split() or [""]
+        name, *rest = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
         slots = next((word.partition("=")[2] for word in rest if word.startswith("slots=")), None)
         if name:
             hosts.append(_host(f"{name}:{slots}" if slots is not None else name, f"{path}:{number}"))

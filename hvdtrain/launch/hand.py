@@ -89,7 +89,7 @@ def _address(nodes: Nodes, words: Sequence[str]) -> str:
     if given:
         return given[-1]
     if nodes.nodes > 1:
-        raise UserError(f"{nodes.nodes} nodes need a place to meet", "comm.address", f"the same on every node: {_EXAMPLE}")
+        raise UserError(f"{nodes.nodes} nodes need a place to meet", "comm.address", f"the same on every node, in the command: {_EXAMPLE}")
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return f"{LOOPBACK}:{probe.getsockname()[1]}"
