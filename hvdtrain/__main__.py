@@ -41,6 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `hvdtrain --help | head`: the reader has seen enough
         _hush()
         return DONE
+    finally:
+        if argv is None:
+            _ignore_late_wishes()
+
+
+def _ignore_late_wishes() -> None:
+    """The process is about to end: a scheduler's wish for a checkpoint comes too late, and must not kill what has ended by itself."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _command(words: list[str]) -> int:

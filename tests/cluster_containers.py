@@ -69,7 +69,8 @@ def run(command: Sequence[str | Path], *, timeout_s: float, cwd: Path = ROOT) ->
     """A command to its end, in the environment of these containers; 124 is the status of one that ran past timeout_s."""
     began = time.monotonic()
     words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
-    ran = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, env=environment(settings()), check=False)
+    env = environment({**settings(), "PYTHONPATH": ""})  # what is in the image is run, also where this folder is seen inside
+    ran = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=cwd, env=env, check=False)
     return Result(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - began)
 
 

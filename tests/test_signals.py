@@ -8,9 +8,10 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from ranks import Job, needs_mpirun
+from ranks import Job, needs_mpirun, python
 
 from hvdtrain.run.signals import ECHO_S, NUMBERS, Signals
 
@@ -156,6 +157,21 @@ def test_one_signal_is_left_to_the_job() -> None:
         result = job.wait()
     assert (result.returncode, result.stderr) == (0, ""), result
     assert "rank 0 heard SIGTERM" in result.stdout
+
+
+LATE = """
+import atexit, os, signal, sys
+atexit.register(os.kill, os.getpid(), signal.SIGUSR2)
+from hvdtrain.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_wish_that_comes_after_the_end_kills_nothing(tmp_path: Path) -> None:
+    """SLURM's signal before the time limit may find a job that is just over: its code stays 0."""
+    words = ["frame=numpy", "model.name=linear", "max_steps=2", f"run={tmp_path / 'run'}"]
+    result = python(["-c", LATE, *words])
+    assert result.returncode == 0 and "run folder: " in result.stdout, result
 
 
 def wait_for(condition: object, limit_s: float) -> None:
