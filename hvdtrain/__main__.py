@@ -151,14 +151,20 @@ def _fail(text: str, code: int, engine: Engine | None) -> int:
     with contextlib.suppress(OSError):  # nobody reads it, as after the end of mpirun: the job ends all the same
         print(text if told_alike and not rank else f"{text}\n{who}: the error above ends the job", file=sys.stderr, flush=True)
     if engine is not None and engine.size > 1:
-        time.sleep(LAST_WORDS_S)
-        signal.alarm(END_S)
+        _last_words()
         engine.abort(code)
     if engine is None and "mpi4py.MPI" in sys.modules:
-        from hvdtrain.comm.mpi import abort_if_started
+        from hvdtrain.comm.mpi import abort, is_together
 
-        abort_if_started(code)
+        if is_together():
+            _last_words()
+            abort(code)
     return code
+
+
+def _last_words() -> None:
+    time.sleep(LAST_WORDS_S)
+    signal.alarm(END_S)
 
 
 def _hush() -> None:

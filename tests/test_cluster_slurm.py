@@ -93,7 +93,7 @@ def name_of(pid: int) -> str:
 def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
     """Each rank knows its host, its place there, and all others.
 
-    Of Horovod's starts under this SLURM 22.05 with Open MPI 5.0.11 about 1 in 20 hangs in MPI_Comm_dup (docs/clusters.md); guard.start_s
+    Of Horovod's starts under this SLURM 22.05 with Open MPI 5.0.11 some hang in MPI_Comm_dup (docs/clusters.md); guard.start_s
     ends such a job, as the next test shows. Here a start that hung is made again, twice at most; any other failure is one.
     """
     words = ["srun", "--mpi=pmix", *SHARES, WRAPPER, sys.executable, "-c", PROBE, engine]

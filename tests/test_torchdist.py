@@ -9,11 +9,15 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from ranks import Job, mpirun, needs_mpirun, python
 
 from hvdtrain import errors
+from hvdtrain.comm.engine import Single
 from hvdtrain.comm.meeting import (
     LOOPBACK,
     PORTS,
@@ -29,9 +33,10 @@ from hvdtrain.comm.meeting import (
     split_address,
 )
 from hvdtrain.comm.placement import NOBODY, Placement
+from hvdtrain.configure import configure
 from hvdtrain.errors import UserError
-from hvdtrain.frames.torch_device import shared_gpu
-from hvdtrain.launch.hand import Nodes, gpus, take
+from hvdtrain.frames.torch_device import check_shared, shared_gpu
+from hvdtrain.launch.hand import Nodes, take
 from hvdtrain.run.choice import Found, choose
 
 DATA = ["data.name=synthetic", "data.shape=[8,8,3]", "data.samples=96", "data.val_samples=30"]
@@ -118,6 +123,55 @@ def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) 
         listen(alone, one_host=False)
 
 
+BOARD = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from hvdtrain.comm.board import Board
+rank, port, late = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "late"
+limit = timedelta(seconds=30)
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit)
+board = Board(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
+if rank and late:
+    time.sleep(60)
+board.close(2.0)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("both", 0), ("late", errors.LOST)])
+def test_ranks_leave_a_board_together(how: str, code: int) -> None:
+    """Rank 0, which keeps the store, does not wait for ever; who has not closed by then does not end as if all were well."""
+    port = str(free_port())
+    with Job(0, ["-c", BOARD, "0", port, how]) as keeper, Job(0, ["-c", BOARD, "1", port, how]) as other:
+        kept, left = keeper.wait(), other.wait()
+    assert left.returncode == code and left.seconds < 30, left
+    assert ("the connection to rank 0 broke" in left.stderr) == (how == "late"), left
+    if how == "both":
+        assert (kept.returncode, kept.stderr, left.stderr) == (0, "", ""), (kept, left)
+
+
+def test_two_ranks_on_one_gpu_are_refused_where_nccl_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here: what the others are, and this one's card, are said by the test."""
+
+    class OfTwo(Single):
+        name, size = "torchdist", 2
+        cards = ("a", "b")
+
+        def exchange(self, thing: Any) -> list[Any]:
+            return [(thing[0], card, thing[2]) for card in self.cards]
+
+    origins = configure(None, [])[1]
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr("hvdtrain.comm.torchdist.has_nccl", lambda: True)
+    engine, card = OfTwo(), torch.device("cuda", 0)
+    check_shared(card, engine, origins)
+    engine.cards = ("a", "a")
+    with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):
+        check_shared(card, engine, origins)
+    engine.name = "mpi"
+    check_shared(card, engine, origins)
+
+
 def test_two_ranks_on_one_gpu_are_named() -> None:
     assert shared_gpu([("n1", "a"), ("n1", "b"), ("n2", "a"), ("n2", None), ("n2", None)]) == ""
     assert shared_gpu([("n1", "a"), ("n1", "b"), ("n1", "a")]) == "ranks 0, 2 on n1 train on one GPU"
@@ -146,7 +200,7 @@ def test_what_auto_means() -> None:
     assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
 
 
-def test_nodes_by_hand() -> None:
+def test_nodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, words = take(["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"])
     assert (nodes, words) == (Nodes(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
     first, second = nodes.environments("n1:29500")
@@ -159,7 +213,10 @@ def test_nodes_by_hand() -> None:
         "MASTER_PORT": "29500",
     }
     assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
-    assert gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2 and gpus({"CUDA_VISIBLE_DEVICES": ""}) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert take([])[0].ranks == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert take([])[0].ranks == 1
     for wrong in (["--num-nodes", "x"], ["--num-gpus"], ["--num-nodes", "2", "--node-id", "2"], ["--num-gpus=0"]):
         with pytest.raises(UserError):
             take(wrong)

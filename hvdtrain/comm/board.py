@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from hvdtrain.comm.engine import leave
-from hvdtrain.errors import LOST
+from hvdtrain.errors import DONE, LOST
 
 POLL_S = 0.1
 GRACE_S = 2.0  # for this rank's own words about what it lost
@@ -80,17 +80,20 @@ class Board:
             store = self._connection()
             store.add("closing", 1)
             if self._rank == 0:
-                self._await(store, "closing", end_s)
-                store.set("abort", "0")  # wakes every rank's thread
+                all_close = self._await(store, "closing", end_s)
+                store.set("abort", str(DONE if all_close else LOST))  # wakes every rank's thread; one that does not close ends
             self._thread.join(max(0.0, end_s - time.monotonic()))
             store.add("closed", 1)
             if self._rank == 0:
                 self._await(store, "closed", end_s)
 
-    def _await(self, store: Any, count: str, end_s: float) -> None:
-        """Until every rank has added one to this count."""
-        while store.add(count, 0) < self._size and time.monotonic() < end_s:
+    def _await(self, store: Any, count: str, end_s: float) -> bool:
+        """Whether every rank has added one to this count in time."""
+        while store.add(count, 0) < self._size:
+            if time.monotonic() > end_s:
+                return False
             time.sleep(0.01)
+        return True
 
     def _heed(self, store: Any) -> None:
         """In a thread, asleep until somebody aborts, all ranks close, or the store is gone with the rank that kept it."""

@@ -55,11 +55,15 @@ def _start(mpi: Any) -> None:
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
 
 
-def abort_if_started(code: int) -> None:
-    """Ends all ranks where MPI runs but no engine does: a rank that failed while it connected would wait for the others in MPI_Finalize."""
+def is_together() -> bool:
+    """Whether MPI runs on several ranks, with an engine or without: one that fails while it connects would wait for all in MPI_Finalize."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
-        mpi.COMM_WORLD.Abort(code)
+    return bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1)
+
+
+def abort(code: int) -> None:
+    """Ends all ranks of an MPI that runs."""
+    sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
 class Mpi:

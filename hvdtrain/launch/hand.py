@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.comm.meeting import LOOPBACK, split_address
 from hvdtrain.errors import UserError
+from hvdtrain.launch.machine import visible_gpus
 
 OPTIONS = ("--num-nodes", "--node-id", "--num-gpus")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -59,7 +59,7 @@ def start(words: Sequence[str]) -> int:
 
 def take(words: Sequence[str]) -> tuple[Nodes, list[str]]:
     """The nodes, and the other words."""
-    values, rest = {"--num-nodes": 1, "--node-id": 0, "--num-gpus": gpus(os.environ)}, list[str]()
+    values, rest = {"--num-nodes": 1, "--node-id": 0, "--num-gpus": max(1, visible_gpus(os.environ))}, list[str]()
     left = list(words)
     while left:
         option, given, value = left.pop(0).partition("=")
@@ -75,13 +75,6 @@ def take(words: Sequence[str]) -> tuple[Nodes, list[str]]:
         what = f"node {nodes.this} of {nodes.nodes} with {nodes.ranks} processes cannot be"
         raise UserError(what, "command line", f"--node-id from 0 to --num-nodes - 1: {_EXAMPLE}")
     return nodes, rest
-
-
-def gpus(environ: Mapping[str, str]) -> int:
-    """Those that this process may see, at least 1; no framework is asked."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    there = len(list(Path("/dev").glob("nvidia[0-9]*"))) if visible is None else len([part for part in visible.split(",") if part.strip()])
-    return max(1, there)
 
 
 def _address(nodes: Nodes, words: Sequence[str]) -> str:
