@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.comm.engine import Engine
 from hvdtrain.configure import configure
-from hvdtrain.report.log import Log
-from hvdtrain.run.build import build_learner, build_recipe
-from hvdtrain.run.deadline import Deadline
-from hvdtrain.run.guard import Guard
-from hvdtrain.run.job import prepare
-from hvdtrain.run.loop import Job, train_to_meeting
-from hvdtrain.run.pulse import Pulse
+from hvdtrain.launch import bench_blocks
 from hvdtrain.run.signals import Signals
-from hvdtrain.run.standing import Standing
-from hvdtrain.run.start import share_state
-from hvdtrain.state import Progress
 
 Part = Callable[[bool], AbstractContextManager[Any]]  # part(True): the job has it, part(False): it has not
 LOOPS = 9
 
 
-class Trainer:
-    """Every rank has one, of the same words."""
+class Trainer(bench_blocks.Trainer):
+    """Of a configuration in words."""
 
     def __init__(self, words: list[str], engine: Engine, signals: Signals) -> None:
-        config, origins = configure(None, [f"comm.engine={engine.name}", "epochs=1000000", *words])
-        self.data = prepare(config, origins)
-        learner = build_learner(config, origins, self.data.task, engine)
-        share_state(engine, learner, None)
-        deadline = Deadline("30d", {}, time.monotonic(), time.time(), time.monotonic) if engine.rank == 0 else None
-        guard = Guard(config, engine, signals, Pulse(), engine.exchange("host"), deadline)
-        recipe, samples = build_recipe(config, origins, len(self.data.train)), len(self.data.train)
-        self.job = Job(config, engine, learner, recipe, self.data.train, self.data.val, Log([]), guard)
-        self.now = Standing(Progress(samples, samples * config.epochs))
-
-    def block(self, steps: int) -> float:
-        """Seconds of so many steps, a multiple of log.every_steps, without evaluations; a checkpoint under way is over at the end."""
-        job, until = self.job, self.now.progress.step + steps
-        job.engine.allreduce(np.zeros(1), "begin")  # all ranks begin together
-        began = time.perf_counter()
-        while self.now.progress.step < until:
-            self.now = train_to_meeting(job, self.now)
-            self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)  # in the place of an evaluation
-            if job.saver:
-                job.saver.offer(self.now, job.learner)
-        if job.saver:
-            job.saver.close()
-        job.engine.allreduce(np.zeros(1), "end")
-        assert self.now.progress.step == until, (self.now.progress.step, until)
-        return time.perf_counter() - began
+        super().__init__(*configure(None, [f"comm.engine={engine.name}", *words]), engine, signals)
 
 
 @contextlib.contextmanager

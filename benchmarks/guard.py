@@ -105,7 +105,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     """{"part", "us" of one call, "calls_per_step"}; some are collectives, so every rank goes through all of them."""
     job, guard, engine, learner = trainer.job, trainer.job.guard, trainer.job.engine, trainer.job.learner
     learner.settle(engine)
-    meetings = 1 / job.config.log.every_steps + job.config.batch.size / len(job.train)  # per step: those of epochs, too
+    meetings = 1 / job.config.log.every_steps + job.config.batch.size / job.feed.samples  # per step: those of epochs, too
     parameters, loss, hyper = learner.parameters, torch.ones(()), job.recipe.at(trainer.now.progress)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad = torch.randn_like(p)

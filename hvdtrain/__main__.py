@@ -1,4 +1,4 @@
-"""The command line: train, plan, check, launch, export, list, and help; any exception on any rank ends every rank."""
+"""The command line: train, plan, check, launch, bench, export, list, and help; any exception on any rank ends every rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _ignore_late_wishes() -> None:
 
 def _command(words: list[str]) -> int:
     name = words[0] if words else ""
-    if name in ("export", "launch"):  # which tell about themselves
+    if name in ("export", "launch", "bench"):  # which tell about themselves
         return _other(name, words[1:])
     asks = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if asks is not None:

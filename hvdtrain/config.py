@@ -16,14 +16,36 @@ class DataConfig:
     """What is learned from."""
 
     name: str = "digits"
-    """data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, synthetic"""
+    """data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, webdataset, synthetic"""
     root: str | None = None
     """folder that holds the data; where left out, the data set's own default"""
     stage: str | None = None
     """folder on a disk of each node: one rank of a node copies the data there first, checked, and all its ranks read the copy"""
     sampling: Literal["global", "partition"] = "global"
     """global: each rank reads its slice of every global batch; partition: each epoch's shuffle is dealt out to the ranks first"""
+    resident: bool | None = None
+    """the training set stays on the device; where left out so on a GPU that has four times the room"""
+    ahead: int | None = None
+    """steps whose samples are made ready while others are trained on; where left out 2, but 0 of what stays on the device or in memory"""
+    readers: int | None = None
+    """threads that read and decode for this rank; where left out one for each of its cores, 8 at most"""
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """How training images are changed, each by random numbers of its own: (seed, epoch, sample)."""
+
+    crop: int = 0
+    """a cut of the image's own size from the image with this many black pixels around it (CIFAR: 4)"""
+    resized_crop: float = 0.0
+    """a cut of at least this share of the area, 3/4 to 4/3 wide, brought to the image's size; 0: none (ImageNet: 0.08)"""
+    flip: bool = False
+    """every second image is mirrored, left to right"""
+    cutout: int = 0
+    """a square of this many pixels a side is blackened (DeVries 2017, arXiv:1708.04552)"""
+    mixup: float = 0.0
+    """alpha: each image and its label are mixed with another sample's, by a share from Beta(alpha, alpha) (Zhang 2017, arXiv:1710.09412)"""
 
 
 @dataclass(frozen=True)
@@ -169,6 +191,7 @@ class Config:
     seed: int = 1
     """seed of the shuffles, the initial weights and dropout"""
     data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -185,6 +208,7 @@ class Config:
 # The sections of Config, by key.
 SECTIONS: dict[str, type] = {
     "data": DataConfig,
+    "augment": AugmentConfig,
     "batch": BatchConfig,
     "model": ModelConfig,
     "optim": OptimConfig,

@@ -20,16 +20,34 @@ class CommConfig:
     """how gradients meet: hvd.DistributedOptimizer (auto on Horovod), DDP (on torchdist), or own buckets overlapped with backward"""
     bucket_mb: float = 4.0
     """size of one gradient bucket (MiB)"""
+    wire: Literal["same", "fp16", "bf16"] = "same"
+    """number type in which gradients travel: that of the weights, or half of it, with buckets"""
+    every: int = 1
+    """local steps: ranks train apart for this many steps, then their weights and slots become the mean over ranks; 1: gradients meet"""
+    tune: bool = False
+    """measure a few bucket sizes (and Horovod's cycle times) at the start, and take the fastest"""
+    op: Literal["mean", "adasum"] = "mean"
+    """how gradients are combined: their mean, or Horovod's Adasum (Maleki 2020, arXiv:2006.02924)"""
+    hierarchical: bool = False
+    """Horovod reduces inside each host first (HOROVOD_HIERARCHICAL_ALLREDUCE)"""
+    cycle_ms: float | None = None
+    """pause between two turns of Horovod's thread (HOROVOD_CYCLE_TIME, ms); where left out Horovod's own, 1 ms"""
+    fusion_mb: float | None = None
+    """Horovod joins small tensors up to this size (HOROVOD_FUSION_THRESHOLD, MiB); where left out Horovod's own, 128 MiB"""
 
 
 @dataclass(frozen=True)
 class SpeedConfig:
     """How one rank computes."""
 
-    precision: Literal["fp32", "fp64"] = "fp32"
-    """number type of weights and arithmetic"""
+    precision: Literal["auto", "fp32", "fp64", "bf16", "fp16"] = "fp32"
+    """number type: fp32, fp64; bf16, fp16: weights stay fp32, layers compute in half of it; auto: bf16 where the device is built for it"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU of this rank's local rank where there is one"""
+    channels_last: bool | None = None
+    """images with their channels innermost; where left out so for the named models, not for a class of your own (frame=torch)"""
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+    """torch.compile's mode; reduce-overhead: CUDA graphs (frame=torch)"""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ hvdtrain trains deep networks on many workers.
       [--samples N --image HxWxC --classes K]                       without reading data
   python -m hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...] the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... python -m hvdtrain check [--json FILE] [key=value ...] what would go wrong with these ranks, and what to do; trains nothing
+  python -m hvdtrain bench step [key=value ...]                     images/s, and where a step's time goes; also bench data
+  mpirun -np 2 python -m hvdtrain bench allreduce [key=value ...]   how fast the ranks add up, against plain MPI
+  python -m hvdtrain bench scaling [--ranks 1,2,4] [key=value ...]  real jobs on more ranks, and a prediction for 8 to 8192
   python -m hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]   by hand, on each node, without MPI
   python -m hvdtrain export RUN --to FILE                          weights for inference elsewhere: model.safetensors, or model.pt
       [--checkpoint newest|best|step-00000120] [--force]            of which checkpoint; replace FILE

@@ -83,7 +83,7 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
         options = leaf.check_options(build, given, folder, Origins())
         if folder == "optim":
             build(**options)
-        elif name == "folder":
+        elif name in ("folder", "webdataset"):
             fuzz_files.check_source(build(name, home, "train", **{"cache": home / "cache", **options}))
         elif name == "synthetic":
             fuzz_files.check_source(build(name, None, "train", **options))

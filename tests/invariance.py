@@ -18,6 +18,7 @@ from hvdtrain.configure import configure
 from hvdtrain.frames import torch_reduce
 from hvdtrain.report.log import Event, Log
 from hvdtrain.run.build import build_learner, build_recipe, connect
+from hvdtrain.run.feed import Feed
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.job import prepare
 from hvdtrain.run.loop import Job, evaluate, train_to_meeting
@@ -90,7 +91,9 @@ def losses(words: str, engine: object) -> dict[str, object]:
         curve.append(event.fields["loss"])
 
     guard = Guard(config, engine, Signals(0), Pulse(), engine.exchange(f"host {engine.rank}"))
-    job = Job(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, Log([listen]), guard)
+    recipe = build_recipe(config, origins, len(parts.train))
+    feed = Feed(config, engine, recipe, parts.train, learner)
+    job = Job(config, engine, learner, recipe, feed, parts.val, Log([listen]), guard)
     now = Standing(Progress(len(parts.train), len(parts.train) * config.epochs))
     while now.progress.step < config.max_steps - 1:
         now = train_to_meeting(job, now)

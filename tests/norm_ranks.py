@@ -21,8 +21,9 @@ from torch.nn import functional
 from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.comm.placement import placement
+from hvdtrain.frames.torch_buckets import Buckets
 from hvdtrain.frames.torch_norm import use_norm
-from hvdtrain.frames.torch_reduce import Buckets, wrap_optimizer
+from hvdtrain.frames.torch_reduce import wrap_optimizer
 from hvdtrain.models import convnet
 
 SHARES: dict[str, Callable[[int, int], int]] = {  # samples of a rank, from rank and size

@@ -23,7 +23,9 @@ def test_every_name_loads() -> None:
 
 
 def test_known_names() -> None:
-    assert {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder"} == set(leaf.files("data"))
+    assert {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"} == set(
+        leaf.files("data")
+    )
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(leaf.files("models"))
     assert set(leaf.files("frames")) == {"torch", "numpy", "jax"}
     assert set(leaf.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"}

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.engine import Buffer, Done, Handle, Op, Single
-from hvdtrain.frames.torch_reduce import Buckets, Named, fits_horovod
+from hvdtrain.frames.torch_buckets import Buckets
+from hvdtrain.frames.torch_reduce import Named, fits_horovod
 
 
 class Twice(Single):

@@ -13,7 +13,7 @@ from hvdtrain.errors import UserError
 
 # A numpy array or a torch tensor, C-contiguous. What an engine cannot take is a UserError that names dtype, engine and collective.
 Buffer = Any
-Op = Literal["sum", "min", "max"]
+Op = Literal["sum", "min", "max", "adasum"]  # adasum: Horovod's alone
 
 NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
 
@@ -30,7 +30,7 @@ class Engine(Protocol):
 
     `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
     order. The result may be x's own memory, overwritten: use the returned buffer. Its type (array or tensor), dtype and device are x's.
-    All NUMBERS are reduced and moved, and bool is moved; integers that overflow wrap around.
+    All NUMBERS are reduced and moved, and bool is moved; integers that overflow wrap around. All but Horovod sum bfloat16 too.
     """
 
     name: str  # as in comm.engine=NAME
@@ -127,7 +127,8 @@ def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
     """Refuses, in one wording for all engines, what they cannot take."""
     dtype, where = str(x.dtype).removeprefix("torch."), f"comm.engine={engine}, {collective} {name!r}"
     moves = collective in ("broadcast", "allgather")
-    if dtype not in NUMBERS and not (moves and dtype == "bool"):
+    sums = collective == "allreduce" and engine != "horovod"  # which has no bfloat16
+    if dtype not in NUMBERS and not (moves and dtype == "bool") and not (sums and dtype == "bfloat16"):
         raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBERS)}")
     if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
         raise UserError(

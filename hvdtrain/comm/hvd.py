@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from typing import Any, NoReturn
 
 from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
@@ -21,11 +22,25 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     torch, hvd = load()
     binding = Binding("horovod", f"Horovod uses {library()}", _FIX)
     suits(place, binding)
+    _set_knobs(comm or CommConfig())
     hvd.init()
     if not hvd.mpi_enabled():
         binding = binding._replace(library="Horovod uses Gloo, not MPI")
     confirm(place, binding, hvd.size())
     return Hvd(torch, hvd, place)
+
+
+def _set_knobs(comm: CommConfig) -> None:
+    """Horovod reads its settings once, from the environment, when it starts; what the user has set there wins."""
+    knobs = {
+        "HOROVOD_CYCLE_TIME": comm.cycle_ms,
+        "HOROVOD_FUSION_THRESHOLD": None if comm.fusion_mb is None else int(comm.fusion_mb * 2**20),
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": 1 if comm.hierarchical else None,
+        "HOROVOD_AUTOTUNE": 1 if comm.tune else None,
+    }
+    for name, value in knobs.items():
+        if value is not None:
+            os.environ.setdefault(name, str(value))
 
 
 def has_nccl() -> bool:
@@ -59,7 +74,7 @@ class Hvd:
     def __init__(self, torch: Any, hvd: Any, place: Placement) -> None:
         self._torch, self._hvd = torch, hvd
         self._muster: Muster | None = None
-        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = place.local_rank, place.local_size

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections import deque
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.courier import Courier
+from hvdtrain.comm.engine import Buffer, Done, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.half import HALVES, adder
 from hvdtrain.comm.muster import Muster
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
 from hvdtrain.config_run import CommConfig
 from hvdtrain.errors import UserError
 
+PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the time of one call (benchmarks: docs/performance.md)
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
 
@@ -67,7 +69,10 @@ def abort(code: int) -> None:
 
 
 class Mpi:
-    """Works in place on x's memory where it can. float16, which MPI does not know, is summed through float32 and cast back."""
+    """Works in place on x's memory where it can. float16 and bfloat16, which MPI does not know, are summed by comm/half.py.
+
+    What else is reduced of float16 (min, max, reduce_scatter) goes through float32 and is cast back.
+    """
 
     name = "mpi"
 
@@ -75,26 +80,33 @@ class Mpi:
         world = mpi.COMM_WORLD
         self._mpi, self._comm = mpi, world.Dup()  # our messages never meet those of other users of the world
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
-        self._under_way: deque[Any] = deque()
+        self._halves: dict[str, Any] = {}  # MPI operations
         self._muster = Muster(mpi)
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         if place.launcher == NOBODY.launcher:
             host = world.Split_type(mpi.COMM_TYPE_SHARED)
             self.local_rank, self.local_size = host.rank, host.size
+        threads = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+        self._courier = (Courier(), world.Dup()) if threads and self.local_size < self.size else None
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        x, array, wide = self._summand(x, "allreduce", name)
-        self._comm.Allreduce(self._mpi.IN_PLACE, wide, self._ops[op])
-        return _narrow(x, array, wide)
+        return self._reduce(self._comm, self._summand(x, "allreduce", name, op))
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        x, array, wide = self._summand(x, "allreduce", name)
-        while self._under_way and self._under_way[0].Test():  # MPI moves data inside its calls only: this drives all that is under way
-            self._under_way.popleft()
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, wide, self._ops[op])
-        self._under_way.append(request)
-        return Reduction(x, array, wide, request)
+        """Between hosts a thread does it. On one host all is done at once: a sum in memory is work for a core, which is busy anyway."""
+        summand = self._summand(x, "allreduce", name, op)
+        if self._courier is None:
+            return Done(self._reduce(self._comm, summand))
+        courier, comm = self._courier
+        return courier.start(lambda: self._reduce(comm, summand))
+
+    def _reduce(self, comm: Any, summand: Summand) -> Buffer:
+        flat = summand.wide.reshape(-1)  # MPI_Iallreduce takes 3 times as long, one call for 100 MB too: the pieces stay in the cache
+        step = max(1, PIECE_BYTES // flat.itemsize)
+        for start in range(0, len(flat), step):
+            comm.Allreduce(self._mpi.IN_PLACE, flat[start : start + step], summand.how)
+        return _narrow(*summand[:3])
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         x = writable(self._accepted(x, "broadcast", name))
@@ -141,20 +153,25 @@ class Mpi:
             raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
         return x
 
-    def _summand(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, np.ndarray, np.ndarray]:
+    def _summand(self, x: Buffer, collective: str, name: str, op: Op) -> Summand:
         x = writable(self._accepted(x, collective, name))
-        return x, (array := _array(x)), _widen(array)
+        dtype = str(x.dtype).removeprefix("torch.")
+        if op == "sum" and dtype in HALVES:
+            if dtype not in self._halves:
+                self._halves[dtype] = self._mpi.Op.Create(adder(dtype), commute=True)
+            bits = _bits(x)
+            return Summand(x, bits, bits, self._halves[dtype])
+        array = _array(x)
+        return Summand(x, array, _widen(array), self._ops[op])
 
 
-class Reduction:
-    """An allreduce under way."""
+class Summand(NamedTuple):
+    """What is reduced, and how."""
 
-    def __init__(self, x: Buffer, array: np.ndarray, wide: np.ndarray, request: Any) -> None:
-        self._x, self._array, self._wide, self._request = x, array, wide, request
-
-    def wait(self) -> Buffer:
-        self._request.Wait()
-        return _narrow(self._x, self._array, self._wide)
+    x: Buffer  # as it was given, or a copy if that is read-only
+    array: np.ndarray  # its memory
+    wide: np.ndarray  # the same, or a copy in a number type that MPI knows
+    how: Any  # the MPI operation
 
 
 def _array(x: Buffer) -> np.ndarray:
@@ -164,7 +181,7 @@ def _array(x: Buffer) -> np.ndarray:
 
 def _bits(x: Buffer) -> np.ndarray:
     """x's memory as unsigned integers of its own width: data that is moved needs no MPI type of its own (float16 and bool have none)."""
-    array = _array(x)
+    array = _array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)  # which numpy does not know
     return array.view(f"u{array.itemsize}")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,20 @@ from hvdtrain.state import fold
 Sampling = Literal["global", "partition"]
 
 
-def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> np.ndarray:
-    """This rank's samples, int64, of the positions [start, start + count) of the stream. All ranks together read the same for any size.
+class Places(NamedTuple):
+    """Some samples of the stream, and the epoch of each: int64 (n,) both."""
+
+    samples: np.ndarray
+    epochs: np.ndarray
+
+    def split(self, parts: int) -> list[Places]:
+        """As numpy.array_split does."""
+        pairs = zip(np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True)
+        return [Places(*pair) for pair in pairs]
+
+
+def places(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Places:
+    """This rank's samples of the positions [start, start + count) of the stream. All ranks together read the same for any size.
 
     "global": rank r takes the r-th contiguous share of the positions, wherever they lie in the data set.
     "partition": each epoch's shuffle is dealt out like cards, so that during an epoch a rank reads its own part alone. A rank may get one
@@ -27,13 +39,24 @@ def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: in
     assert sampling in ("global", "partition"), sampling
     if sampling == "partition":
         parts = [  # the places from `first` on that were dealt to this rank
-            permutation(seed, epoch, dataset)[first + (rank - first) % size : last : size]
+            (epoch, permutation(seed, epoch, dataset)[first + (rank - first) % size : last : size])
             for epoch, first, last in _epochs(start, start + count, dataset)
         ]
     else:
         low, high = share(count, rank, size)
-        parts = [permutation(seed, epoch, dataset)[first:last] for epoch, first, last in _epochs(start + low, start + high, dataset)]
-    return np.concatenate([np.empty(0, np.int64), *parts])
+        parts = [
+            (epoch, permutation(seed, epoch, dataset)[first:last]) for epoch, first, last in _epochs(start + low, start + high, dataset)
+        ]
+    nothing = np.empty(0, np.int64)
+    return Places(
+        np.concatenate([nothing, *(samples for _, samples in parts)]),
+        np.concatenate([nothing, *(np.full(len(samples), epoch, np.int64) for epoch, samples in parts)]),
+    )
+
+
+def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> np.ndarray:
+    """The samples of places()."""
+    return places(start, count, rank, size, dataset, seed, sampling).samples
 
 
 def share(count: int, rank: int, size: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from hvdtrain.data.fetch import alone, data_root
 from hvdtrain.errors import UserError
 
 _NO_FILES = ("digits", "synthetic")
+_OWN = ("folder", "webdataset")  # images of the user: nobody downloads them, and what is made of them has its own place
 _PARTS: dict[str, tuple[Part, ...]] = {  # what a data set reads below its root; any other reads all of it
     **{
         name: (Part(f"{folder}/raw", "*-ubyte*"), Part("", "*-ubyte*"))
@@ -50,17 +51,15 @@ def near(name: str, root: Path | None, options: dict[str, Any], folder: str, whe
     """
     if name in _NO_FILES:
         raise UserError(f"{name} has no files, there is nothing to stage", where, "leave data.stage out, or choose another data.name")
-    if name == "folder" and root is None:
+    if name in _OWN and root is None:
         return root, options  # the data set itself says what it needs
     source = data_root(root).resolve()
     own = _own_folder(folder, source, where)
     target = own / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
     if not _staged(name, source, target, where):
-        downloads = name != "folder" and options.get("download", True)
+        downloads = name not in _OWN and options.get("download", True)
         return (own / "download" if downloads else root), options
-    if name == "folder":
-        options = {"cache": target / "decoded", **options}
-    return target / "files", options
+    return target / "files", {"cache": target / "decoded", **options} if name in _OWN else options
 
 
 def _own_folder(folder: str, source: Path, where: str) -> Path:
@@ -106,10 +105,12 @@ def _staged(name: str, source: Path, target: Path, where: str) -> bool:
 
 
 def _parts(name: str, source: Path) -> tuple[Part, ...]:
-    if name != "folder":
+    if name not in _OWN:
         return _PARTS.get(name, (Part("", deep=True),))
-    val = next((split for split in ("val", "validation", "test") if (source / split).is_dir()), "val")
-    return Part("train", deep=True), Part(val, deep=True)
+    loose = name == "webdataset"  # archives lie in train/, or are train-*.tar
+    held = (split for split in ("val", "validation", "test") if (source / split).is_dir() or (loose and any(source.glob(f"{split}-*"))))
+    splits = ("train", next(held, "val"))
+    return tuple(Part(split, deep=not loose) for split in splits) + tuple(Part("", f"{split}-*") for split in splits if loose)
 
 
 def _looked_at_since(target: Path, asked_s: float) -> bool:
@@ -125,7 +126,7 @@ class _Stage:
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.files, self.manifest, self.part = source, target / "files", target / "manifest.jsonl", target / "part"
-        self.looked, self.host = target / "looked", socket.gethostname()
+        self.looked, self.host, self.fix = target / "looked", socket.gethostname(), _STAY_FIX.format(source=source)
 
     def bring(self, wanted: Mapping[str, File]) -> None:
         """What is wanted is there afterwards, and nothing else that was ever copied."""
@@ -183,7 +184,7 @@ class _Stage:
         try:
             on_threads(missing, work, self.part, say)
         except OSError as error:
-            raise UserError(f"{self.host} ran out of room for the data: {error.strerror}", str(self.files), self._room_fix()) from error
+            raise UserError(f"{self.host} ran out of room for the data: {error.strerror}", str(self.files), self.fix) from error
         finally:
             os.close(log)
             shutil.rmtree(self.part, ignore_errors=True)
@@ -199,10 +200,7 @@ class _Stage:
         free = shutil.disk_usage(self.files).free
         if need > free:
             what = f"no room for the data on {self.host}: {len(missing):,} files take {size_words(need)}, {size_words(free)} are free"
-            raise UserError(what, f"data.stage, {self.files}", self._room_fix())
-
-    def _room_fix(self) -> str:
-        return _STAY_FIX.format(source=self.source)
+            raise UserError(what, f"data.stage, {self.files}", self.fix)
 
     def _read(self) -> tuple[dict[str, Kept], bool]:
         """The manifest's files, and whether the machine has run since: unwritten data of a crash may be lost under a whole file's name."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
+from hvdtrain.data import augment
+from hvdtrain.data.source import Source
 from hvdtrain.frames.jax_model import Model, Place, key_data
 from hvdtrain.frames.jax_step import Formulas
 from hvdtrain.frames.learner import Task, check_fit, plain_names
@@ -33,14 +35,19 @@ class JaxLearner:
             self.slots = [tuple(place.put(np.array(slot)) for slot in slots) for slots in formulas.start(self.weights)]
         self._nothing = place.put(np.zeros(sum(p.size for p in self.weights), place.dtype))
 
+    def hold(self, source: Source) -> bool:
+        return False
+
     def put(self, batch: Batch) -> Batch:
         n = len(batch["y"])
         if n == 0:
             return {"n": 0}
+        batch = augment.finish(batch)
         more = padded(n, self.usual) - n
+        kinds = {"x": np.uint8, "y": np.int32, "y2": np.int32, "share": self.place.dtype}  # of what is not the same on the host
+        there = {key: self.place.put(_copies(batch[key].astype(kind), more)) for key, kind in kinds.items() if key in batch}
         w = np.concatenate([batch.get("w", np.ones(n)), np.zeros(more)]).astype(self.place.dtype)
-        x, y = _copies(batch["x"], more), _copies(batch["y"].astype(np.int32), more)
-        return {"x": self.place.put(x), "y": self.place.put(y), "w": self.place.put(w), "n": n}
+        return there | {"w": self.place.put(w), "n": n}
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         row, sums = self._nothing, _zero()

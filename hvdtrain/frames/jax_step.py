@@ -20,7 +20,10 @@ Slots = list[tuple[Any, ...]]  # of each parameter
 
 
 class Formulas:
-    """A batch is {"x": uint8 (rows, H, W, C), "y", "w": (rows,), "n"}: n samples, then padding, whose weight "w" is 0."""
+    """A batch is {"x": uint8 (rows, H, W, C), "y", "w": (rows,), "n"}: n samples, then padding, whose weight "w" is 0.
+
+    A mixed batch has "y2", "share": (rows,) too: the partners' labels, and the share of "y" in each loss.
+    """
 
     def __init__(self, config: Config, model: Model, rule: Rule, task: Task, ranks: int) -> None:
         self.model, self.rule, self.optim, self.task, self.ranks = model, rule, config.optim, task, ranks
@@ -81,10 +84,16 @@ class Formulas:
         dtype = weights[0].dtype
         mean, std = jnp.asarray(self.task.mean, dtype), jnp.asarray(self.task.std, dtype)
         logits = self.model.logits(weights, (batch["x"].astype(dtype) / 255.0 - mean) / std)
-        label = jax.nn.one_hot(batch["y"], logits.shape[1], dtype=logits.dtype)
+        each = self._losses(logits, batch["y"], smoothing)
+        if "share" in batch:
+            each = batch["share"] * each + (1.0 - batch["share"]) * self._losses(logits, batch["y2"], smoothing)
+        return each, logits.argmax(1) == batch["y"]
+
+    def _losses(self, logits: jax.Array, labels: jax.Array, smoothing: float) -> jax.Array:
+        label = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
         label = label * (1.0 - smoothing) + smoothing / logits.shape[1]  # Szegedy et al. 2015, arXiv:1512.00567, section 7
         each = 0.5 * jnp.square(logits - label) if self.squared_error else -label * jax.nn.log_softmax(logits)
-        return each.sum(1), logits.argmax(1) == batch["y"]
+        return each.sum(1)
 
 
 def _parts(row: Any, weights: Weights) -> list[jax.Array]:

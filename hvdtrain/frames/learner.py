@@ -15,6 +15,7 @@ from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.optim.rule import Rule
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -33,8 +34,11 @@ class Task:
 class Learner(Protocol):
     """A model and its optimizer on this rank."""
 
+    def hold(self, source: Source) -> bool:
+        """Whether the set stays on the device from now on: put() then takes "rows" (and "rows2") in the place of "x", "y" ("x2", "y2")."""
+
     def put(self, batch: Batch) -> Batch:
-        """Host -> device."""
+        """Host -> device, from any thread, with what data/augment.py has drawn for the samples done to them."""
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.
@@ -65,6 +69,25 @@ class Learner(Protocol):
 
     def describe(self) -> str:
         """One line: model, parameters, device, and how gradients meet."""
+
+
+def plain_dtype(config: Config, origins: Origins) -> np.dtype[Any]:
+    """The number type of a frame that has one for all; a UserError for the wishes about speed that only frame=torch fulfils."""
+    speed = config.speed
+    wrong = {
+        "speed.precision": speed.precision in ("bf16", "fp16"),
+        "speed.compile": speed.compile != "none",
+        "speed.channels_last": speed.channels_last is not None,
+        "data.resident": bool(config.data.resident),
+        "comm.wire": config.comm.wire != "same",
+        "comm.op": config.comm.op != "mean",
+        "comm.every": config.comm.every > 1,
+        "comm.tune": config.comm.tune,
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(f"frame={config.frame} cannot do this {key}", origins.where(key), f"leave {key} out, or frame=torch")
+    return np.dtype("float64" if speed.precision == "fp64" else "float32")
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

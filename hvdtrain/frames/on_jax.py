@@ -12,7 +12,7 @@ from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule, fair_threads
+from hvdtrain.frames.learner import Learner, Task, build_rule, fair_threads, plain_dtype
 
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
@@ -23,8 +23,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     from hvdtrain.frames.jax_learner import JaxLearner
     from hvdtrain.frames.jax_model import Place, build_model
 
-    dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
-    place = Place(pick_device(jax, config, origins, engine), dtype)
+    place = Place(pick_device(jax, config, origins, engine), plain_dtype(config, origins))
     model = build_model(config, origins, task, place)
     return JaxLearner(config, model, build_rule(config, origins), task, engine, place)
 
@@ -36,6 +35,7 @@ def refuse(config: Config, origins: Origins) -> None:
         "norm.kind": config.norm.kind != "batch",
         "model.classifier_std": config.model.classifier_std is not None,
     }
+    plain_dtype(config, origins)
     for key, wrong in impossible.items():
         if wrong:
             raise UserError(f"frame=jax cannot do this {key}", origins.where(key), f"leave {key} out, or frame=torch")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
+from hvdtrain.data import augment
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, plain_names
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, plain_dtype, plain_names
 from hvdtrain.optim.gradient import clip
 from hvdtrain.optim.rule import Plain, Rule, is_excluded
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -21,10 +24,10 @@ from hvdtrain.state import Arrays, Batch, Hyper, Sums
 class NumpyLearner:
     """logits = x W' + b from zero weights; names and shapes are those of models/linear.py."""
 
-    def __init__(self, config: Config, task: Task, rule: Rule, engine: Engine) -> None:
+    def __init__(self, config: Config, task: Task, rule: Rule, engine: Engine, dtype: np.dtype[Any]) -> None:
         self.config, self.task, self.engine = config, task, engine
         self.skips = config.guard.nonfinite == "skip"
-        self.dtype = dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[config.speed.precision])
+        self.dtype = dtype
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
         self.ops = Plain(np)
@@ -33,7 +36,11 @@ class NumpyLearner:
         self.rules = {name: rule.unadapted() if name in spared else rule for name in self.weights}
         self.decays = {name: 0.0 if name in spared else 1.0 for name in self.weights}
 
+    def hold(self, source: Source) -> bool:
+        return False
+
     def put(self, batch: Batch) -> Batch:
+        batch = augment.finish(batch)
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
         x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
         return batch | {"x": x.astype(self.dtype)}
@@ -86,17 +93,23 @@ class NumpyLearner:
     def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), both (n, classes)-shaped inside."""
         logits = batch["x"] @ self.weights["fc.weight"].T + self.weights["fc.bias"]
-        one_hot = np.eye(self.task.classes, dtype=self.dtype)[batch["y"]] * (1.0 - smoothing) + smoothing / self.task.classes
+        loss, error = self._loss(logits, batch["y"], smoothing)
+        if "share" in batch:
+            loss2, error2 = self._loss(logits, batch["y2"], smoothing)
+            share = batch["share"].astype(self.dtype)
+            loss, error = share * loss + (1 - share) * loss2, share[:, None] * error + (1 - share)[:, None] * error2
+        right = (logits.argmax(1) == batch["y"]).sum()
+        return {"loss": float(loss.sum()), "right": float(right), "count": len(logits)}, error
+
+    def _loss(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+        """Each sample's loss (n,), and d(loss) / d(logits) (n, classes)."""
+        one_hot = np.eye(self.task.classes, dtype=self.dtype)[labels] * (1.0 - smoothing) + smoothing / self.task.classes
         if self.config.model.loss == "squared_error":
             error = logits - one_hot
-            loss = 0.5 * np.square(error).sum()
-        else:
-            shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
-            log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-            error = np.exp(log_softmax) - one_hot
-            loss = -(log_softmax * one_hot).sum()
-        right = (logits.argmax(1) == batch["y"]).sum()
-        return {"loss": float(loss), "right": float(right), "count": len(logits)}, error
+            return 0.5 * np.square(error).sum(1), error
+        shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
+        log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        return -(log_softmax * one_hot).sum(1), np.exp(log_softmax) - one_hot
 
     def _update(self, gradient: np.ndarray, hyper: Hyper, seed: int) -> None:
         parts = np.split(gradient, np.cumsum([p.size for p in self.weights.values()])[:-1])
@@ -124,7 +137,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
         if wrong:
             fix = "frame=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or frame=torch"
             raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
-    return NumpyLearner(config, task, build_rule(config, origins), engine)
+    return NumpyLearner(config, task, build_rule(config, origins), engine, plain_dtype(config, origins))
 
 
 def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:

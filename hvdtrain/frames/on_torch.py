@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,22 @@ from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
+from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
 from hvdtrain.frames.torch_buffers import Buffers
+from hvdtrain.frames.torch_compile import check_compiler, compile_words, forwards
 from hvdtrain.frames.torch_device import check_shared, pick_device
 from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
+from hvdtrain.frames.torch_inputs import Inputs, channels_last
+from hvdtrain.frames.torch_local import Local
 from hvdtrain.frames.torch_loss import Loss
-from hvdtrain.frames.torch_model import check_logits, normed_model
+from hvdtrain.frames.torch_meet import meet
+from hvdtrain.frames.torch_model import black, check_logits, normed_model
 from hvdtrain.frames.torch_optimizer import RuleOptimizer
+from hvdtrain.frames.torch_precision import Precision, loss_scale, pick_precision, refuse_tiny_images, take_scale
 from hvdtrain.state import Arrays, Batch, Hyper, Sums, fold
 
 
@@ -33,60 +39,72 @@ class TorchLearner:
         self,
         config: Config,
         model: torch.nn.Module,
-        optimizer: Any,
-        reducer: torch_reduce.Reducer,
+        met: tuple[Any, torch_reduce.Reducer],
         meter: Meter | NoMeter,
-        task: Task,
+        inputs: Inputs,
+        precision: Precision,
         engine: Engine,
     ) -> None:
-        self.config, self.model, self.optimizer, self.reducer, self.meter = config, model, optimizer, reducer, meter
+        self.config, self.model, self.meter, self.inputs, self.precision = config, model, meter, inputs, precision
+        self.optimizer, self.reducer = met
+        self.local = self.reducer if isinstance(self.reducer, Local) else None
         self.rank, self.size = engine.rank, engine.size
-        self.forward = torch_reduce.Forward(model, config.norm.kind == "sync") if reducer.wrapped is None else reducer.wrapped
+        self.forward, self.evaluated = forwards(config, model, self.reducer.wrapped)
         self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
-        self._mean = torch.tensor(task.mean, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
-        self._std = torch.tensor(task.std, dtype=self.dtype, device=self.device).view(1, -1, 1, 1)
+        self.scale = loss_scale(precision, self.device)
         self.buffers, self.skips = Buffers(model, self.device), config.guard.nonfinite == "skip"
-        torch_optimizer.fill_slots(optimizer)
+        self.lap: Callable[[str], None] = lambda phase: None  # called at the end of each phase of a step: of a stopwatch
+        torch_optimizer.fill_slots(self.optimizer)
+
+    def hold(self, source: Source) -> bool:
+        return self.inputs.hold(source, self.config.data.resident)
 
     def put(self, batch: Batch) -> Batch:
-        x = torch.from_numpy(batch["x"]).to(self.device).permute(0, 3, 1, 2)  # (n, C, H, W), uint8, in channels_last order
-        if leaf.is_dotted(self.config.model.name):
-            x = x.contiguous()  # many a user's model has x.view(len(x), -1)
-        there = {"x": x, "y": torch.from_numpy(batch["y"]).to(self.device)}
-        if "w" in batch:
-            there["w"] = torch.from_numpy(batch["w"]).to(self.device, self.dtype)
-        return there
+        return self.inputs.put(batch)
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         torch.manual_seed(fold(seed, self.rank) & (2**63 - 1))  # dropout: each rank's own
         torch_optimizer.set_hyper(self.optimizer, hyper)
         self.model.train()
-        if self.skips:
+        if self.skips or self.scale.tensors:
             self.buffers.remember()
         self.reducer.begin(len(micro))
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
+        divisor = max(1, sum(len(batch["y"]) for batch in micro)) if self.reducer.own_mean else hyper.batch
         for place, batch in enumerate(micro, start=1):
             if place == len(micro):
                 self.reducer.last_pass()
                 self.meter.last_pass()
             loss, sums = self._forward(batch)
-            (loss / hyper.batch).backward(slope(loss))  # a sum over ranks is the mean over the global batch
+            self.lap("forward")
+            (loss / divisor * self.scale.up(slope(loss))).backward()  # a sum over ranks is the mean over the global batch
             total = {name: total[name] + sums[name] for name in total}
+            self.lap("backward")
         self.reducer.finish()
+        self.lap("waiting for gradients")
+        self.scale.down(self.parameters)
         bad = any_nonfinite(self.parameters)  # of the mean over ranks, before clipping hides it: the same on every rank
-        total |= {"nonfinite": bad.double() / self.size} | unless(bad, self.meter.read(hyper, total["count"]))
-        if self.skips and bad:  # the host waits for the device here
+        overflowed = self.scale.overflowed(bad)
+        total |= {"nonfinite": bad.double() * (not overflowed) / (1 if self.local else self.size)} | unless(
+            bad, self.meter.read(hyper, total["count"])
+        )
+        if overflowed or (self.skips and bad):  # the host waits for the device here
             self.buffers.put_back()
         else:
             clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
             add_noise_(self.parameters, hyper.noise, seed)
             self.reducer.apply(self.optimizer)
+        if self.local:
+            self.local.stepped(self.optimizer)
         self.optimizer.zero_grad()
+        self.lap("checks and update")
         return total
 
     def settle(self, engine: Engine) -> None:
+        if self.local:
+            self.local.average(self.optimizer)
         self.buffers.settle(engine)
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -106,9 +124,13 @@ class TorchLearner:
         return {name: own[id(tensor)] for name, tensor in known.items() if id(tensor) in own}
 
     def load(self, state: Arrays) -> None:
+        state = take_scale(self.scale, state)
         torch_optimizer.check_maker(self.optimizer, state)
         free = "" if isinstance(self.optimizer, RuleOptimizer) else "s."  # the slots of a user's class come with its first step
-        own, given = ({name: a for name, a in arrays.items() if not free or not name.startswith(free)} for arrays in (self.state(), state))
+        own, given = (
+            {name: a for name, a in arrays.items() if not free or not name.startswith(free)}
+            for arrays in (take_scale(None, self.state()), state)
+        )
         check_fit(own, given)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
@@ -122,15 +144,15 @@ class TorchLearner:
 
     def describe(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{type(self.model).__name__}, {count:,} parameters, torch {kind} on {self.device}, {self.reducer.words}"
+        how = f"torch {self.precision.words} on {self.device}{compile_words(self.config)}"
+        return f"{type(self.model).__name__}, {count:,} parameters, {how}, {self.reducer.words}"
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Every live tensor that a resume needs."""
         tensors: dict[str, torch.Tensor] = {f"p.{name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"b.{name}": b for name, b in self.model.named_buffers()}
         slots = {f"s.{name}.{key}": t for name, p in self._trained() for key, t in torch_optimizer.slots(self.optimizer, p).items()}
-        return tensors | slots | (torch_optimizer.maker(self.optimizer) if slots else {})
+        return tensors | slots | (torch_optimizer.maker(self.optimizer) if slots else {}) | self.scale.tensors
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -138,13 +160,15 @@ class TorchLearner:
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """The loss to go backward from, and the sums over the batch."""
         training = self.model.training
-        x = (batch["x"].to(self.dtype) / 255.0 - self._mean) / self._std
+        batch = self.inputs.arrived(batch)
+        x = self.inputs.images(batch)
         if not len(x) and not training:
             return x.sum(), {"loss": 0.0, "right": 0.0, "count": 0}
-        logits = self.forward(x) if training else self.model(x)
+        with self.precision.around(self.device):
+            logits = self.forward(x) if training else self.evaluated(x)
         if logits.ndim == 0:  # of no samples: nothing to learn, from nothing to count
             return logits, {"loss": 0.0, "right": 0.0, "count": 0}
-        each = self.loss.each(logits, batch["y"], training)
+        each = self.loss.of(logits.to(self.dtype), batch, training)
         right = (logits.detach().argmax(1) == batch["y"]).sum()
         sums = {"loss": each.detach().double().sum(), "right": right.double(), "count": len(logits)}
         return (each * batch["w"] if "w" in batch else each).sum(), sums
@@ -157,15 +181,18 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
         torch.set_num_threads(threads)
     device = pick_device(config, origins, engine)
     check_shared(device, engine, origins)
-    dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.speed.precision]
+    precision = pick_precision(config, origins, device, engine)
+    check_compiler(config, origins, device)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    model = normed_model(config, origins, task, engine).to(device=device, dtype=dtype)
+    model = normed_model(config, origins, task, engine).to(device=device, dtype=precision.weights)
     check_logits(model, config, origins, task)
+    refuse_tiny_images(model, black(2, task, next(model.parameters())), precision, origins.where("speed.precision"))
+    nhwc = channels_last(config.speed.channels_last, leaf.is_dotted(config.model.name), model, device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = make_optimizer(config, origins, named)
     meter = Meter([p for _, p in named], engine.size) if config.log.noise_scale else NoMeter()  # before the reducer: its hooks come first
-    optimizer, reducer = meet(config, origins, engine, optimizer, model)
-    return TorchLearner(config, model, optimizer, reducer, meter, task, engine)
+    met = meet(config, origins, engine, optimizer, model)
+    return TorchLearner(config, model, met, meter, Inputs(task, device, precision.weights, nhwc), precision, engine)
 
 
 def make_optimizer(config: Config, origins: Origins, named: torch_reduce.Named) -> torch.optim.Optimizer:
@@ -181,34 +208,11 @@ def check_optimizer(config: Config, origins: Origins) -> None:
     make_optimizer(config, origins, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
 
 
-def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, model: torch.nn.Module) -> tuple[Any, torch_reduce.Reducer]:
-    """The optimizer, wrapped where comm.reduce says so, and the reducer."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    kind, why = config.comm.reduce, torch_reduce.fits_horovod(optimizer, named)
-    if kind == "distributed_optimizer" and (engine.name != "horovod" or why):
-        why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {engine.name}"
-        raise UserError(why, origins.where("comm.reduce"), "comm.reduce=auto")
-    if kind == "ddp":
-        return optimizer, _ddp(config, origins, engine, model)
-    if engine.size == 1 and kind == "auto":
-        return optimizer, torch_reduce.Alone(named)
-    if engine.name == "horovod" and kind != "bucket" and not why:
-        optimizer = torch_reduce.wrap_optimizer(optimizer, named)
-        return optimizer, torch_reduce.InOptimizer(optimizer, named)
-    reducer = torch_reduce.Buckets(named, engine, int(config.comm.bucket_mb * 2**20))
-    reducer.words += f": {why}" if why and kind == "auto" and engine.name == "horovod" else ""
-    return optimizer, reducer
+def figures() -> Any:
+    """What `bench step` asks of this frame: a module that few jobs need."""
+    from hvdtrain.frames import torch_figures
 
-
-def _ddp(config: Config, origins: Origins, engine: Engine, model: torch.nn.Module) -> torch_reduce.Reducer:
-    where, fix = origins.where("comm.reduce"), "comm.reduce=auto"
-    if engine.name != "torchdist":
-        raise UserError(f"DDP needs the torchdist engine; this is {engine.name}", where, f"comm.engine=torchdist, or {fix}")
-    if config.log.noise_scale:  # a gradient may be under way when its meter comes to read it
-        raise UserError("DDP does not show a rank's own gradients, which log.noise_scale measures", where, fix)
-    from hvdtrain.frames.torch_ddp import Ddp
-
-    return Ddp(torch_reduce.Forward(model, config.norm.kind == "sync"), config.comm.bucket_mb)
+    return torch_figures
 
 
 def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:

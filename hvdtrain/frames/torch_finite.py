@@ -10,9 +10,10 @@ from hvdtrain.state import Sums
 
 
 def slope(loss: torch.Tensor) -> torch.Tensor:
-    """What to go backward from the loss with: 1, but NaN where it is not finite; the reduction brings that to every rank.
+    """What to multiply the loss with: 1, but NaN where it is not finite; the reduction brings that to every rank.
 
-    A clamp between the last parameter and the loss would keep NaN from the parameters.
+    As a factor, not as the argument of backward(), which imports sympy to look at its shape: half a second. A clamp between the last
+    parameter and the loss would keep NaN from the parameters.
     """
     return loss.detach() * 0.0 + 1.0  # torch.where(..., 1.0, nan) would copy both numbers to the device, and wait
 

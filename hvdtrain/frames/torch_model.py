@@ -28,7 +28,7 @@ def check_logits(model: torch.nn.Module, config: Config, origins: Origins, task:
     """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
     first, where = next(model.parameters()), origins.where("model.name")
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
-        images = torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=first.dtype, device=first.device)
+        images = black(count, task, first)
         try:
             with torch.no_grad():
                 logits = model.eval()(images)
@@ -43,6 +43,11 @@ def check_logits(model: torch.nn.Module, config: Config, origins: Origins, task:
             shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
             what = f"for images {tuple(images.shape)} the model gives {shape}, not logits ({count}, {task.classes})"
             raise UserError(what, where, "end the model with one output for each class")
+
+
+def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
+    """Images of zeros, (count, C, H, W)."""
+    return torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=like.dtype, device=like.device)
 
 
 def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:

@@ -42,9 +42,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"rule": rule, "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "step": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        add = torch.optim.Optimizer.add_param_group  # what wraps it imports torch's compiler: half a second of every start
+        getattr(add, "__wrapped__", add)(self, param_group)
         group = self.param_groups[-1]
         group["momentum"] = group["rule"].momentum if group["momentum"] is None else group["momentum"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None and not set_to_none:
+                p.grad.detach_().zero_()
+            else:
+                p.grad = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

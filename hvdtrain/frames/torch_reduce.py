@@ -1,4 +1,4 @@
-"""How the gradients of the ranks meet: hvd.DistributedOptimizer, or own buckets whose allreduces overlap with backward."""
+"""How the gradients of the ranks meet: what a Reducer is, one rank alone, and hvd.DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdtrain.comm.engine import Engine, Handle
+from hvdtrain.comm.engine import Engine
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -19,6 +19,7 @@ class Reducer(Protocol):
     """
 
     words: str  # for the line that tells the user
+    own_mean: bool  # what it takes is each rank's mean over its own samples, not its share of the mean over the global batch
 
     @property
     def wrapped(self) -> torch.nn.Module | None:
@@ -65,6 +66,7 @@ class Alone:
 
     words = "no reduction"
     wrapped = None
+    own_mean = False
 
     def __init__(self, named: Named) -> None:
         self._parameters = [p for _, p in named]
@@ -87,6 +89,7 @@ class InOptimizer:
 
     words = "gradients by hvd.DistributedOptimizer"
     wrapped = None
+    own_mean = False
 
     def __init__(self, optimizer: Any, named: Named) -> None:
         self._optimizer, self._passes = optimizer, 1
@@ -109,97 +112,9 @@ class InOptimizer:
             optimizer.step()
 
 
-class Buckets:
-    """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
-
-    Bucket k starts only after bucket k - 1, so that the order is the same on every rank whatever order backward takes.
-    """
-
-    wrapped = None
-
-    def __init__(self, named: Named, engine: Engine, bucket_bytes: int) -> None:
-        self._engine = engine
-        self._buckets = [_Bucket(group, f"gradient.{i}", engine) for i, group in enumerate(_group(named, bucket_bytes))]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._missing: dict[_Bucket, int] = {}
-        self._started = 0
-        self._last = False
-        self.words = f"gradients in {len(self._buckets)} overlapped bucket{'s' * (len(self._buckets) > 1)}"
-        for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._ready)
-
-    def begin(self, passes: int) -> None:
-        self._missing = {bucket: len(bucket.parameters) for bucket in self._buckets}
-        self._started, self._last = 0, False
-
-    def last_pass(self) -> None:
-        self._last = True
-
-    def finish(self) -> None:
-        self._start_until(len(self._buckets))  # those that backward did not complete
-        for bucket in self._buckets:
-            bucket.unpack()
-
-    def apply(self, optimizer: Any) -> None:
-        optimizer.step()
-
-    def _ready(self, p: torch.nn.Parameter) -> None:
-        if self._last:
-            self._missing[self._bucket_of[p]] -= 1
-            complete = self._started
-            while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
-                complete += 1
-            self._start_until(complete)
-
-    def _start_until(self, count: int) -> None:
-        for bucket in self._buckets[self._started : count]:
-            bucket.start(self._engine)
-        self._started = max(self._started, count)
-
-
-class _Bucket:
-    """Some parameters, and the buffer in which their gradients travel."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str, engine: Engine) -> None:
-        self.parameters, self.name = parameters, name
-        first = parameters[0]
-        device = meeting_place(first.device, engine)
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=device)
-        self._handle: Handle | None = None
-
-    def start(self, engine: Engine) -> None:
-        for p, part in self._parts(self._flat):
-            part.zero_() if p.grad is None else part.copy_(p.grad)
-        self._handle = engine.start_allreduce(self._flat, self.name)
-
-    def unpack(self) -> None:
-        assert self._handle is not None, self.name
-        self._flat = self._handle.wait()
-        for p, part in self._parts(self._flat):
-            p.grad = part.to(p.device)  # no copy on the same device: the optimizer reads the buffer itself
-
-    def _parts(self, flat: torch.Tensor) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [(p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True)]
-
-
 def meeting_place(device: torch.device, engine: Engine) -> torch.device:
     """Where tensors of a device meet: the mpi engine takes host memory only, so those of a GPU travel through it."""
     return torch.device("cpu") if engine.name == "mpi" else device
-
-
-def _group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Parameters from last to first, cut where a bucket is full or the dtype changes."""
-    groups: list[list[torch.nn.Parameter]] = []
-    used = 0
-    for _, p in reversed(named):
-        size = p.numel() * p.element_size()
-        if not groups or used + size > bucket_bytes or groups[-1][0].dtype != p.dtype:
-            groups.append([])
-            used = 0
-        groups[-1].append(p)
-        used += size
-    return groups
 
 
 def fits_horovod(optimizer: torch.optim.Optimizer, named: Named) -> str:

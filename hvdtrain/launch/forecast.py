@@ -147,7 +147,7 @@ class Memory(NamedTuple):
 
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
     """From shapes alone: nothing of that size is allocated."""
-    dtype = np.dtype({"fp32": "float32", "fp64": "float64"}[precision])
+    dtype = np.dtype("float64" if precision == "fp64" else "float32")  # weights of half precision are float32
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
     ops = Plain(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from torch import nn
 
 from hvdtrain.errors import UserError
+from hvdtrain.models.sparse_dropout import SparseDropout
 
 
 def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
@@ -28,6 +29,6 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
         layers[f"fc{i}"] = nn.Linear(inputs, outputs)
         layers[f"relu{i}"] = nn.ReLU()
         if dropout:
-            layers[f"dropout{i}"] = nn.Dropout(dropout)
+            layers[f"dropout{i}"] = SparseDropout(dropout)
     layers["head"] = nn.Linear((math.prod(shape), *widths)[-1], classes)
     return nn.Sequential(layers)

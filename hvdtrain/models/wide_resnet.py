@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import UserError
+from hvdtrain.models.sparse_dropout import SparseDropout
 
 
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
@@ -20,7 +21,7 @@ class Block(nn.Module):
         super().__init__()
         self.scale = nn.Conv2d(inputs, outputs, kernel_size=1) if inputs != outputs else nn.Identity()
         self.first = convolution(inputs, outputs)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = SparseDropout(dropout)
         self.second = convolution(outputs, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

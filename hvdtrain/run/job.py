@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins, to_yaml
+from hvdtrain.data import augment
 from hvdtrain.data.source import Source
 from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError
 from hvdtrain.frames.learner import Learner, Task
@@ -22,10 +23,11 @@ from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.words import batch_words, lr_words
 from hvdtrain.report.log import Log
 from hvdtrain.report.sinks import Console, JsonLines
-from hvdtrain.run import checkpoint
+from hvdtrain.run import checkpoint, startup
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task
 from hvdtrain.run.checkpoint import Identity, finished
 from hvdtrain.run.deadline import Deadline
+from hvdtrain.run.feed import Feed
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.loop import Job, train
 from hvdtrain.run.micro import passes
@@ -54,6 +56,7 @@ def prepare(config: Config, origins: Origins) -> Parts:
     train_source = build_source(config, origins, "train")
     val_source = build_source(config, origins, "val")
     build_recipe(config, origins, len(train_source))
+    augment.check(config.augment, train_source.shape, origins)
     return Parts(train_source, val_source, build_task(train_source, val_source, origins))
 
 
@@ -74,12 +77,15 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     if saver:
         saver.go_on(standing)
         saver.longest_s = limit_bytes / 8 / SLOW_DISK  # a guess, until one is written
+    recipe = build_recipe(config, origins, len(parts.train))
+    feed = Feed(config, engine, recipe, parts.train, learner)
     job = Job(
-        *(config, engine, learner, build_recipe(config, origins, len(parts.train)), parts.train, parts.val, log),
+        *(config, engine, learner, recipe, feed, parts.val, log),
         Guard(config, engine, signals, pulse, hosts, limit, saver),
         _clock(standing.seconds),
         noise_scale=NoiseScale(signal=standing.noise[0], noise=standing.noise[1]),
     )
+    job.tell_start = lambda step: log.emit("started", step, **startup.fields(pulse))
     job.roll_back = lambda: _roll_back(job, run, limit_bytes)
     lines = _header(job, why, standing, beginning)
     log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
@@ -90,6 +96,7 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
         on_rank_0(engine, lambda: saver.close() if saver else None)
         raise
     finally:
+        feed.close()
         if saver:
             saver.close()
 
@@ -202,12 +209,12 @@ def _header(job: Job, why: str, standing: Standing, beginning: Beginning) -> lis
     where = ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts)))
     low, high = config.batch.size // engine.size, -(-config.batch.size // engine.size)
     share = f"{low}" if low == high else f"{low} or {high}"
-    counts = f"{len(job.train):,} training and {len(job.val):,} validation samples"
+    counts = f"{job.feed.samples:,} training and {len(job.val):,} validation samples"
     lines = [
         f"ranks   {engine.size} ({where}), engine {engine.name}: {why}",
-        f"data    {config.data.name}: {counts}, {config.data.sampling} sampling",
+        f"data    {config.data.name}: {counts}, {config.data.sampling} sampling, {job.feed.words}",
         f"batch   {batch_words(job.recipe)} over all ranks, {share} on each{' at first' * bool(job.recipe.batch.to)}",
-        f"recipe  {config.optim.name}, {lr_words(config, len(job.train))}",
+        f"recipe  {config.optim.name}, {lr_words(config, job.feed.samples)}",
         f"model   {config.model.name}: {job.learner.describe()}",
         f"run     {beginning.run}",
     ]

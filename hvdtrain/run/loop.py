@@ -18,8 +18,8 @@ from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.report.log import Log
 from hvdtrain.run import tally
+from hvdtrain.run.feed import Feed
 from hvdtrain.run.guard import Guard
-from hvdtrain.run.micro import read, rows_of_step
 from hvdtrain.run.standing import Standing
 from hvdtrain.run.turns import ASK_EVERY, epoch_fields, evaluation_due, meets, nonfinite_fields, step_fields, stop_reason
 from hvdtrain.state import Sums, fold
@@ -33,11 +33,12 @@ class Job:
     engine: Engine
     learner: Learner
     recipe: Recipe
-    train: Source
+    feed: Feed  # of the training samples
     val: Source
     log: Log
     guard: Guard
     clock: Callable[[], float] = time.perf_counter  # seconds spent in this job so far, over all its runs
+    tell_start: Callable[[int], None] = lambda step: None  # once the first steps are done
     roll_back: Callable[[], None] = lambda: None  # loads the newest checkpoint into every rank
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
 
@@ -55,10 +56,8 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
     """Steps up to the next one at which all ranks meet: their sums are added up, their statistics settled, their wishes heard."""
     c, p, since, began = job.config, now.progress, tally.zero(), time.perf_counter()
     while True:
-        hyper = job.recipe.at(p)
         job.guard.pulse.beat("reading samples", p.epoch, p.step)
-        rows = rows_of_step(c, p, hyper, job.recipe.batch.first, job.engine)
-        micro = [job.learner.put(read(job.train, part, hyper, c.seed)) for part in rows]
+        hyper, micro = job.feed.take(p)
         job.guard.pulse.beat("step", p.epoch, p.step)
         since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
         p = p.advance(hyper.batch)
@@ -68,6 +67,8 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
     job.learner.settle(job.engine)
     sums = tally.total(job.engine, since | job.guard.flags(p.step), "train.sums")  # the host waits for the device here
     seconds = time.perf_counter() - began
+    if job.guard.pulse.patient:
+        job.tell_start(p.step)
     job.guard.met(sums)
     after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch)
     if not job.guard.is_finite(after, sums):
@@ -98,14 +99,14 @@ def evaluate(job: Job, now: Standing) -> Sums | None:
     size, p = job.config.batch.evaluate, now.progress
     start, end = share(len(job.val), job.engine.rank, job.engine.size)
     largest = -(-len(job.val) // job.engine.size)
+    turns = range(start, start + largest, size)  # equally many on every rank
     sums = tally.zero()
-    for turn in range(-(-largest // size)):  # equally many on every rank
+    for turn, batch in enumerate(job.feed.evaluation(job.val, [np.arange(first, min(first + size, end)) for first in turns])):
         job.guard.pulse.beat("evaluation", p.epoch, p.step)
         if turn % ASK_EVERY == 0 and job.guard.ask():
             return None
-        rows = np.arange(min(start + turn * size, end), min(start + (turn + 1) * size, end))
-        if len(rows):
-            sums = tally.add(sums, job.learner.evaluate(job.learner.put(job.val.read(rows))))
+        if batch is not None:
+            sums = tally.add(sums, job.learner.evaluate(batch))
     sums = tally.total(job.engine, sums, "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
-from hvdtrain.data.sampler import indices, largest_share
+from hvdtrain.data import augment
+from hvdtrain.data.sampler import Places, largest_share, places
 from hvdtrain.data.source import Source
 from hvdtrain.recipe.noise import sample_weights
 from hvdtrain.state import Batch, Hyper, Progress
 
 
-def rows_of_step(config: Config, p: Progress, hyper: Hyper, first_batch: int, engine: Engine) -> list[np.ndarray]:
+def rows_of_step(config: Config, p: Progress, hyper: Hyper, first_batch: int, engine: Engine) -> list[Places]:
     """The samples of this rank's passes: equally many passes on every rank, since a pass may have collectives in it.
 
     Without batch.micro a batch that has grown beyond the job's first one takes as many passes more, so that memory stays as it was.
     """
-    mine = indices(p.samples, hyper.batch, engine.rank, engine.size, p.dataset, config.seed, config.data.sampling)
+    mine = places(p.samples, hyper.batch, engine.rank, engine.size, p.dataset, config.seed, config.data.sampling)
     most = largest_share(p.samples, hyper.batch, engine.size, p.dataset, config.data.sampling)
-    return np.array_split(mine, passes(config, most, hyper.batch, first_batch))
+    return mine.split(passes(config, most, hyper.batch, first_batch))
 
 
 def passes(config: Config, most: int, batch: int, first_batch: int) -> int:
@@ -27,9 +26,20 @@ def passes(config: Config, most: int, batch: int, first_batch: int) -> int:
     return -(-most // config.batch.micro) if config.batch.micro else -(-batch // first_batch)
 
 
-def read(source: Source, rows: np.ndarray, hyper: Hyper, seed: int) -> Batch:
-    """The samples, with random weights where the recipe asks for gradient noise."""
-    batch = source.read(rows)
+def read(source: Source, part: Places, hyper: Hyper, config: Config, held: bool) -> Batch:
+    """The samples, with what is to be done to them on the device, and random weights where the recipe asks for gradient noise.
+
+    Of a set that a learner holds it is the rows of the samples, not the samples.
+    """
+    rows, epochs = part
+    batch: Batch = {"rows": rows} if held else source.read(rows)
+    if augment.is_on(config.augment):
+        batch["drawn"] = augment.draw(config.augment, config.seed, epochs, rows, source.shape)
+        others = augment.partners(config.augment, config.seed, epochs, rows, len(source))
+        if others is not None:
+            more = source.read(others) if not held else {}
+            batch |= {"rows2": others} if held else {"x2": more["x"], "y2": more["y"]}
+            batch |= {"share": batch["drawn"].share, "drawn2": augment.draw(config.augment, config.seed, epochs, others, source.shape)}
     if hyper.sample_noise:
-        batch = batch | {"w": sample_weights(seed, hyper.step, rows, hyper.sample_noise)}
+        batch["w"] = sample_weights(config.seed, hyper.step, rows, hyper.sample_noise)
     return batch

@@ -17,7 +17,12 @@ class Pulse:
     training: bool = False  # past the start: the first steps are done, and there may be something to lose
     patient: bool = True  # what is done now has guard.start_s, not guard.stall_s
     started_s: float = field(default_factory=time.monotonic)
+    marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began, and "" at the end of the first step
+    opening: bool = True  # up to there
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
+        if self.opening:
+            self.opening = "step" not in self.marks
+            self.marks.setdefault(phase if self.opening else "", time.monotonic())
         self.phase, self.epoch, self.step = phase, epoch, step
         self.beats += 1

@@ -1,0 +1,68 @@
+"""Dropout that draws the dropped places, not a random number for each: on a CPU torch's own took a quarter of a wide_resnet's step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+LARGEST = 0.1  # share that is dropped; above it torch's own dropout is as fast
+
+
+class SparseDropout(nn.Dropout):
+    """nn.Dropout: 0 with probability p, else divided by 1 - p. On a CPU, for small p, by the gaps between the dropped ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not (self.training and 0 < self.p <= LARGEST and x.device.type == "cpu" and x.numel() and _is_dense(x)):
+            return super().forward(x)
+        dropped: torch.Tensor = _Drop.apply(x, dropped_places(x.numel(), self.p), 1.0 / (1.0 - self.p))
+        return dropped
+
+
+def dropped_places(count: int, p: float) -> torch.Tensor:
+    """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between them are geometric.
+
+    From exponential numbers, as Devroye 1986, "Non-Uniform Random Variate Generation", X.2, p. 499: floor(E / -log(1 - p)) + 1.
+    """
+    rate = -math.log1p(-p)
+    most = int(count * p + 6 * math.sqrt(count * p)) + 8
+    places, last = [], -1
+    while last < count:  # a second turn is as rare as 6 sigma
+        gaps = (torch.empty(most, dtype=torch.float64).exponential_() / rate).floor_().to(torch.int64) + 1
+        places.append(gaps.cumsum(0) + last)
+        last = int(places[-1][-1])
+    every = torch.cat(places)
+    return every[: int(torch.searchsorted(every, count))]
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether x's numbers fill its memory without gaps, in one of the usual orders."""
+    return x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """x's memory, in the order in which it lies."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+class _Drop(torch.autograd.Function):
+    """x scaled, with 0 at some places of its memory; the gradient alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.scale, ctx.strides = scale, x.stride()
+        out = x * scale
+        _flat(out).index_fill_(0, places, 0.0)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        if gradient.stride() != ctx.strides:
+            gradient = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype).copy_(gradient)
+        out = gradient * ctx.scale
+        _flat(out).index_fill_(0, places, 0.0)
+        return out, None, None
