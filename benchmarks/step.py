@@ -1,11 +1,11 @@
 """Training images/s of one process: the textbook loop, a loop by hand with the same switches as hvdtrain's, and hvdtrain, by turns.
 
-python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10] [--json FILE] [WORD ...]
+python benchmarks/step.py --root DIR [--widths 16,16,32,64] [--batch 128] [--rounds 9] [--steps 10] [--switches] [--json FILE] [WORD ...]
 
 Textbook: DataLoader over torchvision's FashionMNIST with ToTensor, fp32, contiguous, torch.optim.SGD, .item() of loss and hits at each
-step. By hand: the set in memory as uint8, batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block; the
-same model object type as hvdtrain's. WORDS go to hvdtrain (speed.precision=auto is given). Each step of each is checked to learn: the
-losses of the first two must agree with hvdtrain's in fp32 before anything is timed.
+step. By hand: the set on the device as uint8, batches by index, channels_last, autocast, foreach SGD, sums read at the end of a block, and
+hvdtrain's own network. WORDS go to hvdtrain, which has speed.precision=auto. --switches adds a row for each switch alone. Before anything
+is timed, hvdtrain and the loop by hand must give the same loss from the same weights; after it, both loops must have learned.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.engine import Single
+from hvdtrain.frames import torch_heap
 from hvdtrain.frames.torch_precision import is_built_for_bf16
 from hvdtrain.models.wide_resnet import WideResNet, build
 from hvdtrain.run.signals import Signals
@@ -144,19 +145,32 @@ def compare(ones: dict[str, Callable[[int], float]], batch: int, rounds: int, st
     names = list(ones)
     for turn in range(rounds + 1):  # the first round warms up
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            torch_heap.keep(name not in ("textbook", "by hand"))  # it is the whole process's
             times[name].append(ones[name](steps))
     rows: dict[str, Any] = {}
     for name in names:
         seconds = times[name][1:]
         rows[name] = {"images_per_s": round(batch * steps / statistics.median(seconds), 1)}
         for other in names:
-            if other != name:
+            if other != name and other in ("textbook", "by hand"):
                 middle, quartiles = spread([b / a for a, b in zip(seconds, times[other][1:], strict=True)], 3)
                 rows[name][f"to {other}"] = [middle, *quartiles]
     return rows
 
 
-def main() -> None:
+SWITCHES = {  # each row is hvdtrain with these words instead of speed.precision=auto
+    "fp32, contiguous": ["speed.channels_last=false"],
+    "fp32": [],
+    "bf16, contiguous": ["speed.precision=bf16", "speed.channels_last=false"],
+    "bf16": ["speed.precision=bf16"],
+    "bf16, read ahead": ["speed.precision=bf16", "data.ahead=2"],
+    "bf16, resident": ["speed.precision=bf16", "data.resident=true"],
+    "bf16, compiled": ["speed.precision=bf16", "speed.compile=default"],
+    "bf16, torch's SGD": ["speed.precision=bf16", "optim.name=torch.optim.SGD", "optim.momentum=0.9"],
+}
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--widths", default="16,16,32,64")
@@ -164,31 +178,55 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--workers", type=int, default=0, help="of the textbook's DataLoader")
+    parser.add_argument("--switches", action="store_true", help="a row for each switch alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("words", nargs="*", help="for hvdtrain: speed.compile=default")
-    a = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    a = parse()
     widths = tuple(int(w) for w in a.widths.split(","))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = is_built_for_bf16(device)
     data = ["data.name=fashion_mnist", f"data.root={a.root}", f"model.widths=[{a.widths}]", f"batch.size={a.batch}", f"optim.base_lr={LR}"]
+    data += [f"log.every_steps={a.steps}"]
     with Signals(0) as signals:
-        trainer = Trainer([*data, "speed.precision=auto", f"log.every_steps={a.steps}", *a.words], Single(), signals)
+        trainer = Trainer([*data, "speed.precision=auto", *a.words], Single(), signals)
         source: Any = trainer.data.train
         hand = ByHand((source.x, source.y), widths, a.batch, device, half)
         check(trainer, hand)
         textbook = Textbook(a.root, widths, a.batch, device, a.workers)
-        rows = compare({"textbook": textbook.block, "by hand": hand.block, "hvdtrain": trainer.block}, a.batch, a.rounds, a.steps)
-    where = (
-        torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    )
-    facts = {"device": where, "torch": torch.__version__, "bf16": half, "widths": widths, "batch": a.batch, "words": a.words}
-    facts |= {"textbook_workers": a.workers, "rounds": a.rounds, "steps_per_round": a.steps}
-    print(json.dumps(facts | rows, indent=1))
+        ones: dict[str, Callable[[int], float]] = {"textbook": textbook.block, "by hand": hand.block, "hvdtrain": trainer.block}
+        for name, words in SWITCHES.items() if a.switches else ():
+            ones[name] = Trainer([*data, *words], Single(), signals).block
+        rows = compare(ones, a.batch, a.rounds, a.steps)
+    seen = a.steps * (a.rounds + 1)
+    assert textbook.loss / seen < 2.2 and hand.losses[-1] < 2.2, "a loop that is timed must learn; log(10) is 2.30"
+    facts: dict[str, Any] = {"device": device_words(device), "torch": torch.__version__, "bf16": half, "widths": widths, "batch": a.batch}
+    facts |= {"words": a.words, "textbook_workers": a.workers, "rounds": a.rounds, "steps_per_round": a.steps}
+    print("\n".join(table(rows)))
     if a.json:
         with a.json.open("a") as out:
-            out.write(json.dumps(facts | rows) + "\n")
+            out.write(json.dumps(facts | {"rows": rows}) + "\n")
+
+
+def device_words(device: torch.device) -> str:
+    """What computes, and with how many threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    return f"{cpu or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def table(rows: dict[str, Any]) -> list[str]:
+    """images/s, and the ratios with their quartiles."""
+    lines = [f"{'':20} {'images/s':>10}  {'x textbook (quartiles)':>26}  {'x by hand (quartiles)':>26}"]
+    for name, row in rows.items():
+        ratios = [row.get(f"to {other}", [1.0, 1.0, 1.0]) for other in ("textbook", "by hand")]
+        words = [f"{middle:.3f} ({low:.3f} to {high:.3f})" for middle, low, high in ratios]
+        lines.append(f"{name:20} {row['images_per_s']:10.1f}  {words[0]:>26}  {words[1]:>26}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frames import torch_optimizer, torch_reduce
+from hvdtrain.frames import torch_heap, torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
 from hvdtrain.frames.torch_buffers import Buffers
 from hvdtrain.frames.torch_compile import check_compiler, compile_words, forwards
-from hvdtrain.frames.torch_device import check_shared, pick_device
+from hvdtrain.frames.torch_device import check_shared, pick_device, seed_dropout
 from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frames.torch_inputs import Inputs, channels_last
@@ -65,9 +65,10 @@ class TorchLearner:
         return self.inputs.put(batch)
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
-        torch.manual_seed(fold(seed, self.rank) & (2**63 - 1))  # dropout: each rank's own
+        seed_dropout(fold(seed, self.rank) & (2**63 - 1), self.device)  # each rank's own
         torch_optimizer.set_hyper(self.optimizer, hyper)
-        self.model.train()
+        if not self.model.training:  # of many modules: a third of a millisecond
+            self.model.train()
         if self.skips or self.scale.tensors:
             self.buffers.remember()
         self.reducer.begin(len(micro))
@@ -181,6 +182,8 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
         torch.set_num_threads(threads)
     device = pick_device(config, origins, engine)
     check_shared(device, engine, origins)
+    if device.type == "cpu":
+        torch_heap.keep()
     precision = pick_precision(config, origins, device, engine)
     check_compiler(config, origins, device)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))

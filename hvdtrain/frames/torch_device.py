@@ -26,6 +26,13 @@ def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.devic
     return torch.device("cpu")
 
 
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """Of the generators that layers draw from: a hundredth of the time of torch.manual_seed(), which looks for devices of every kind."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def check_shared(device: torch.device, engine: Engine, origins: Origins) -> None:
     """A UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. Every rank calls it."""
     if engine.size == 1:

@@ -1,0 +1,65 @@
+"""hvdtrain itself: the loop of `python -m hvdtrain`, with its meetings every ten steps, its guard and the thread that watches.
+
+mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from data import LR, MOMENTUM, WIDTHS, Clock, network, parser
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from blocks import Trainer
+
+from hvdtrain import __version__
+from hvdtrain.comm.placement import placement
+from hvdtrain.configure import configure
+from hvdtrain.run.build import connect
+from hvdtrain.run.signals import Signals
+from hvdtrain.run.watch import Watch
+
+LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--engine", default="horovod", choices=LIBRARY)
+    made.add_argument("words", nargs="*", help="for hvdtrain: comm.reduce=bucket")
+    options = made.parse_args()
+    place = placement(os.environ)
+    engine, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
+    words = ["data.name=fashion_mnist", f"data.root={options.root}", f"batch.size={options.batch}", f"speed.precision={options.precision}"]
+    words += ["model.name=wide_resnet", f"model.widths={list(WIDTHS)}", f"model.dropout={options.dropout}"]
+    words += ["optim.name=sgd", f"optim.base_lr={LR}", f"optim.momentum={MOMENTUM}", *options.words]
+    with Signals(place.rank) as signals:
+        trainer = Trainer(words, engine, signals)
+        learner: Any = trainer.job.learner
+        learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())  # what the others start from
+        guard = trainer.job.guard
+
+        def block(steps: int) -> float:
+            before = trainer.now.sums
+            trainer.block(steps)
+            after = trainer.now.sums
+            return float(after["loss"] - before["loss"]) / float(after["count"] - before["count"])
+
+        clock = Clock(options, engine.exchange)
+        with Watch(guard.pulse, signals, guard.config.guard, engine.rank):
+            clock.run(block)
+    library = LIBRARY[options.engine]
+    clock.tell(
+        engine.rank,
+        " ".join(["hvdtrain", options.engine, *options.words]),
+        {"hvdtrain": __version__, library: importlib.metadata.version(library)},
+    )
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
