@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -151,4 +149,21 @@ def test_images_come_in_the_order_that_is_asked_for(wanted: bool) -> None:
     one = learner(f"speed.channels_last={wanted}".lower(), "model.name=convnet")
     x = one.put(batch(3, 0))["x"]
     assert x.is_contiguous(memory_format=torch.channels_last) is wanted and x.is_contiguous() is not wanted
-    assert dataclasses.replace(one.config.speed, channels_last=None).channels_last is None
+
+
+class Flat(torch.nn.Module):
+    """As many users' models: view() after a convolution, which takes contiguous numbers alone."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.conv, self.fc = torch.nn.Conv2d(shape[2], 3, 3, padding=1), torch.nn.Linear(3 * shape[0] * shape[1], classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x).view(len(x), -1))
+
+
+def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
+    config, origins = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
+    one = build_learner(config, origins, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), Single())
+    images = np.zeros((4, 8, 8, 1), np.uint8)
+    assert float(one.step([one.put({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4

@@ -69,7 +69,7 @@ class Inputs:
             there = torch_augment.finish(there | drawn | {name: batch[name] for name in ("share",) if name in batch})
         there |= {name: self._move(batch[name]).to(self._dtype) for name in ("w", "share") if name in batch}
         if not self._channels_last:
-            there["x"] = there["x"].contiguous()
+            there["x"] = there["x"].clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are
         return there
 
     def _moved(self, batch: Batch, name: str) -> Batch:

@@ -24,13 +24,14 @@ class SparseDropout(nn.Dropout):
 def dropped_places(count: int, p: float) -> torch.Tensor:
     """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between them are geometric.
 
-    From exponential numbers, as Devroye 1986, "Non-Uniform Random Variate Generation", X.2, p. 499: floor(E / -log(1 - p)) + 1.
+    By inversion, floor(log(1 - U) / log(1 - p)) + 1 (Devroye 1986, "Non-Uniform Random Variate Generation", X.2, p. 499). U has 24 bits,
+    so that no gap is longer than 16.6 / p: that is left to one in 17 million.
     """
-    rate = -math.log1p(-p)
+    rate = math.log1p(-p)
     most = int(count * p + 6 * math.sqrt(count * p)) + 8
     places, last = [], -1
     while last < count:  # a second turn is as rare as 6 sigma
-        gaps = (torch.empty(most, dtype=torch.float64).exponential_() / rate).floor_().to(torch.int64) + 1
+        gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)  # a conversion cuts the fraction off
         places.append(gaps.cumsum(0) + last)
         last = int(places[-1][-1])
     every = torch.cat(places)
