@@ -33,7 +33,7 @@ class CommConfig:
     cycle_ms: float | None = None
     """pause between two turns of Horovod's thread (HOROVOD_CYCLE_TIME, ms); where left out Horovod's own, 1 ms"""
     fusion_mb: float | None = None
-    """Horovod joins small tensors up to this size (HOROVOD_FUSION_THRESHOLD, MiB); where left out Horovod's own, 128 MiB"""
+    """Horovod joins small tensors up to this size (HOROVOD_FUSION_THRESHOLD, MiB); where left out 4, or with NCCL Horovod's own 128"""
 
 
 @dataclass(frozen=True)

@@ -100,4 +100,5 @@ def _count(n: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _there(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(array).to(like.device)
+    tensor = torch.from_numpy(array)
+    return tensor if like.device.type == "cpu" else tensor.pin_memory().to(like.device, non_blocking=True)

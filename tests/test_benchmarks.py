@@ -1,0 +1,43 @@
+"""The benchmark scripts run, check before they time, and say what they are for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import ROOT, python
+
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py")) + sorted((ROOT / "benchmarks" / "peers").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def fashion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 and 40 images of noise in Fashion-MNIST's files."""
+    raw = tmp_path_factory.mktemp("data") / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    for part, count in (("train", 120), ("t10k", 40)):
+        images, labels = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8), (np.arange(count) % 10).astype(np.uint8)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+    return raw.parent.parent
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_says_what_it_measures(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert len(text.splitlines()[0]) > 30
+
+
+def test_what_is_measured_on_a_gpu_runs_anywhere(fashion: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick"], timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps, phases, times = (json.loads(line) for line in out.read_text().splitlines())
+    assert set(steps["rows"]) == {"textbook", "by hand", "hvdtrain"} and steps["rows"]["hvdtrain"]["to textbook"][0] > 0
+    assert phases["bench step"] == "plain" and 0 < phases["share_of_matmul"] < 1
+    assert times["textbook"]["reached"] and times["hvdtrain"]["reached"] and times["hvdtrain"]["seconds"] > 0
