@@ -2,10 +2,10 @@
 
 python benchmarks/gpu.py --root DIR --json FILE [--quick]
 
-DIR holds FashionMNIST/raw. Three parts, in lines of JSON: step.py (textbook, by hand, hvdtrain and a row for each switch; losses are
-compared before anything is timed) with the full wide_resnet at batch 512; `bench step` (phases, share of the bf16 matmul peak), plain, compiled, as
-CUDA graphs; seconds to 85 % validation accuracy of the textbook's loop and of hvdtrain, each with its evaluations. --quick: a tiny network
-and few steps, to try the script anywhere.
+DIR holds FashionMNIST/raw. Three parts, in lines of JSON: step.py (textbook, by hand, hvdtrain, a row for each switch; losses are compared
+before anything is timed) with the full wide_resnet at batch 512; `bench step` (phases, share of the bf16 matmul peak), plain, compiled and
+as CUDA graphs; seconds to 85 % validation accuracy of the textbook's loop and of hvdtrain, each with its evaluations. --quick: a tiny
+network and few steps, to try the script anywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args()
-    widths, batch, rounds, steps = ("4,4,8,8", 20, 1, 2) if a.quick else ("16,160,320,640", 512, 5, 10)
+    widths, batch, rounds, steps = ("4,4,8,8", 20, 2, 2) if a.quick else ("16,160,320,640", 512, 5, 10)
     began = time.perf_counter()
     shape = ["--root", str(a.root), "--widths", widths, "--batch", str(batch), "--rounds", str(rounds), "--steps", str(steps)]
     run("benchmarks/step.py", *shape, "--workers", "0" if a.quick else "4", *([] if a.quick else ["--switches"]), "--json", str(a.json))

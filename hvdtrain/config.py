@@ -10,6 +10,8 @@ from hvdtrain.config_run import CheckpointConfig, CommConfig, GuardConfig, LogCo
 # Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().
 OPEN_SECTIONS = {"data": "data", "model": "models", "optim": "optim"}
 
+SHORTHANDS = {"speed=auto": "speed.precision=auto"}  # a word of the command line -> what it means: all else of speed is automatic anyway
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -26,9 +28,9 @@ class DataConfig:
     resident: bool | None = None
     """the training set stays on the device; where left out so on a GPU that has four times the room"""
     ahead: int | None = None
-    """steps whose samples are made ready while others are trained on; where left out 2, but 0 of what stays on the device or in memory"""
+    """steps made ready while others are trained on; where left out one for each reader, 2 at least, but 0 of what is in memory"""
     readers: int | None = None
-    """threads that read and decode for this rank; where left out one for each of its cores, 8 at most"""
+    """threads that read and decode for this rank; where left out its part of the cores, 8 at most"""
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -23,9 +23,9 @@ class CommConfig:
     wire: Literal["same", "fp16", "bf16"] = "same"
     """number type in which gradients travel: that of the weights, or half of it, with buckets"""
     every: int = 1
-    """local steps: ranks train apart for this many steps, then their weights and slots become the mean over ranks; 1: gradients meet"""
+    """local steps: ranks train apart for so many, then weights and slots become their mean; log.every_steps: a multiple"""
     tune: bool = False
-    """measure a few bucket sizes (and Horovod's cycle times) at the start, and take the fastest"""
+    """measure bucket sizes (and Horovod's cycle times) at the start, and take the fastest; sums may round otherwise in the next run"""
     op: Literal["mean", "adasum"] = "mean"
     """how gradients are combined: their mean, or Horovod's Adasum (Maleki 2020, arXiv:2006.02924)"""
     hierarchical: bool = False

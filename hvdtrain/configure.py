@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config import OPEN_SECTIONS, SECTIONS, Config
+from hvdtrain.config import OPEN_SECTIONS, SECTIONS, SHORTHANDS, Config
 from hvdtrain.config_text import MOST_KEYS, check_key, check_text, compose, first_line, follow, leaves, read_text, short, value_of
 from hvdtrain.errors import UserError
 from hvdtrain.limits import LIMITS
@@ -45,7 +45,7 @@ def configure(path: str | None, words: Sequence[str], former: Sequence[Assignmen
 
 def assignments(path: str | None, words: Sequence[str]) -> list[Assignment]:
     """What a file and words say, in order."""
-    return [*(read_file(path) if path is not None else ()), *map(read_word, words)]
+    return [*(read_file(path) if path is not None else ()), *(read_word(SHORTHANDS.get(word, word)) for word in words)]
 
 
 def read_former(given: Sequence[Assignment]) -> list[Assignment]:

@@ -254,14 +254,14 @@ def test_step_on_two_ranks_tells_what_meeting_costs() -> None:
 def test_operations_are_those_of_the_formula() -> None:
     """A linear model of 48 numbers and 10 classes: n 48 10 products and as many sums, forward, and again for the weights' gradient."""
     data = ["data.name=synthetic", "data.samples=99", "data.shape=[4,4,3]", "data.classes=10", "batch.size=33", "model.name=linear"]
-    result = python([*BENCH, "step", *data, "--rounds", "1", "--json", "-"])
+    result = python([*BENCH, "step", *data, "--rounds", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["gflop_per_step_of_a_rank"] * 1e9 == pytest.approx(2 * 2 * 33 * 48 * 10)
 
 
 def test_data_of_each_source_against_the_need() -> None:
     words = ["data.name=synthetic", "data.samples=100", "batch.size=10", "model.name=linear"]
-    result = python([*BENCH, "data", *words, "--rounds", "1", "--json", "-"])
+    result = python([*BENCH, "data", *words, "--rounds", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
     assert {"read", "feed", "step"} <= tree["images_per_s"].keys() and tree["samples"] == 100
@@ -269,5 +269,5 @@ def test_data_of_each_source_against_the_need() -> None:
 
 
 def test_bench_of_a_frame_without_figures() -> None:
-    result = python([*BENCH, "step", "frame=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "1", "--steps", "2"])
+    result = python([*BENCH, "step", "frame=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "2", "--steps", "2"])
     assert result.returncode == 0 and "images/s" in result.stdout and "GFLOP" not in result.stdout, result

@@ -15,6 +15,7 @@ from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task
 from hvdtrain.run.feed import AHEAD, Feed, plan
+from hvdtrain.run.stall_report import frames_of_work
 from hvdtrain.state import Batch, Progress, digests
 
 WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
@@ -108,6 +109,20 @@ def test_what_a_reader_raises_comes_with_its_step_alone() -> None:
     one.close()
 
 
+def test_a_report_of_no_progress_shows_the_reader_that_hangs() -> None:
+    one, source, _ = feed("data.ahead=2")
+    go = threading.Event()
+    source.read = lambda rows: (go.wait(10), source.source.read(rows))[1]
+    waiting = threading.Thread(target=one.take, args=(Progress(50, 100),))
+    waiting.start()
+    time.sleep(0.1)
+    shown = [frame.f_code.co_name for frame in frames_of_work(waiting.ident or 0)]
+    go.set()
+    waiting.join()
+    one.close()
+    assert "<lambda>" in shown and "prepare" in shown and "take" not in shown
+
+
 def test_a_step_that_nobody_foresaw() -> None:
     one, _, _ = feed("data.ahead=3")
     plain, _, _ = feed("data.ahead=0")
@@ -127,10 +142,19 @@ def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
     one.close()
 
 
-def test_by_default_what_is_at_hand_is_read_when_needed() -> None:
-    config = configure(None, [])[0]
-    assert plan(config, at_hand=True)[0] == 0 and plan(config, at_hand=False)[0] == AHEAD
-    assert plan(configure(None, ["data.ahead=5", "data.readers=3"])[0], at_hand=True) == (5, 3)
+def test_how_far_ahead_and_by_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(steps, threads); 6 cores, 2 ranks on the host."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    cases = {
+        "": ((3, 3), (0, 1)), "data.readers=5": ((5, 5), (5, 5)), "data.ahead=0": ((0, 1), (0, 1)), "data.ahead=1": ((1, 1), (1, 1)),
+        "data.ahead=4 data.readers=2": ((4, 2), (4, 2)),
+    }  # fmt: skip
+    for words, (elsewhere, at_hand) in cases.items():
+        config = configure(None, words.split())[0]
+        assert (plan(config, False, 2), plan(config, True, 2)) == (elsewhere, at_hand), words
+    assert plan(configure(None, [])[0], False, 6) == (AHEAD, 1)
+    with pytest.raises(UserError, match="nothing to do"):
+        plan(configure(None, ["data.ahead=0", "data.readers=2"])[0], False)
 
 
 def test_a_set_that_is_no_array_cannot_stay_on_the_device() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.engine import Single
+from hvdtrain.comm.engine import Buffer, Done, Handle, Op, Single
 from hvdtrain.configure import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_precision
@@ -22,6 +24,21 @@ TASK = Task((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 def batch(n: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, n)}
+
+
+class Two(Single):
+    """Two ranks with the same samples: every sum doubles."""
+
+    name, size, local_size = "two", 2, 2
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return x * 2
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        return Done(x * 2)
+
+    def exchange(self, thing: Any) -> list[Any]:
+        return [thing, thing]
 
 
 def learner(*words: str) -> object:
@@ -51,6 +68,17 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
     assert 1e-6 < apart < (0.2 if precision == "bf16" else 0.05), apart
 
 
+def test_joined_statistics_of_half_precision() -> None:
+    """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
+    config, origins = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
+    both, one = build_learner(config, origins, TASK, Two()), learner("model.name=convnet", "speed.precision=bf16")
+    steps = [x.step([x.put(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
+    assert abs(float(steps[0]["loss"]) - float(steps[1]["loss"])) < 1e-3 * float(steps[1]["loss"])
+    a, b = both.state(), one.state()
+    for name in (name for name in a if name.endswith("running_mean")):
+        np.testing.assert_allclose(a[name], b[name], rtol=0.02, atol=2e-3)
+
+
 def test_weights_and_slots_stay_single_and_evaluation_is_half_too() -> None:
     one, other = learner("speed.precision=bf16", "model.name=convnet"), learner("model.name=convnet")
     moved(one)
@@ -66,7 +94,7 @@ def test_auto_takes_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         assert is_built_for_bf16(CPU) is has
-        assert words in learner("speed.precision=auto", "model.name=linear").describe()
+        assert words in learner("speed=auto", "model.name=linear").describe()
 
 
 def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:

@@ -108,3 +108,21 @@ def test_what_horovod_cannot_reduce_is_told() -> None:
             super().__init__(params, lr=0.1)
 
     assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot make Needs anew without its horizon"
+
+
+def test_gradients_lie_as_their_parameters_do() -> None:
+    """Of channels_last weights, as on a GPU: the numbers are the same, the order is the parameter's."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].to(memory_format=torch.channels_last)
+    x = torch.rand(2, 3, 4, 4)
+    for model in models:
+        reducer = Buckets(named(model), Twice(), bucket_bytes=200)
+        reducer.begin(1)
+        reducer.last_pass()
+        model(x).square().sum().backward()
+        reducer.finish()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert p.grad.stride() == p.stride()
+        torch.testing.assert_close(p.grad, q.grad)

@@ -157,7 +157,8 @@ def _decode(images: Streamed, missing: list[_Shard], home: Path) -> None:
 
 def _fill(images: Streamed, shard: _Shard, out: IO[bytes], say: Callable[[int], None]) -> None:
     """Decode every image into its place in the file."""
-    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = 1 if images.is_small(shard.start) else min(cores, 16)
     done, stop = [0] * workers, Event()
     offset, stride = out.tell(), math.prod(shard.shape[1:])
     block = min(max(1, _BLOCK_BYTES // stride), _BLOCK_IMAGES)

@@ -71,6 +71,15 @@ class Learner(Protocol):
         """One line: model, parameters, device, and how gradients meet."""
 
 
+def check_knobs(config: Config, origins: Origins, engine: Engine) -> None:
+    """A UserError for settings of Horovod's on another engine."""
+    comm = config.comm
+    knobs = {"hierarchical": comm.hierarchical, "cycle_ms": comm.cycle_ms is not None, "fusion_mb": comm.fusion_mb is not None}
+    for key, given in knobs.items():
+        if given and engine.name != "horovod":
+            raise UserError(f"comm.{key} is Horovod's; this is {engine.name}", origins.where(f"comm.{key}"), "leave it out")
+
+
 def plain_dtype(config: Config, origins: Origins) -> np.dtype[Any]:
     """The number type of a frame that has one for all; a UserError for the wishes about speed that only frame=torch fulfils."""
     speed = config.speed

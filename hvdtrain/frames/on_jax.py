@@ -12,12 +12,13 @@ from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule, fair_threads, plain_dtype
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_knobs, fair_threads, plain_dtype
 
 
 def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
     """The learner of frame=jax."""
     refuse(config, origins)
+    check_knobs(config, origins, engine)
     jax = load_jax(origins)
     start_threads(jax, engine)
     from hvdtrain.frames.jax_learner import JaxLearner

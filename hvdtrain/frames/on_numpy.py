@@ -15,7 +15,7 @@ from hvdtrain.configure import Origins
 from hvdtrain.data import augment
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
-from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, plain_dtype, plain_names
+from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, check_knobs, plain_dtype, plain_names
 from hvdtrain.optim.gradient import clip
 from hvdtrain.optim.rule import Plain, Rule, is_excluded
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -137,6 +137,7 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
         if wrong:
             fix = "frame=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or frame=torch"
             raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
+    check_knobs(config, origins, engine)
     return NumpyLearner(config, task, build_rule(config, origins), engine, plain_dtype(config, origins))
 
 

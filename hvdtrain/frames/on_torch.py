@@ -18,7 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_heap, torch_optimizer, torch_reduce
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
 from hvdtrain.frames.torch_buffers import Buffers
-from hvdtrain.frames.torch_compile import check_compiler, compile_words, forwards
+from hvdtrain.frames.torch_compile import check_compiler, compile_words, forwards, keep_gradients
 from hvdtrain.frames.torch_device import check_shared, pick_device, seed_dropout
 from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
@@ -82,6 +82,8 @@ class TorchLearner:
             self.lap("forward")
             (loss / divisor * self.scale.up(slope(loss))).backward()  # a sum over ranks is the mean over the global batch
             total = {name: total[name] + sums[name] for name in total}
+            if place < len(micro):
+                keep_gradients(self.config, self.parameters)
             self.lap("backward")
         self.reducer.finish()
         self.lap("waiting for gradients")

@@ -108,7 +108,14 @@ class _Bucket:
 
     def _split(self) -> list[torch.Tensor]:
         parts = self._flat.split([p.numel() for p in self.parameters])
-        return [part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)]
+        return [_shaped(part, p) for p, part in zip(self.parameters, parts, strict=True)]
+
+
+def _shaped(part: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+    """Numbers in p's shape, in the order in which p's own lie: what works on many tensors at once wants them alike."""
+    if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last):
+        return part.as_strided(p.shape, p.stride(), part.storage_offset())
+    return part.view(p.shape)
 
 
 def group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:

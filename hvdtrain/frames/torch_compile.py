@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -13,6 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frames.torch_reduce import Forward
 
 COMPILERS = ("g++", "clang++", "c++")
+GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes with CUDA graphs
 
 
 def forwards(config: Config, model: torch.nn.Module, wrapped: torch.nn.Module | None) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -27,11 +29,20 @@ def compiled(config: Config, model: torch.nn.Module) -> torch.nn.Module:
     return model if mode == "none" else torch.compile(model, mode=mode)  # type: ignore[return-value]
 
 
+def keep_gradients(config: Config, parameters: list[torch.nn.Parameter]) -> None:
+    """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of this one's."""
+    if config.speed.compile in GRAPHS and parameters[0].device.type == "cuda":
+        for p in parameters:
+            p.grad = None if p.grad is None else p.grad.clone()
+
+
 def check_compiler(config: Config, origins: Origins, device: torch.device) -> None:
-    """A UserError where torch.compile would fail for want of a C++ compiler, which it calls on a CPU."""
+    """A UserError where torch.compile would fail at the first step: it calls a compiler, and on a GPU triton."""
+    if config.speed.compile != "none" and device.type == "cuda" and not importlib.util.find_spec("triton"):
+        raise UserError("torch.compile on a GPU needs triton", origins.where("speed.compile"), "pip install triton, or speed.compile=none")
     own = os.environ.get("CXX", "")
-    if config.speed.compile != "none" and device.type == "cpu" and not any(shutil.which(name) for name in (own, *COMPILERS) if name):
-        what = "torch.compile on a CPU needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
+    if config.speed.compile != "none" and not any(shutil.which(name) for name in (own, *COMPILERS) if name):
+        what = "torch.compile needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
         raise UserError(what, origins.where("speed.compile"), "install g++, or speed.compile=none")
 
 

@@ -17,6 +17,7 @@ def keep(wanted: bool = True) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    pairs = zip((M_TRIM_THRESHOLD, M_MMAP_THRESHOLD), KEEP if wanted else USUAL, strict=True)
-    done = [mallopt(which, size) == 1 for which, size in pairs]
-    return all(done) and wanted
+    trim, mmap = KEEP if wanted else USUAL
+    if mallopt(M_MMAP_THRESHOLD, mmap) != 1 and mallopt(M_MMAP_THRESHOLD, USUAL[1]) != 1:  # older glibc takes 32 MiB at most
+        return False
+    return mallopt(M_TRIM_THRESHOLD, trim) == 1 and wanted

@@ -64,5 +64,5 @@ class Local:
         found: list[torch.Tensor] = list(self._parameters)
         for p in self._parameters:
             entries = sorted(optimizer.state.get(p, {}).items())
-            found += [t for _, t in entries if torch.is_tensor(t) and t.is_floating_point() and t.device == p.device]
+            found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]  # steps are alike
         return found

@@ -11,6 +11,7 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_reduce
+from hvdtrain.frames.learner import check_knobs
 from hvdtrain.frames.torch_buckets import WIRES, Buckets
 from hvdtrain.frames.torch_compile import forwards
 from hvdtrain.frames.torch_local import Local
@@ -57,10 +58,15 @@ def _buckets(config: Config, named: torch_reduce.Named, engine: Engine) -> Bucke
 def refuse(config: Config, origins: Origins, engine: Engine) -> None:
     """A UserError for wishes about gradients that contradict each other, or that this engine cannot fulfil."""
     comm, horovod = config.comm, engine.name == "horovod"
+    uneven = [count for count in (config.log.every_steps, config.checkpoint.every_steps) if count and count % comm.every]
     whole = {"wire": comm.wire != "same", "op": comm.op == "adasum", "every": comm.every > 1}
     chosen = [f"comm.{key}={getattr(comm, key)}" for key, given in whole.items() if given]
     joined = "norm.kind=sync joins the ranks in every step"
     alone = f"{comm.reduce} has no {' '.join(chosen)}"
+    meets = f"the ranks meet every {uneven[0] if uneven else 0} steps, where they average too"
+    untuned = comm.every > 1 or comm.op == "adasum" or comm.reduce == "ddp"
+    parts = "a rank that skips a step by itself parts from the others"
+    scales = "each rank would have a loss scale of its own"
     fewer = f"Adasum takes 2, 4, 8, ... ranks; these are {engine.size}"
     wrong = [
         (len(chosen) > 1, "op", f"{' and '.join(chosen)} do not go together", "one of them"),
@@ -69,13 +75,15 @@ def refuse(config: Config, origins: Origins, engine: Engine) -> None:
         (comm.op == "adasum" and engine.size & (engine.size - 1) != 0, "op", fewer, "another number of ranks, or comm.op=mean"),
         (comm.wire == "bf16" and horovod, "wire", "Horovod has no bfloat16", "comm.wire=fp16, or comm.engine=torchdist or mpi"),
         (comm.wire != "same" and config.speed.precision == "fp64", "wire", "a narrow wire of float64 gradients", "comm.wire=same"),
+        (comm.every > 1 and comm.reduce == "bucket", "reduce", "local steps have no gradients for buckets", "comm.reduce=auto"),
+        (comm.every > 1 and bool(uneven), "every", meets, f"log.every_steps={comm.every}, or a multiple of it"),
+        (comm.every > 1 and config.speed.precision == "fp16", "every", scales, "speed.precision=bf16"),
+        (comm.every > 1 and config.guard.nonfinite == "skip", "every", parts, "guard.nonfinite=stop"),
+        (comm.tune and untuned, "tune", "there are no buckets to tune", "comm.tune=false"),
         (comm.every > 1 and config.log.noise_scale, "every", "local steps have no common gradient for log.noise_scale", "comm.every=1"),
         (comm.every > 1 and config.norm.kind == "sync", "every", joined, "comm.every=1, or norm.kind=ghost"),
     ]  # fmt: skip
-    knobs = {"hierarchical": comm.hierarchical, "cycle_ms": comm.cycle_ms is not None, "fusion_mb": comm.fusion_mb is not None}
-    wrong += [
-        (given and not horovod, key, f"comm.{key} is Horovod's; this is {engine.name}", "leave it out") for key, given in knobs.items()
-    ]
+    check_knobs(config, origins, engine)
     for is_wrong, key, what, fix in wrong:
         if is_wrong:
             raise UserError(what, origins.where(f"comm.{key}"), fix)

@@ -16,11 +16,12 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins, configure
 from hvdtrain.launch import bench_text
 from hvdtrain.launch.bench_blocks import Trainer
-from hvdtrain.launch.bench_ranks import Parser, on_ranks
+from hvdtrain.launch.bench_ranks import Parser, on_ranks, rounds_of
 from hvdtrain.launch.bench_text import quartiles
 from hvdtrain.run.feed import Feed
 from hvdtrain.run.job import prepare
 from hvdtrain.run.signals import Signals
+from hvdtrain.state import Batch, Hyper
 
 MOST_STEPS = 20  # of one block
 
@@ -56,7 +57,8 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
         feeds[name] = Feed(changed, engine, trainer.job.recipe, parts.train, trainer.job.learner)
     ways: dict[str, Callable[[], object]] = {"read": lambda: _read(parts.train, share, steps)}
     ways |= {name: lambda feed=feed: _take(feed, trainer, steps) for name, feed in feeds.items()}  # type: ignore[misc]
-    ways["step"] = lambda: _train(trainer, steps)
+    ready = trainer.feed.prepare(trainer.now.progress)
+    ways["step"] = lambda: _train(trainer.job.learner, ready, steps)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         if engine.rank == 0 and turn:
@@ -66,6 +68,8 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
             start = time.perf_counter()
             act()
             seconds[name].append((time.perf_counter() - start) / (steps * share))
+            for feed in feeds.values():
+                feed.drain()
     for feed in feeds.values():
         feed.close()
     rows = {name: [1 / s for s in reversed(quartiles(found[1:]))] for name, found in seconds.items()}
@@ -87,12 +91,10 @@ def _take(feed: Feed, trainer: Trainer, steps: int) -> None:
         p = p.advance(hyper.batch)
 
 
-def _train(trainer: Trainer, steps: int) -> None:
+def _train(learner: Any, ready: tuple[Hyper, list[Batch]], steps: int) -> None:
     """The step on samples that are there already."""
-    p, learner = trainer.now.progress, trainer.job.learner
-    hyper, micro = trainer.feed.take(p)
     for step in range(steps):
-        sums = learner.step(micro, hyper, step)
+        sums = learner.step(ready[1], ready[0], step)
     float(sums["loss"])  # waits for the device
 
 
@@ -115,5 +117,5 @@ def text(tree: dict[str, Any]) -> list[str]:
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser("data")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=rounds_of, default=5)
     return parser.parse_known_args(words)

@@ -13,6 +13,7 @@ from typing import NoReturn
 from hvdtrain.comm.engine import Engine
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import Config
+from hvdtrain.config_text import short
 from hvdtrain.configure import Origins
 from hvdtrain.errors import DONE, UserError, code_of
 from hvdtrain.leaf import check_names
@@ -31,6 +32,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message, f"command line of {self.prog}", "python -m hvdtrain bench --help")
+
+
+def rounds_of(text: str) -> int:
+    """A count of 2 or more: quartiles want two values."""
+    if not text.isascii() or not text.isdecimal() or not 2 <= int(text[:9]) <= 10**6:
+        raise UserError(f"{short(text)} is no number of rounds or steps", "--rounds, --steps", "2 or more")
+    return int(text)
 
 
 def on_ranks(given: tuple[Config, Origins], work: Callable[[Engine, str], None]) -> int:

@@ -59,6 +59,8 @@ def bench_scaling(words: Sequence[str]) -> int:
         raise UserError(what, f"command line of bench scaling, under {here.launcher}", "outside of it")
     config, origins = configure(asked.config, rest)
     leaf.check_names(config, origins)
+    if config.comm.every > 1:
+        raise UserError("the fit knows one allreduce of the gradients a step", origins.where("comm.every"), "comm.every=1")
     gradient_bytes = _gradient_bytes(config, origins)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // max(asked.ranks)))
     ours = [word for word in rest if word.partition("=")[0] not in _OURS]
@@ -196,7 +198,12 @@ def _gradient_bytes(config: Config, origins: Origins) -> int:
     shapes = leaf.load("frames", config.frame, origins.where("frame")).shapes(
         config, origins, Task(source.shape, source.classes, channels, channels + 1)
     )
-    return int(sum(math.prod(shape) for shape in shapes.values()) * (8 if config.speed.precision == "fp64" else 4))
+    return int(sum(math.prod(shape) for shape in shapes.values()) * _width(config))
+
+
+def _width(config: Config) -> int:
+    """Bytes of a number of the gradient on its way."""
+    return 2 if config.comm.wire != "same" else 8 if config.speed.precision == "fp64" else 4
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

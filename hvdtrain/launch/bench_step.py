@@ -19,7 +19,7 @@ from hvdtrain.config_run import CommConfig
 from hvdtrain.configure import Origins, configure
 from hvdtrain.launch import bench_text
 from hvdtrain.launch.bench_blocks import Trainer
-from hvdtrain.launch.bench_ranks import Parser, on_ranks
+from hvdtrain.launch.bench_ranks import Parser, on_ranks, rounds_of
 from hvdtrain.launch.bench_text import quartiles
 from hvdtrain.run.signals import Signals
 
@@ -38,13 +38,21 @@ def bench_step(words: Sequence[str]) -> int:
     return on_ranks((config, origins), work)
 
 
+class Alone(Single):
+    """One rank's own engine, on the cores and the device that it has beside the others."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.local_rank, self.local_size = engine.local_rank, engine.local_size
+        self.exchange = engine.exchange  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
+
+
 def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, turns: tuple[int, int]) -> dict[str, Any]:
     """Every rank calls it; what it tells is rank 0's."""
     rounds, steps = turns
     together = Trainer(config, origins, engine, signals)
     ones = {"together": together}
     if engine.size > 1:
-        ones["alone"] = Trainer(*_of_one_rank(config, origins, engine), Single(), signals, together.data)
+        ones["alone"] = Trainer(*_of_one_rank(config, origins, engine), Alone(engine), signals, together.data)
     times: dict[str, list[float]] = {name: [] for name in ones}
     for turn in range(rounds + 1):  # the first round warms up
         if engine.rank == 0 and turn:
@@ -52,6 +60,8 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
         for name in list(ones)[:: 1 if turn % 2 else -1]:
             engine.exchange(None)
             times[name].append(ones[name].block(steps) / steps)
+        if not turn:
+            together.feed.waited_s = 0.0
     seconds = times["together"][1:]
     low, middle, high = quartiles(seconds)
     batch = together.job.recipe.at(together.now.progress).batch
@@ -66,7 +76,7 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
         "engine": engine.name,
         "model": together.job.learner.describe(),
         "feed": together.feed.words,
-        "data_wait_ms": 1e3 * together.feed.waited_s / max(1, together.now.progress.step),
+        "data_wait_ms": 1e3 * together.feed.waited_s / (rounds * steps),
     }
     if engine.size > 1:
         apart = [a - b for a, b in zip(seconds, times["alone"][1:], strict=True)]
@@ -142,6 +152,6 @@ def text(tree: dict[str, Any]) -> list[str]:
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser("step")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=rounds_of, default=7)
+    parser.add_argument("--steps", type=rounds_of, default=20)
     return parser.parse_known_args(words)

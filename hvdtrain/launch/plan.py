@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain import leaf
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins, configure
+from hvdtrain.data import augment
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frames.learner import Task, build_rule
 from hvdtrain.launch.forecast import Forecast, Impossible, alike, forecast
@@ -101,6 +102,7 @@ def _data(asked: argparse.Namespace, config: Config, origins: Origins) -> Data:
         raise UserError("--samples, --image and --classes belong together", "command line of plan", f"give all three: {instead}")
     try:
         source = build_source(unstaged(config), origins, "train")
+        augment.check(config.augment, source.shape, origins)
     except UserError as error:
         fix = f"{error.fix}; or plan without data: {instead}, say" if error.fix else f"plan without data: {instead}, say"
         raise UserError(error.what, error.where, fix) from None

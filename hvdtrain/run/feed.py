@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.run.micro import read, rows_of_step
@@ -29,7 +29,7 @@ class Feed:
     def __init__(self, config: Config, engine: Engine, recipe: Recipe, source: Source, learner: Learner) -> None:
         self._config, self._engine, self._recipe, self._source, self._learner = config, engine, recipe, source, learner
         self.held, self.samples = learner.hold(source), len(source)
-        self.ahead, self.readers = plan(config, self.held or in_memory(source))
+        self.ahead, self.readers = plan(config, self.held or in_memory(source), engine.local_size)
         self.waited_s = 0.0  # for samples, so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[tuple[Progress, Future[tuple[Hyper, list[Batch]]]]] = deque()
@@ -39,7 +39,7 @@ class Feed:
         began = time.perf_counter()
         try:
             if self._pool is None:
-                return self._prepare(p)
+                return self.prepare(p)
             if not self._queue or self._queue[0][0] != p:  # the first step, or one that nobody foresaw
                 self._drop()
                 self._submit(p)
@@ -64,11 +64,11 @@ class Feed:
                 under_way.append(self._pool.submit(prepare, rows))
             yield under_way.popleft().result()
 
-    def close(self) -> None:
-        """Leaves no thread behind; what was made ready is dropped."""
+    def close(self, wait: bool = True) -> None:
+        """Leaves no thread behind, unless nobody waits for one that may read for ever; what was made ready is dropped."""
         self._drop()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
 
     @property
     def words(self) -> str:
@@ -88,26 +88,22 @@ class Feed:
 
     def _submit(self, p: Progress) -> None:
         assert self._pool is not None
-        self._queue.append((p, self._pool.submit(self._prepare, p)))
+        self._queue.append((p, self._pool.submit(self.prepare, p)))
 
-    def _prepare(self, p: Progress) -> tuple[Hyper, list[Batch]]:
+    def prepare(self, p: Progress) -> tuple[Hyper, list[Batch]]:
+        """The step that follows p, on this thread."""
         hyper = self._recipe.at(p)
         parts = rows_of_step(self._config, p, hyper, self._recipe.batch.first, self._engine)
         return hyper, [self._learner.put(read(self._source, part, hyper, self._config, self.held)) for part in parts]
 
+    def drain(self) -> None:
+        """Waits for what is under way, and drops it."""
+        while self._queue:
+            self._queue.popleft()[1].exception()
+
     def _drop(self) -> None:
         while self._queue:
             self._queue.popleft()[1].cancel()
-
-
-@contextmanager
-def feeding(config: Config, engine: Engine, recipe: Recipe, source: Source, learner: Learner) -> Iterator[Feed]:
-    """A feed, and none of its threads afterwards."""
-    feed = Feed(config, engine, recipe, source, learner)
-    try:
-        yield feed
-    finally:
-        feed.close()
 
 
 def in_memory(source: Source) -> bool:
@@ -115,8 +111,17 @@ def in_memory(source: Source) -> bool:
     return isinstance(source, ArraySource)
 
 
-def plan(config: Config, at_hand: bool) -> tuple[int, int]:
-    """(steps ahead, threads) of data.ahead and data.readers; by default none for samples that are at hand already."""
-    ahead = config.data.ahead if config.data.ahead is not None else 0 if at_hand else AHEAD
+def plan(config: Config, at_hand: bool, sharers: int = 1) -> tuple[int, int]:
+    """(steps ahead, threads) of data.ahead and data.readers on a host of `sharers` ranks; by default none for what is at hand already.
+
+    A thread makes a whole step ready, so there are as many steps ahead as threads, at least.
+    """
+    asked, readers = config.data.ahead, config.data.readers
+    if asked == 0 and readers:
+        raise UserError("readers have nothing to do without steps ahead", "data.readers", "data.ahead=2, or leave data.readers out")
+    if asked == 0 or (asked is None and at_hand and not readers):
+        return 0, 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ahead, config.data.readers or max(1, min(cores, ahead, MOST_READERS))
+    threads = readers or max(1, min(cores // sharers, MOST_READERS))
+    ahead = asked or max(AHEAD, threads)
+    return ahead, min(threads, ahead)

@@ -96,7 +96,7 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
         on_rank_0(engine, lambda: saver.close() if saver else None)
         raise
     finally:
-        feed.close()
+        feed.close(wait=sys.exc_info()[0] is None)
         if saver:
             saver.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,16 @@ def frames_of(thread: int) -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def frames_of_work(thread: int) -> list[FrameType]:
+    """The same, but of a thread that waits for samples those of the reader that reads them: what hangs is there."""
+    frames = frames_of(thread)
+    ours = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
+    if ours is None or f"{ours.f_globals.get('__name__')}.{ours.f_code.co_name}" != "hvdtrain.run.feed.take":
+        return frames
+    readers = [frames_of(one.ident) for one in threading.enumerate() if one.name.startswith("hvdtrain-reader") and one.ident]
+    return next((found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)), frames)
 
 
 def is_waiting(frames: Sequence[FrameType]) -> bool:

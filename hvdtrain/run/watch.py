@@ -16,7 +16,7 @@ from hvdtrain.config_run import GuardConfig
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.run.pulse import Pulse
 from hvdtrain.run.signals import Signals, say
-from hvdtrain.run.stall_report import Report, frames_of, is_waiting, pack, render, render_alone, stack_of, unpack
+from hvdtrain.run.stall_report import Report, frames_of_work, is_waiting, pack, render, render_alone, stack_of, unpack
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Watch:
         return render_alone(report, limit.seconds, limit.name, f", and rank 0 on {self._hosts[0]} does not answer")
 
     def _report(self, idle_s: float, *, sources: bool) -> Report:
-        p, frames = self._pulse, frames_of(self._watched)
+        p, frames = self._pulse, frames_of_work(self._watched)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - idle_s))
         place = (self._rank, self._host, os.getpid(), p.phase, p.epoch, p.step)
         return Report(*place, idle_s, since, is_waiting(frames), stack_of(frames, sources=sources))
