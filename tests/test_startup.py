@@ -14,7 +14,7 @@ from ranks import needs_mpirun
 from hvdtrain.run.pulse import Pulse
 from hvdtrain.run.startup import _age_s, _stat, phases, words
 
-JOB = ["data.name=synthetic", "data.samples=64", "max_steps=12", "resume=no"]
+JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 
 
 def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:

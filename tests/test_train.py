@@ -44,7 +44,7 @@ def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsy
     assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
-    assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling"
+    assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling, read when needed"
     assert lines[2] == "batch   64 over all ranks, 64 on each"
     assert lines[3] == "recipe  sgd, lr 0.05"
     assert "650 parameters, torch float32 on cpu" in lines[4]
@@ -191,8 +191,9 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
             engine.rank, engine.size = rank, 3  # type: ignore[misc]
             rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, engine)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
-            np.testing.assert_array_equal(np.concatenate(rows), expected)
-            assert max(map(len, rows)) <= 4
+            np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), expected)
+            assert set(np.concatenate([part.epochs for part in rows])) == {start // 1437, (start + 30) // 1437}
+            assert max(len(part.samples) for part in rows) <= 4
             counts.append(len(rows))
         assert len(set(counts)) == 1
 
@@ -201,8 +202,9 @@ def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
     config, p = configure(None, ["batch.size=10"])[0], Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
         rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, batch), 10, Single())
-        assert [len(part) for part in rows] == lengths
-        np.testing.assert_array_equal(np.concatenate(rows), indices(1430, batch, 0, 1, 1437, config.seed))
+        assert [len(part.samples) for part in rows] == lengths
+        np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), indices(1430, batch, 0, 1, 1437, config.seed))
+        assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
 
 
 def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
