@@ -31,7 +31,8 @@ from hvdtrain.run.signals import Signals
 from hvdtrain.state import Batch
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
-DATA = "data.name=synthetic data.samples=157 data.val_samples=61 data.classes=5 batch.size=31 guard.equal_steps=1"
+# data.ahead=0: what is read is what is learned from, so that a stopped job's rows can be counted.
+DATA = "data.name=synthetic data.samples=157 data.val_samples=61 data.classes=5 batch.size=31 guard.equal_steps=1 data.ahead=0"
 # Steps end after 31, 62, 93, 124, 155, 186, 217, 279, 341, 403, 496 samples; epochs after 157, 314, 471. Rows of JAX keep their number.
 LINEAR = (
     f"{DATA} epochs=3 data.shape=[4,4,2] model.name=linear speed.precision=fp64 batch.evaluate=31 log.every_steps=2 checkpoint.keep_last=1 "
@@ -55,6 +56,9 @@ KINDS = {  # of state that a job may have, in the torch frame; float32 but for t
     "noises, clipping": f"{MLP} optim.base_batch=24 recipe.sample_noise=0.5 recipe.gradient_noise=0.01 optim.clip_norm=1",
     "buckets, micro-batches": f"{MLP} comm.reduce=bucket comm.bucket_mb=0.001 batch.micro=5",
     "stopped in evaluation": f"{RESNET} batch.evaluate=5",
+    "augmentation": f"{RESNET} augment.crop=2 augment.flip=true augment.cutout=3",
+    "fp16": f"{MLP} speed.precision=fp16",
+    "local steps": f"{MLP} comm.every=3",
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }
 

@@ -27,7 +27,7 @@ from hvdtrain.configure import configure, to_yaml
 from hvdtrain.errors import UserError
 
 TESTS = Path(__file__).parent
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "25"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "15"))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="counts memory in /proc")
 
 
