@@ -254,7 +254,7 @@ def test_step_on_two_ranks_tells_what_meeting_costs() -> None:
 def test_operations_are_those_of_the_formula() -> None:
     """A linear model of 48 numbers and 10 classes: n 48 10 products and as many sums, forward, and again for the weights' gradient."""
     data = ["data.name=synthetic", "data.samples=99", "data.shape=[4,4,3]", "data.classes=10", "batch.size=33", "model.name=linear"]
-    result = python([*BENCH, "step", *data, "--rounds", "2", "--json", "-"])
+    result = python([*BENCH, "step", *data, "--rounds", "2", "--steps", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["gflop_per_step_of_a_rank"] * 1e9 == pytest.approx(2 * 2 * 33 * 48 * 10)
 

@@ -37,7 +37,6 @@ def test_what_is_measured_on_a_gpu_runs_anywhere(fashion: Path, tmp_path: Path) 
     out = tmp_path / "out.jsonl"
     done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick"], timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps, phases, times = (json.loads(line) for line in out.read_text().splitlines())
+    steps, times = (json.loads(line) for line in out.read_text().splitlines())
     assert set(steps["rows"]) == {"textbook", "by hand", "hvdtrain"} and steps["rows"]["hvdtrain"]["to textbook"][0] > 0
-    assert phases["bench step"] == "plain" and 0 < phases["share_of_matmul"] < 1
     assert times["textbook"]["reached"] and times["hvdtrain"]["reached"] and times["hvdtrain"]["seconds"] > 0

@@ -96,27 +96,3 @@ def test_wishes_that_cannot_be_fulfilled_are_told(engine: str) -> None:
     assert ("Adasum is Horovod's" in refused["comm.op=adasum"]) == (not horovod)
     for words in ("comm.cycle_ms=1", "comm.hierarchical=true"):
         assert (f"{words.split('=')[0]} is Horovod's" in refused[words]) == (not horovod)
-
-
-def weights(run: Path) -> bytes:
-    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return (newest / "weights.safetensors").read_bytes() + (newest / "slots.safetensors").read_bytes()
-
-
-@needs_mpirun
-def test_a_job_of_local_steps_resumes_to_the_last_bit(tmp_path: Path) -> None:
-    """Through the whole loop, with the ranks compared at every meeting: 40 steps at once, and 20 and 20."""
-    job = [
-        "-m",
-        "hvdtrain",
-        "comm.engine=mpi",
-        "comm.every=5",
-        "guard.equal_steps=10",
-        "model.name=mlp",
-        "batch.size=31",
-        "optim.name=adam",
-    ]
-    for run, steps in (("straight", 40), ("halves", 20), ("halves", 40)):
-        result = ranks.mpirun(2, [*job, f"max_steps={steps}", f"run={tmp_path / run}"])
-        assert result.returncode == 0, result.stderr
-    assert weights(tmp_path / "straight") == weights(tmp_path / "halves")
