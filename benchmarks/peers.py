@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import statistics
 import subprocess
@@ -88,7 +89,9 @@ def run(peer: Peer, words: list[str], limit_s: float) -> dict[str, Any]:
         }
         return told | {"state": "", "first_loss": told["losses"][0]} | middles
     why = f"exceeded {limit_s:.0f} s" if done.returncode == 124 else f"exit code {done.returncode}, {len(lines)} lines"
-    return {"state": FAILED, "why": f"{why}\n{done.stderr[-2000:]}"}
+    print(done.stderr[-2000:], file=sys.stderr)
+    last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing was said")
+    return {"state": FAILED, "why": f"{why}: {re.sub(r'/[^ ]*/', '', last)[:200]}"}
 
 
 def measure(options: argparse.Namespace, precision: str) -> dict[str, list[dict[str, Any]]]:

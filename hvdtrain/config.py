@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hvdtrain.config_run import CheckpointConfig, CommConfig, GuardConfig, LogConfig, SpeedConfig, StopConfig
+from hvdtrain.config_run import CheckpointConfig, CommConfig, GuardConfig, LogConfig, ProfileConfig, SpeedConfig, StopConfig
 
 # Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().
 OPEN_SECTIONS = {"data": "data", "model": "models", "optim": "optim"}
@@ -205,6 +205,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 # The sections of Config, by key.
@@ -222,4 +223,5 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "guard": GuardConfig,
     "log": LogConfig,
+    "profile": ProfileConfig,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -93,12 +93,30 @@ class GuardConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """What is looked at closely; HOROVOD_TIMELINE=FILE in the environment has Horovod write its own timeline beside it."""
+
+    steps: str | None = None
+    """A:B traces what follows step A up to step B on every rank, into RUN/profile/rank-00000/ for https://ui.perfetto.dev; costs time"""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is said on the way."""
 
     every_steps: int = 10
     """steps between two meetings of all ranks: sums are added up, signals are heard, checkpoints written; costs a wait for the device"""
     every_s: float = 10.0
-    """seconds between two progress lines inside an epoch, at least"""
+    """seconds between two progress lines inside an epoch, at least; a live display is renewed twice a second"""
+    display: Literal["auto", "live", "lines"] = "auto"
+    """live: a display that moves; lines: plain lines, fit for a file; auto: live where rank 0 writes to a terminal of a person"""
+    per_rank: bool = False
+    """each rank writes its own times and warnings to RUN/ranks/rank-00000.log"""
+    sinks: list[str] = field(default_factory=list)
+    """where figures go beside RUN/events.jsonl: tensorboard, mlflow, wandb"""
+    targets: list[float] = field(default_factory=list)
+    """validation accuracies whose time, epochs, images and joules are told when they are first reached, as is stop.target_accuracy's"""
+    step_times: bool = False
+    """an event for each step with the time of each of its phases and the slowest rank; costs one small allgather where the ranks meet"""
     noise_scale: bool = False
     """measure the gradient noise scale, and log it with the critical batch size that it suggests; needs two ranks or more"""

@@ -28,6 +28,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "jax_models": {},
     "models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)},
     "optim": {},
+    "sinks": {},
 }
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
@@ -112,6 +113,8 @@ def check_names(config: Config, origins: Origins) -> None:
     find("frames", config.frame, origins.where("frame"))
     if config.comm.engine != "auto":
         find("comm", config.comm.engine, origins.where("comm.engine"))
+    for sink in config.log.sinks:
+        find("sinks", sink, origins.where("log.sinks"))
     for section in OPEN_SECTIONS:
         name, given = getattr(config, section).name, getattr(config, section).options
         if section == "model" and is_dotted(name) and of_python(name):  # it would be called: os:system

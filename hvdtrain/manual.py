@@ -27,6 +27,7 @@ hvdtrain trains deep networks on many workers.
   python -m hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]   by hand, on each node, without MPI
   python -m hvdtrain export RUN --to FILE                          weights for inference elsewhere: model.safetensors, or model.pt
       [--checkpoint newest|best|step-00000120] [--force]            of which checkpoint; replace FILE
+  python -m hvdtrain report RUN [RUN ...] [--to FOLDER]            one page with figures, of one job or of several, running, done or killed
 
   --max-time 3.5h    stop before that time is over, with a checkpoint and exit code 75: the same command goes on
   --help [SECTION]   this page, or the keys and options of one section
@@ -39,7 +40,7 @@ Exit codes:
 
 keys, defaults"""
 
-_FOLDERS = {**config.OPEN_SECTIONS, "model with frame=jax": "jax_models", "comm": "comm", "frame": "frames"}
+_FOLDERS = {**config.OPEN_SECTIONS, "model with frame=jax": "jax_models", "comm": "comm", "frame": "frames", "log.sinks": "sinks"}
 
 
 def help_text(section: str | None) -> str:
@@ -61,7 +62,7 @@ def list_text() -> str:
     lines = []
     for section, folder in _FOLDERS.items():
         head, _, when = section.partition(" ")
-        lines.append({"comm": "comm.engine", "frame": "frame"}.get(head, f"{head}.name {when}".rstrip()))
+        lines.append({"comm": "comm.engine", "frame": "frame", "log.sinks": "log.sinks"}.get(head, f"{head}.name {when}".rstrip()))
         lines += [f"  {name:14} {_first_line(path)}" for name, path in leaf.files(folder).items()]
     more = "model.name also takes package.module:Class, optim.name any class of torch.optim by its path, and comm.engine takes auto"
     return "\n".join([*lines, more])

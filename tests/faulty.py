@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -64,3 +65,20 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.two(self.one(x.flatten(1))) * self.scale)
+
+
+class Late(nn.Module):
+    """A linear model whose forward takes `ms` longer on rank 1, which also warns once."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, ms: float = 0.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(shape[0] * shape[1] * shape[2], classes)
+        self.late_s, self.warned = ms / 1e3 * (placement(os.environ).rank == 1), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.late_s:
+            time.sleep(self.late_s)
+            if not self.warned:
+                warnings.warn("this rank is late", UserWarning, stacklevel=2)
+                self.warned = True
+        return self.fc(x.flatten(1))

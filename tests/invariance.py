@@ -19,6 +19,7 @@ from hvdtrain.frames import torch_reduce
 from hvdtrain.report.log import Event, Log
 from hvdtrain.run.build import build_learner, build_recipe, connect
 from hvdtrain.run.feed import Feed
+from hvdtrain.run.gauges import gauges
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.job import prepare
 from hvdtrain.run.loop import Job, evaluate, train_to_meeting
@@ -93,7 +94,8 @@ def losses(words: str, engine: object) -> dict[str, object]:
     guard = Guard(config, engine, Signals(0), Pulse(), engine.exchange(f"host {engine.rank}"))
     recipe = build_recipe(config, origins, len(parts.train))
     feed = Feed(config, engine, recipe, parts.train, learner)
-    job = Job(config, engine, learner, recipe, feed, parts.val, Log([listen]), guard)
+    watched = gauges(config, origins, (engine, learner), guard.hosts, Log([]), Path())
+    job = Job(config, engine, learner, recipe, feed, parts.val, Log([listen]), guard, watched)
     now = Standing(Progress(len(parts.train), len(parts.train) * config.epochs))
     while now.progress.step < config.max_steps - 1:
         now = train_to_meeting(job, now)

@@ -246,7 +246,7 @@ def test_step_on_two_ranks_tells_what_meeting_costs() -> None:
     tree = json.loads(result.stdout)
     assert (tree["ranks"], tree["batch"], tree["engine"], tree["rounds"]) == (2, 20, "mpi", 2)
     assert tree["images_per_s"] == pytest.approx(20 / tree["ms_per_step"] * 1e3)
-    assert list(tree["phases_ms"]) == ["samples", "forward", "backward", "waiting for gradients", "checks and update"]
+    assert list(tree["phases_ms"]) == ["data", "forward", "backward", "communication", "update"]
     assert abs(tree["ms_per_step"] - tree["alone_ms_per_step"] - tree["exposed_communication_ms"]) < 0.5 * tree["ms_per_step"]
     assert tree["share_of_matmul"] == pytest.approx(tree["gflop_per_s_of_a_rank"] / tree["matmul_gflop_per_s"])
 

@@ -55,7 +55,10 @@ def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsy
     assert all(len(row) == 8 for row in rows)
     assert float(rows[2][6]) > 0.9
     assert any(line.startswith("  step ") for line in lines)
-    assert re.fullmatch(rf"done \(epochs=3\): validation accuracy {rows[2][6]} after 3.0\d epochs and [0-9.]+ s", lines[-2])
+    assert re.fullmatch(
+        rf"done \(epochs=3\): validation accuracy {rows[2][6]} after 3.0\d epochs and [0-9.]+ s",
+        next(line for line in lines if line.startswith("done")),
+    )
     assert lines[-1] == "run folder: out"
     (start,), (end,) = events(Path("out"), "start"), events(Path("out"), "end")
     assert (start["ranks"], end["reason"]) == (1, "epochs=3")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ from hvdtrain.data import augment
 from hvdtrain.data.source import Source
 from hvdtrain.frames.jax_model import Model, Place, key_data
 from hvdtrain.frames.jax_step import Formulas
-from hvdtrain.frames.learner import Task, check_fit, plain_names
+from hvdtrain.frames.learner import Gpu, Task, check_fit, plain_names
+from hvdtrain.frames.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise_scale import shares_of_keys
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -27,6 +30,8 @@ class JaxLearner:
     def __init__(self, config: Config, model: Model, rule: Rule, task: Task, engine: Engine, place: Place) -> None:
         self.model, self.engine, self.place = model, engine, place
         self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, engine.size)
+        self.stopwatch: Stopwatch = HostStopwatch()
+        self._exact = config.log.step_times
         formulas = Formulas(config, model, rule, task, engine.size)
         self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
         self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
@@ -51,6 +56,8 @@ class JaxLearner:
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         row, sums = self._nothing, _zero()
+        enter = self.stopwatch.enter if self._exact or self.engine.size > 1 else _no_phases  # one that is only started takes no time
+        enter("compute")
         with self.place.numbers():
             for batch in micro:
                 if batch["n"]:
@@ -59,9 +66,17 @@ class JaxLearner:
                     sums = _add(sums, more, batch["n"])
             mean: Any = row
             if self.engine.size > 1:
-                mean = self.engine.allreduce(np.asarray(row), "gradient.0")  # the host waits for the device here
+                mean = np.asarray(row)  # the host waits for the device here
+                enter("communication")
+                mean = self.engine.allreduce(mean, "gradient.0")
+            elif self._exact:
+                jax.block_until_ready(row)
+            enter("update")
         with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
             self.weights, self.slots, nonfinite = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
+        if self._exact:
+            jax.block_until_ready(self.weights)
+        enter("")
         with self.place.numbers():
             if self.noise_scale:
                 squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
@@ -101,9 +116,22 @@ class JaxLearner:
         how = "gradients by one allreduce" if self.engine.size > 1 else "no reduction"
         return f"{self.model.title}, {len(self._nothing):,} parameters, jax {self.place.dtype} on {device}, {how}"
 
+    def gpu(self) -> Gpu | None:
+        device = self.place.device
+        if device.platform == "cpu":
+            return None
+        return Gpu("", "JAX does not tell which GPU it is", lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0))
+
+    def profile(self, path: Path) -> AbstractContextManager[None]:
+        return jax.profiler.trace(str(path), create_perfetto_trace=True)
+
     def _lasting(self, sums: Sums) -> Sums:
         """Sums that can be added outside of place.numbers(), where JAX would make float32 of float64."""
         return {name: float(value) for name, value in sums.items()} if self.place.dtype == np.float64 else sums
+
+
+def _no_phases(phase: str) -> None:
+    pass
 
 
 def usual_rows(batch: int, micro: int | None, size: int) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.frames.stopwatch import Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
 
@@ -31,8 +34,18 @@ class Task:
     std: np.ndarray  # float64 (C,)
 
 
+class Gpu(NamedTuple):
+    """The accelerator of a rank, as the driver knows it."""
+
+    uuid: str  # "GPU-...", or empty
+    why: str  # there is none
+    peak_bytes: Callable[[], int]  # most memory that this rank had of it
+
+
 class Learner(Protocol):
     """A model and its optimizer on this rank."""
+
+    stopwatch: Stopwatch  # the core enters "data", the learner the other phases of a step, and "" at its end
 
     def hold(self, source: Source) -> bool:
         """Whether the set stays on the device from now on: put() then takes "rows" (and "rows2") in the place of "x", "y" ("x2", "y2")."""
@@ -69,6 +82,12 @@ class Learner(Protocol):
 
     def describe(self) -> str:
         """One line: model, parameters, device, and how gradients meet."""
+
+    def gpu(self) -> Gpu | None:
+        """None where the rank computes on processors."""
+
+    def profile(self, path: Path) -> AbstractContextManager[None]:
+        """What is done inside goes into the folder `path`, with the phases of each step; a UserError where the frame has no profiler."""
 
 
 def check_knobs(config: Config, origins: Origins, engine: Engine) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from hvdtrain.data import augment
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, check_knobs, plain_dtype, plain_names
+from hvdtrain.frames.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.gradient import clip
 from hvdtrain.optim.rule import Plain, Rule, is_excluded
 from hvdtrain.state import Arrays, Batch, Hyper, Sums
@@ -28,6 +30,7 @@ class NumpyLearner:
         self.config, self.task, self.engine = config, task, engine
         self.skips = config.guard.nonfinite == "skip"
         self.dtype = dtype
+        self.stopwatch: Stopwatch = HostStopwatch()
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
         self.ops = Plain(np)
@@ -49,8 +52,11 @@ class NumpyLearner:
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
+        enter = self.stopwatch.enter
         for batch in micro:
+            enter("forward")
             sums, error = self._forward(batch, self.config.model.label_smoothing)
+            enter("backward")
             if "w" in batch:
                 error = error * batch["w"][:, None]
             if not math.isfinite(sums["loss"]):  # weights that are not finite make such a gradient by themselves
@@ -58,10 +64,13 @@ class NumpyLearner:
             error = error / hyper.batch  # a sum over ranks is then the mean over the global batch
             gradient += np.concatenate([(error.T @ batch["x"]).ravel(), error.sum(0)])
             total = {name: total[name] + sums[name] for name in total}
+        enter("communication")
         mean = self.engine.allreduce(gradient, "gradient.0")
+        enter("update")
         bad = not np.isfinite(mean).all()
         if not (bad and self.skips):
             self._update(mean, hyper, seed)
+        enter("")
         return total | {"nonfinite": bad / self.engine.size}
 
     def settle(self, engine: Engine) -> None:
@@ -89,6 +98,12 @@ class NumpyLearner:
     def describe(self) -> str:
         parameters = sum(p.size for p in self.weights.values())
         return f"linear, {parameters:,} parameters, numpy {self.dtype} on the CPU, gradients by one allreduce"
+
+    def gpu(self) -> None:
+        return None
+
+    def profile(self, path: Path) -> NoReturn:
+        raise UserError("frame=numpy has no profiler", "profile.steps", "frame=torch or jax, or leave profile.steps out")
 
     def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), both (n, classes)-shaped inside."""

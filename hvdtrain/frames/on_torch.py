@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain import leaf
-from hvdtrain.comm.engine import Engine, Single
+from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frames import torch_heap, torch_optimizer, torch_reduce
-from hvdtrain.frames.learner import Learner, Task, build_rule, check_fit, fair_threads
+from hvdtrain.frames.learner import Gpu, Learner, Task, build_rule, check_fit, fair_threads
+from hvdtrain.frames.stopwatch import Stopwatch
+from hvdtrain.frames.torch_buckets import Buckets
 from hvdtrain.frames.torch_buffers import Buffers
+from hvdtrain.frames.torch_clock import stopwatch
 from hvdtrain.frames.torch_compile import check_compiler, compile_words, forwards, keep_gradients
-from hvdtrain.frames.torch_device import check_shared, pick_device, seed_dropout
+from hvdtrain.frames.torch_device import check_shared, gpu, pick_device, seed_dropout
 from hvdtrain.frames.torch_finite import any_nonfinite, slope, unless
 from hvdtrain.frames.torch_gradient import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frames.torch_inputs import Inputs, channels_last
 from hvdtrain.frames.torch_local import Local
 from hvdtrain.frames.torch_loss import Loss
 from hvdtrain.frames.torch_meet import meet
-from hvdtrain.frames.torch_model import black, check_logits, normed_model
+from hvdtrain.frames.torch_model import black, check_logits, checked_model, normed_model
 from hvdtrain.frames.torch_optimizer import RuleOptimizer
 from hvdtrain.frames.torch_precision import Precision, loss_scale, pick_precision, refuse_tiny_images, take_scale
+from hvdtrain.frames.torch_profile import profile
 from hvdtrain.state import Arrays, Batch, Hyper, Sums, fold
 
 
@@ -55,7 +61,9 @@ class TorchLearner:
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
         self.scale = loss_scale(precision, self.device)
         self.buffers, self.skips = Buffers(model, self.device), config.guard.nonfinite == "skip"
-        self.lap: Callable[[str], None] = lambda phase: None  # called at the end of each phase of a step: of a stopwatch
+        self.stopwatch: Stopwatch = stopwatch(self.device)
+        if isinstance(self.reducer, Buckets):
+            self.reducer.enter = lambda phase: self.stopwatch.enter(phase)  # noqa: PLW0108 (a profile puts another one there)
         torch_optimizer.fill_slots(self.optimizer)
 
     def hold(self, source: Source) -> bool:
@@ -65,6 +73,7 @@ class TorchLearner:
         return self.inputs.put(batch)
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
+        enter = self.stopwatch.enter
         seed_dropout(fold(seed, self.rank) & (2**63 - 1), self.device)  # each rank's own
         torch_optimizer.set_hyper(self.optimizer, hyper)
         if not self.model.training:  # of many modules: a third of a millisecond
@@ -78,15 +87,16 @@ class TorchLearner:
             if place == len(micro):
                 self.reducer.last_pass()
                 self.meter.last_pass()
+            enter("forward")
             loss, sums = self._forward(batch)
-            self.lap("forward")
+            enter("backward")
             (loss / divisor * self.scale.up(slope(loss))).backward()  # a sum over ranks is the mean over the global batch
             total = {name: total[name] + sums[name] for name in total}
             if place < len(micro):
                 keep_gradients(self.config, self.parameters)
-            self.lap("backward")
+        enter("communication")
         self.reducer.finish()
-        self.lap("waiting for gradients")
+        enter("update")
         self.scale.down(self.parameters)
         bad = any_nonfinite(self.parameters)  # of the mean over ranks, before clipping hides it: the same on every rank
         overflowed = self.scale.overflowed(bad)
@@ -99,10 +109,11 @@ class TorchLearner:
             clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
             add_noise_(self.parameters, hyper.noise, seed)
             self.reducer.apply(self.optimizer)
-        if self.local:
-            self.local.stepped(self.optimizer)
         self.optimizer.zero_grad()
-        self.lap("checks and update")
+        if self.local:
+            enter("communication")
+            self.local.stepped(self.optimizer)
+        enter("")
         return total
 
     def settle(self, engine: Engine) -> None:
@@ -149,6 +160,12 @@ class TorchLearner:
         count = sum(p.numel() for p in self.model.parameters())
         how = f"torch {self.precision.words} on {self.device}{compile_words(self.config)}"
         return f"{type(self.model).__name__}, {count:,} parameters, {how}, {self.reducer.words}"
+
+    def gpu(self) -> Gpu | None:
+        return gpu(self.device)
+
+    def profile(self, path: Path) -> AbstractContextManager[None]:
+        return profile(self, path)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Every live tensor that a resume needs."""
@@ -224,16 +241,9 @@ def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int,
     """The trained parameters by name, as build() makes them: without memory or work, unless the model reads its own numbers."""
     try:
         with torch.device("meta"):
-            model = _checked_model(config, origins, task)
+            model = checked_model(config, origins, task)
     except UserError:
         raise
     except Exception:  # a meta tensor has no numbers to read; whatever else went wrong does so again
-        model = _checked_model(config, origins, task)
+        model = checked_model(config, origins, task)
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
-    model = normed_model(config, origins, task, Single())
-    if leaf.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
-        check_logits(model, config, origins, task)
-    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Buckets:
         self._missing: dict[_Bucket, int] = {}
         self._started = 0
         self._last = False
+        self.enter: Callable[[str], None] = lambda phase: None  # of the learner's stopwatch
         self.words = f"gradients in {len(self._buckets)} overlapped bucket{'s' * (len(self._buckets) > 1)}"
         self.words = "gradients by Adasum, each tensor by itself" if op == "adasum" else self.words
         self.words += f" as {str(wire).removeprefix('torch.')}" if wire else ""
@@ -59,7 +61,10 @@ class Buckets:
             complete = self._started
             while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
                 complete += 1
-            self._start_until(complete)
+            if complete > self._started:
+                self.enter("communication")  # an engine may wait for the other ranks here
+                self._start_until(complete)
+                self.enter("backward")
 
     def _start_until(self, count: int) -> None:
         for bucket in self._buckets[self._started : count]:

@@ -12,6 +12,7 @@ from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Gpu
 
 
 def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.device:
@@ -24,6 +25,15 @@ def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.devic
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def gpu(device: torch.device) -> Gpu | None:
+    """The device as NVML and the core know it; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    why = "" if uuid else "this torch does not tell which GPU it is"
+    return Gpu(f"GPU-{uuid}" * bool(uuid), why, lambda: torch.cuda.max_memory_allocated(device))
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:

@@ -6,7 +6,8 @@ import traceback
 
 import torch
 
-from hvdtrain.comm.engine import Engine
+from hvdtrain import leaf
+from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
 from hvdtrain.errors import UserError
@@ -58,4 +59,12 @@ def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module
         raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
+    return model
+
+
+def checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+    """The model of one rank; a user's own class is tried."""
+    model = normed_model(config, origins, task, Single())
+    if leaf.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
+        check_logits(model, config, origins, task)
     return model

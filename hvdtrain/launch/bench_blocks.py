@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hvdtrain.report.log import Log
 from hvdtrain.run.build import build_learner, build_recipe, check_batch
 from hvdtrain.run.deadline import Deadline
 from hvdtrain.run.feed import Feed
+from hvdtrain.run.gauges import gauges
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.job import Parts, prepare
 from hvdtrain.run.loop import Job, train_to_meeting
@@ -39,8 +41,9 @@ class Trainer:
         deadline = Deadline("30d", {}, time.monotonic(), time.time(), time.monotonic) if engine.rank == 0 else None
         guard = Guard(config, engine, signals, Pulse(), engine.exchange("host"), deadline)
         recipe, samples = build_recipe(config, origins, len(self.data.train)), len(self.data.train)
+        watched = gauges(config, origins, (engine, learner), guard.hosts, Log([]), Path())
         self.feed = Feed(config, engine, recipe, self.data.train, learner)
-        self.job = Job(config, engine, learner, recipe, self.feed, self.data.val, Log([]), guard)
+        self.job = Job(config, engine, learner, recipe, self.feed, self.data.val, Log([]), guard, watched)
         self.now = Standing(Progress(samples, samples * config.epochs))
 
     def block(self, steps: int) -> float:

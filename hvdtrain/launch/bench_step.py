@@ -17,6 +17,7 @@ from hvdtrain.comm.engine import Engine, Single
 from hvdtrain.config import Config
 from hvdtrain.config_run import CommConfig
 from hvdtrain.configure import Origins, configure
+from hvdtrain.frames.stopwatch import total
 from hvdtrain.launch import bench_text
 from hvdtrain.launch.bench_blocks import Trainer
 from hvdtrain.launch.bench_ranks import Parser, on_ranks, rounds_of
@@ -107,19 +108,18 @@ def _figures(config: Config, trainer: Trainer, steps: int, step_s: float) -> dic
         return {}
     learner: Any = trainer.job.learner
     figures, feed = frame.figures(), trainer.feed
-    watch, p = figures.Stopwatch(learner.device), trainer.now.progress
-    learner.lap = watch.lap
+    watch, p = figures.patient(learner.device), trainer.now.progress
+    learner.stopwatch = watch
     for _ in range(steps):
-        watch.start()
+        watch.enter("data")
         hyper, micro = feed.take(p)
-        watch.lap("samples")
         learner.step(micro, hyper, p.step)
         p = p.advance(hyper.batch)
-    learner.lap = lambda phase: None
+    phases = total(watch.read())
     hyper, micro = feed.take(p)
     flops, peak = figures.step_flops(learner, micro, hyper), figures.peak_flops(learner)
     return {
-        "phases_ms": {phase: 1e3 * seconds / steps for phase, seconds in watch.seconds.items()},
+        "phases_ms": {phase: 1e3 * seconds / steps for phase, seconds in phases.items()},
         "gflop_per_step_of_a_rank": flops / 1e9,
         "gflop_per_s_of_a_rank": flops / step_s / 1e9,
         "matmul_gflop_per_s": peak / 1e9,

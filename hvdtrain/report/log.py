@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 class Event(NamedTuple):
     time: float  # seconds since 1970
-    kind: str  # "start", "step", "epoch", "checkpoint", "checkpoint_failed", "nonfinite", "stop", "end"
+    kind: str  # "start", "step", "epoch", ...: docs/events.md has them all, with their fields
     step: int  # steps of the job done
     fields: dict[str, Any]  # "lines": what people are told
 
@@ -18,7 +18,7 @@ Sink = Callable[[Event], None]
 
 
 class Log:
-    """Hands each event to every sink. Rank 0 has sinks; the other ranks have none and stay silent."""
+    """Hands each event to every sink, and closes those that have something to close. Rank 0 has sinks; the other ranks have none."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -27,3 +27,10 @@ class Log:
         event = Event(time.time(), kind, step, fields)
         for sink in self._sinks:
             sink(event)
+
+    def close(self, timeout_s: float) -> None:
+        """What still waits to be written somewhere is, if that takes no longer."""
+        for sink in self._sinks:
+            close = getattr(sink, "close", None)
+            if close is not None:
+                close(timeout_s)

@@ -11,36 +11,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain import leaf
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins, to_yaml
 from hvdtrain.data import augment
 from hvdtrain.data.source import Source
-from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError
+from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, code_of
 from hvdtrain.frames.learner import Learner, Task
 from hvdtrain.recipe import compose
 from hvdtrain.recipe.noise_scale import NoiseScale
-from hvdtrain.recipe.words import batch_words, lr_words
-from hvdtrain.report.log import Log
-from hvdtrain.report.sinks import Console, JsonLines
-from hvdtrain.run import checkpoint, startup
+from hvdtrain.report.aside import CLOSE_S, Aside
+from hvdtrain.report.log import Log, Sink
+from hvdtrain.report.rank_log import LOGGER, rank_log
+from hvdtrain.report.screen import screen
+from hvdtrain.report.sinks import JsonLines
+from hvdtrain.run import checkpoint, startup, words
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task
 from hvdtrain.run.checkpoint import Identity, finished
 from hvdtrain.run.deadline import Deadline
 from hvdtrain.run.feed import Feed
+from hvdtrain.run.gauges import gauges
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.loop import Job, train
-from hvdtrain.run.micro import passes
 from hvdtrain.run.pulse import Pulse
 from hvdtrain.run.resume import Beginning, begin, newest_good
 from hvdtrain.run.saver import Saver
 from hvdtrain.run.signals import Signals
 from hvdtrain.run.standing import Standing
-from hvdtrain.run.start import agree, on_rank_0, share_state
+from hvdtrain.run.start import agree, on_rank_0, on_rank_0_alone, share_state
 from hvdtrain.run.turns import stop_reason
 from hvdtrain.state import Arrays
 
 SLOW_DISK = 1e8  # bytes a second
+HASTY_S = 3.0  # that the end of a job which failed, or has to go, waits for what its sinks have not written
 
 
 class Parts(NamedTuple):
@@ -49,6 +53,15 @@ class Parts(NamedTuple):
     train: Source
     val: Source
     task: Task
+
+
+class Ending(NamedTuple):
+    """How a job came to its end."""
+
+    code: int
+    run: Path
+    why: str
+    standing: Standing
 
 
 def prepare(config: Config, origins: Origins) -> Parts:
@@ -60,16 +73,16 @@ def prepare(config: Config, origins: Origins) -> Parts:
     return Parts(train_source, val_source, build_task(train_source, val_source, origins))
 
 
-def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, why: str, watch: tuple[Signals, Pulse]) -> int:
-    """Every rank calls it; rank 0 speaks and writes. The exit code: DONE, or REQUEUE where it had to stop before its end."""
+def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, why: str, watch: tuple[Signals, Pulse]) -> Ending:
+    """Every rank calls it; rank 0 speaks and writes. The exit code is DONE, or REQUEUE where the job had to stop before its end."""
     agree(engine, facts(config, parts))
     signals, pulse = watch
     pulse.beat("building the model", 0, 0)
     learner = build_learner(config, origins, parts.task, engine)
     pulse.beat("reading the checkpoint", 0, 0)
-    beginning, digest, limit_bytes = _start(config, origins, parts, engine, learner)
+    beginning, digest, (limit_bytes, parameters) = _start(config, origins, parts, engine, learner)
     run, standing = beginning.run, beginning.standing
-    log = Log(_open_sinks(config, run) if engine.rank == 0 else [])
+    log = Log(on_rank_0_alone(engine, lambda: _open_sinks(config, origins, run)) or [])
     hosts = engine.exchange(socket.gethostname())
     times = (pulse.started_s, time.time(), time.monotonic)
     limit = Deadline(config.guard.max_time, os.environ, *times) if engine.rank == 0 else None
@@ -82,32 +95,40 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     job = Job(
         *(config, engine, learner, recipe, feed, parts.val, log),
         Guard(config, engine, signals, pulse, hosts, limit, saver),
+        gauges(config, origins, (engine, learner), hosts, log, run),
         _clock(standing.seconds),
         noise_scale=NoiseScale(signal=standing.noise[0], noise=standing.noise[1]),
     )
     job.tell_start = lambda step: log.emit("started", step, **startup.fields(pulse))
     job.roll_back = lambda: _roll_back(job, run, limit_bytes)
-    lines = _header(job, why, standing, beginning)
-    log.emit("start", standing.progress.step, lines=lines, digest=digest, ranks=engine.size, hosts=sorted(set(hosts)))
+    told = {"lines": words.header(job, why, beginning), "digest": digest, "engine": engine.name, "parameters": parameters}
+    log.emit("start", standing.progress.step, **told, **words.start_fields(job, beginning))
     try:
-        return _train(job, run, standing)
+        with rank_log(run / "ranks" / f"rank-{engine.rank:05d}.log" if config.log.per_rank else None):
+            LOGGER.info(f"rank {engine.rank} of {engine.size} on {hosts[engine.rank]}, process {os.getpid()}: {learner.describe()}")
+            return _train(job, run, standing)
     except Diverged:  # on every rank alike: none ends the job before a checkpoint under way is on the disk
         pulse.patient = True
         on_rank_0(engine, lambda: saver.close() if saver else None)
         raise
     finally:
-        feed.close(wait=sys.exc_info()[0] is None)
+        error = sys.exc_info()[1]
+        if error is not None:
+            log.emit("failed", pulse.step, reason=f"{type(error).__name__}: {error}".partition("\n")[0], exit_code=code_of(error))
+        feed.close(wait=error is None)
         if saver:
             saver.close()
+        log.close(CLOSE_S if error is None and not job.guard.stop else HASTY_S)
 
 
-def _train(job: Job, run: Path, standing: Standing) -> int:
+def _train(job: Job, run: Path, standing: Standing) -> Ending:
     """To the end, or to where the job has to stop; the last checkpoint is on the disk then."""
     pulse, config, saver = job.guard.pulse, job.config, job.guard.saver
     pulse.training = True
     if saver and config.guard.nonfinite == "rollback":
         saver.save(standing, job.learner)  # there is always one to go back to
     now, why = train(job, standing)
+    job.gauges.close(now.progress.step)
     over = bool(stop_reason(config, now))  # else it has to stop before
     pulse.patient = True
     pulse.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
@@ -117,14 +138,13 @@ def _train(job: Job, run: Path, standing: Standing) -> int:
         kind = Diverged if failure.endswith("is not finite") else UserError
         what = f"the job {'is done' if over else 'stopped'} ({why}), but its last checkpoint is not written: {failure}"
         raise kind(what, str(run), "a lower optim.base_lr" if kind is Diverged else "make room; start it again")
+    fields = words.end_fields(job, now)
     if over:
-        reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
-        job.log.emit("end", step, reason=why, lines=[f"done ({why}): {reached}", f"run folder: {run}"])
-        return DONE
+        job.log.emit("end", step, reason=why, exit_code=DONE, lines=words.done(job, now, why, run), **fields)
+        return Ending(DONE, run, why, now)
     last = f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
-    again = f"the same command goes on, with run={run}{' resume=auto' * (config.resume == 'no')}"
-    job.log.emit("stop", step, reason=why, lines=[f"stopped ({why}) at step {step}, epoch {now.progress.epochs:.2f}: {last}", again])
-    return REQUEUE
+    job.log.emit("stop", step, reason=why, exit_code=REQUEUE, lines=words.stopped(job, now, why, last, run), **fields)
+    return Ending(REQUEUE, run, why, now)
 
 
 def facts(config: Config, parts: Parts) -> dict[str, Any]:
@@ -150,9 +170,10 @@ def identity(config: Config, parts: Parts) -> Identity:
     return {"seed": config.seed, "data": data}
 
 
-def _start(config: Config, origins: Origins, parts: Parts, engine: Engine, learner: Learner) -> tuple[Beginning, str, int]:
-    """(what the job begins from, the digest that all ranks have then, the bytes that a file of a checkpoint may have)."""
-    limit_bytes = 2**20 + 8 * sum(array.nbytes for _, array in learner.views())  # slots that a user's optimizer has not made yet, too
+def _start(config: Config, origins: Origins, parts: Parts, engine: Engine, learner: Learner) -> tuple[Beginning, str, tuple[int, int]]:
+    """(what the job begins from, the digest that all ranks have then, (bytes that a file of a checkpoint may have, weights))."""
+    sizes = [(name, array.size, array.nbytes) for name, array in learner.views()]
+    limit_bytes = 2**20 + 8 * sum(many for _, _, many in sizes)  # slots that a user's optimizer has not made yet, too
     total = len(parts.train) * compose.epochs(config)
     arrays: list[Arrays | None] = [None]
 
@@ -163,7 +184,7 @@ def _start(config: Config, origins: Origins, parts: Parts, engine: Engine, learn
     beginning = on_rank_0(engine, look)
     digest = share_state(engine, learner, arrays[0])
     on_rank_0(engine, lambda: _write_config(config, beginning))  # not before: what cannot be resumed leaves the run folder as it was
-    return beginning, digest, limit_bytes
+    return beginning, digest, (limit_bytes, sum(size for name, size, _ in sizes if name.startswith("p.")))
 
 
 def _roll_back(job: Job, run: Path, limit_bytes: int) -> None:
@@ -199,37 +220,12 @@ def _write_config(config: Config, beginning: Beginning) -> None:
         beginning.notes.append(what)
 
 
-def _open_sinks(config: Config, run: Path) -> list[Console | JsonLines]:
-    return [Console(sys.stdout, config.log.every_s), JsonLines(run / "events.jsonl")]
+def _open_sinks(config: Config, origins: Origins, run: Path) -> list[Sink]:
+    """Of rank 0. A sink whose package is missing is a UserError before the job begins."""
+    where = origins.where("log.sinks")
+    made: dict[str, Sink] = {name: leaf.load("sinks", name, where).build(config, run) for name in config.log.sinks}
+    return [screen(sys.stdout, config.log), JsonLines(run / "events.jsonl"), *(_aside(name, sink) for name, sink in made.items())]
 
 
-def _header(job: Job, why: str, standing: Standing, beginning: Beginning) -> list[str]:
-    """What will run, in a few lines."""
-    config, engine, hosts = job.config, job.engine, job.guard.hosts
-    where = ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts)))
-    low, high = config.batch.size // engine.size, -(-config.batch.size // engine.size)
-    share = f"{low}" if low == high else f"{low} or {high}"
-    counts = f"{job.feed.samples:,} training and {len(job.val):,} validation samples"
-    lines = [
-        f"ranks   {engine.size} ({where}), engine {engine.name}: {why}",
-        f"data    {config.data.name}: {counts}, {config.data.sampling} sampling, {job.feed.words}",
-        f"batch   {batch_words(job.recipe)} over all ranks, {share} on each{' at first' * bool(job.recipe.batch.to)}",
-        f"recipe  {config.optim.name}, {lr_words(config, job.feed.samples)}",
-        f"model   {config.model.name}: {job.learner.describe()}",
-        f"run     {beginning.run}",
-    ]
-    if config.norm.kind != "batch":
-        lines.insert(4, f"norm    {_norm_words(config, -(-high // passes(config, high, config.batch.size, config.batch.size)))}")
-    if standing.progress.step:
-        lines.append(f"resume  from step {standing.progress.step}, epoch {standing.progress.epochs:.2f}")
-    if job.guard.deadline and job.guard.deadline.words:
-        lines.append(f"limit   {job.guard.deadline.words}")
-    return lines + [f"        {note}" for note in beginning.notes]
-
-
-def _norm_words(config: Config, samples: int) -> str:
-    """Over what batch norm takes its statistics; `samples` of one forward pass."""
-    if config.norm.kind == "sync":
-        return "batch norm over the samples of all ranks"
-    small = f": a pass has {samples}, so each is a ghost of its own" if config.norm.ghost >= samples else ""
-    return f"batch norm over ghosts of {config.norm.ghost} samples{small}"
+def _aside(name: str, sink: Sink) -> Aside:
+    return Aside(lambda: sink, name, lambda text: print(f"hvdtrain: {text}", file=sys.stderr, flush=True))

@@ -19,9 +19,10 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.report.log import Log
 from hvdtrain.run import tally
 from hvdtrain.run.feed import Feed
+from hvdtrain.run.gauges import Gauges
 from hvdtrain.run.guard import Guard
 from hvdtrain.run.standing import Standing
-from hvdtrain.run.turns import ASK_EVERY, epoch_fields, evaluation_due, meets, nonfinite_fields, step_fields, stop_reason
+from hvdtrain.run.turns import ASK_EVERY, epoch_fields, evaluation_due, judge, meets, nonfinite_fields, step_fields, stop_reason
 from hvdtrain.state import Sums, fold
 
 
@@ -37,6 +38,7 @@ class Job:
     val: Source
     log: Log
     guard: Guard
+    gauges: Gauges
     clock: Callable[[], float] = time.perf_counter  # seconds spent in this job so far, over all its runs
     tell_start: Callable[[int], None] = lambda step: None  # once the first steps are done
     roll_back: Callable[[], None] = lambda: None  # loads the newest checkpoint into every rank
@@ -57,6 +59,7 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
     c, p, since, began = job.config, now.progress, tally.zero(), time.perf_counter()
     while True:
         job.guard.pulse.beat("reading samples", p.epoch, p.step)
+        job.gauges.turn(p.step)
         hyper, micro = job.feed.take(p)
         job.guard.pulse.beat("step", p.epoch, p.step)
         since = tally.add(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
@@ -65,19 +68,20 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
             break
     job.guard.pulse.beat("meeting", p.epoch, p.step)
     job.learner.settle(job.engine)
-    sums = tally.total(job.engine, since | job.guard.flags(p.step), "train.sums")  # the host waits for the device here
+    sums = tally.total(job.engine, since | job.guard.flags(p.step) | job.gauges.flags(), "train.sums")  # the host waits for the device here
     seconds = time.perf_counter() - began
     if job.guard.pulse.patient:
         job.tell_start(p.step)
     job.guard.met(sums)
-    after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch)
+    after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch).burnt(sums)
     if not job.guard.is_finite(after, sums):
         after = job.guard.turned(after, sums, job.roll_back)
         job.log.emit("nonfinite", p.step, **nonfinite_fields(c, after))
         if c.guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
             return after  # these sums are of weights that are no more, or are none
     job.guard.check_equal(job.learner, now, after, hyper, bool(sums["save"]) or evaluation_due(c, after))
-    job.log.emit("step", p.step, **step_fields(p, hyper, sums, seconds), **job.noise_scale.read(sums))
+    fields = step_fields(after, sums, seconds) | job.gauges.read(sums, p.step, seconds) | job.noise_scale.read(sums)
+    job.log.emit("step", p.step, **fields)
     return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 
@@ -86,8 +90,11 @@ def evaluate_epoch(job: Job, now: Standing) -> Standing:
     val = evaluate(job, now)
     if val is None:
         return now
-    done = replace(now.judged(val["right"] / val["count"], job.config.stop.target_accuracy), seconds=job.clock())
-    job.log.emit("epoch", now.progress.step, **epoch_fields(job.config, now, done, val, job.noise_scale.value))
+    done, reached = judge(job.config, now := now.burnt(val), val, job.clock(), job.gauges.kinds)
+    fields = epoch_fields(job.config, now, done, val, job.noise_scale.value) | job.gauges.epoch(now, val)
+    job.log.emit("epoch", now.progress.step, **fields)
+    for target in reached:
+        job.log.emit("target", now.progress.step, **target._asdict())
     return done
 
 
@@ -107,6 +114,6 @@ def evaluate(job: Job, now: Standing) -> Sums | None:
             return None
         if batch is not None:
             sums = tally.add(sums, job.learner.evaluate(batch))
-    sums = tally.total(job.engine, sums, "val.sums")
+    sums = tally.total(job.engine, sums | job.gauges.joules(now=True), "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -18,6 +18,11 @@ T = TypeVar("T")
 
 def on_rank_0(engine: Engine, work: Callable[[], T]) -> T:
     """What rank 0's work() returns, on every rank; where it is a UserError every rank raises that. Small things only."""
+    return engine.exchange(on_rank_0_alone(engine, work))[0]
+
+
+def on_rank_0_alone(engine: Engine, work: Callable[[], T]) -> T | None:
+    """The same, but what it returns stays on rank 0; the others get None."""
     result: T | None = None
     failure: UserError | None = None
     if engine.rank == 0:
@@ -25,10 +30,10 @@ def on_rank_0(engine: Engine, work: Callable[[], T]) -> T:
             result = work()
         except UserError as error:
             failure = error
-    answer, failure = engine.exchange((result, failure))[0]
+    failure = engine.exchange(failure)[0]
     if failure:
         raise failure
-    return answer
+    return result
 
 
 def agree(engine: Engine, facts: dict[str, Any]) -> None:

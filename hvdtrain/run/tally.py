@@ -18,7 +18,9 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 def total(engine: Engine, sums: Sums, name: str) -> Sums:
-    """The sums over all ranks, as floats; the host waits for the device here."""
+    """The sums over all ranks: floats, and of a float64 array (n,) another one. The host waits for the device here."""
     keys = sorted(sums)
-    mine = np.array([float(sums[key]) for key in keys])
-    return dict(zip(keys, engine.allreduce(mine, name).tolist(), strict=True))
+    parts = [part if isinstance(part := sums[key], np.ndarray) else np.array([float(part)]) for key in keys]
+    whole = engine.allreduce(np.concatenate(parts), name)
+    split = np.split(whole, np.cumsum([len(part) for part in parts])[:-1])
+    return {key: total if isinstance(sums[key], np.ndarray) else float(total[0]) for key, total in zip(keys, split, strict=True)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config import Config
-from hvdtrain.run.standing import Standing
-from hvdtrain.state import Hyper, Progress, Sums
+from hvdtrain.run.standing import Reached, Standing
+from hvdtrain.state import Progress, Sums
 
 ASK_EVERY = 4  # batches of an evaluation between two questions whether to stop: each costs one small allreduce
 
@@ -35,10 +37,19 @@ def stop_reason(config: Config, now: Standing) -> str:
     return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
 
 
-def step_fields(p: Progress, last: Hyper, sums: Sums, seconds: float) -> dict[str, Any]:
-    """Of the steps since the last meeting, over all ranks."""
-    loss, images_per_s = sums["loss"] / sums["count"], sums["count"] / seconds
-    return {"epochs": p.epochs, "of": p.total // p.dataset, "loss": loss, "images_per_s": images_per_s, "lr": last.lr, "batch": last.batch}
+def step_fields(now: Standing, sums: Sums, window_s: float) -> dict[str, Any]:
+    """Of the steps since the last meeting, over all ranks, which took window_s."""
+    p = now.progress
+    return {
+        "epochs": p.epochs,
+        "of": p.total // p.dataset,
+        "loss": sums["loss"] / sums["count"],
+        "accuracy": sums["right"] / sums["count"],
+        "images_per_s": sums["count"] / window_s,
+        "lr": now.lr,
+        "batch": now.batch,
+        "seconds": round(now.seconds, 3),
+    }
 
 
 def nonfinite_fields(config: Config, now: Standing) -> dict[str, Any]:
@@ -56,10 +67,40 @@ def epoch_fields(config: Config, before: Standing, now: Standing, val: Sums, noi
         "epoch_s": round(before.epoch_s, 3),
         "images_per_s": round(trained / before.epoch_s, 1) if before.epoch_s else math.nan,
         "train_loss": before.sums["loss"] / trained if trained else math.nan,
+        "train_accuracy": before.sums["right"] / trained if trained else math.nan,
         "val_loss": val["loss"] / val["count"],
         "val_accuracy": now.accuracy,
         "val_count": int(val["count"]),
+        "best_accuracy": now.best,
         "lr": now.lr,
         "batch": now.batch,
         **({"noise_scale": noise_scale} if config.log.noise_scale else {}),
     }
+
+
+def judge(config: Config, now: Standing, val: Sums, seconds: float, kinds: Collection[str]) -> tuple[Standing, list[Reached]]:
+    """The standing after an evaluation, and the accuracies that were reached by it for the first time; `kinds` of energy are measured."""
+    done = replace(now.judged(val["right"] / val["count"], config.stop.target_accuracy), seconds=seconds)
+    wanted = {*config.log.targets, config.stop.target_accuracy} - {None} - {past.target for past in now.reached}
+    p, joules = done.progress, sum(energy_of(done, kinds).values()) if energy_of(done, kinds) else None
+    new = [
+        Reached(target, done.accuracy, round(seconds, 3), p.epochs, p.samples, joules)
+        for target in sorted(target for target in wanted if target is not None and done.accuracy >= target)
+    ]
+    return replace(done, reached=(*done.reached, *new)), new
+
+
+def energy_of(now: Standing, kinds: Collection[str], *, epoch: bool = False) -> dict[str, float]:
+    """Joules of each kind that was measured all the time: of the job, or of the time since the last evaluation."""
+    known = {"gpu": now.epoch_gpu_j if epoch else now.gpu_j, "cpu": now.epoch_cpu_j if epoch else now.cpu_j}
+    return {kind: round(joules, 3) for kind, joules in known.items() if kind in kinds and math.isfinite(joules)}
+
+
+def energy_fields(now: Standing, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
+    """Of the event "epoch": what was used since the last evaluation, by the samples of `now.sums`."""
+    joules = energy_of(now, kinds, epoch=True)
+    if not joules or not wall_s:
+        return {"joules": {}}
+    whole, trained = sum(joules.values()), now.sums["count"]
+    more = {"joules_per_image": whole / trained} if trained else {}
+    return {"joules": joules, "wh": round(whole / 3600, 4), "watts": round(whole / wall_s, 2), **more}

@@ -1,0 +1,59 @@
+"""How long each phase of a step takes on this rank."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+# data: waiting for samples. compute: forward and backward where a frame makes one program of both. communication: waiting for the
+# gradients of other ranks, as far as nothing else is done meanwhile. update: checks, clipping and the optimizer.
+PHASES = ("data", "forward", "backward", "compute", "communication", "update")
+
+Laps = dict[str, float]  # seconds of each phase of one step
+
+
+class Stopwatch(Protocol):
+    """A step begins with enter("data") and ends with enter("")."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and the one before it ends. A phase may come several times in a step. Half a microsecond."""
+
+    def read(self) -> list[Laps]:
+        """Of each step since the last read. The host waits for the device here."""
+
+
+class HostStopwatch:
+    """By this process's clock: right where the host waits for what it starts, as on a processor, or where `wait` does so."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+        self._stamps: list[tuple[str, float]] = []
+
+    def enter(self, phase: str) -> None:
+        if not self._stamps and phase != "data":  # nobody reads: a learner that is used by itself
+            return
+        if self._wait:
+            self._wait()
+        self._stamps.append((phase, time.perf_counter()))
+
+    def read(self) -> list[Laps]:
+        stamps, self._stamps = self._stamps, []
+        return laps([(phase, b - a) for (phase, a), (_, b) in itertools.pairwise(stamps)])
+
+
+def laps(pieces: Sequence[tuple[str, float]]) -> list[Laps]:
+    """Steps, each from "data" to "", of (phase, seconds) in order."""
+    steps: list[Laps] = []
+    for phase, seconds in pieces:
+        if phase == "data":
+            steps.append({})
+        if phase:
+            steps[-1][phase] = steps[-1].get(phase, 0.0) + seconds
+    return steps
+
+
+def total(steps: Sequence[Laps]) -> Laps:
+    """Seconds of each phase over some steps."""
+    return {phase: sum(step.get(phase, 0.0) for step in steps) for phase in PHASES if any(phase in step for step in steps)}

@@ -1,0 +1,186 @@
+"""What a rank's steps take beside samples: seconds by phase, memory, energy; brought together where the ranks meet anyway."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import resource
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.config import Config
+from hvdtrain.configure import Origins
+from hvdtrain.errors import UserError
+from hvdtrain.frames.learner import Learner
+from hvdtrain.frames.stopwatch import PHASES, Laps, total
+from hvdtrain.report.log import Log
+from hvdtrain.report.rank_log import LOGGER
+from hvdtrain.run.energy import Energy, measure
+from hvdtrain.run.standing import Standing
+from hvdtrain.run.turns import energy_fields
+from hvdtrain.state import Sums
+
+_KB = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+
+
+def gauges(config: Config, origins: Origins, rank: tuple[Engine, Learner], hosts: list[str], log: Log, run: Path) -> Gauges:
+    """Every rank calls it."""
+    engine, learner = rank
+    gpu = learner.gpu()
+    energy = measure(engine, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
+    steps, name = profiled(config.profile.steps, origins.where("profile.steps")), f"rank-{engine.rank:05d}"
+    profile = (*steps, run / "profile" / name) if steps else None
+    return Gauges(engine, learner, energy, hosts, log, config.log.step_times, profile)
+
+
+def profiled(steps: str | None, where: str) -> tuple[int, int] | None:
+    """The steps of profile.steps=A:B."""
+    if steps is None:
+        return None
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(
+            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
+        )
+    return int(found[1]), int(found[2])
+
+
+@dataclass
+class Gauges:
+    """One on each rank. flags() rides on the sums that the ranks add up, as guard.flags() does; read() makes an event's fields of them."""
+
+    engine: Engine
+    learner: Learner
+    energy: Energy
+    hosts: list[str]  # of each rank
+    log: Log
+    each_step: bool = False  # log.step_times
+    profile: tuple[int, int, Path] | None = None  # steps done when it begins and when it ends, and this rank's folder
+    epoch_work_s: np.ndarray = field(init=False)  # (ranks,): seconds of own work since the last evaluation
+    epoch_steps: int = 0
+    _laps: list[Laps] = field(default_factory=list)  # of this rank's steps since the last meeting
+    _watts: float = math.nan
+    _read_s: float = field(default_factory=time.monotonic)  # when energy was seen last
+    _epoch_began_s: float = field(default_factory=time.monotonic)
+    _trace: AbstractContextManager[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.epoch_work_s = np.zeros(self.engine.size)
+        self.energy.read(now=True)  # from here on
+
+    def turn(self, step: int) -> None:
+        """A step begins after `step` others."""
+        if self.profile:
+            self._profile(step, *self.profile)
+        self.learner.stopwatch.enter("data")
+
+    def _profile(self, step: int, first: int, last: int, folder: Path) -> None:
+        if first <= step < last and self._trace is None:
+            self._trace = self.learner.profile(folder)
+            self._trace.__enter__()
+        elif step >= last:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Writes a profile that is under way after so many steps."""
+        if self._trace is not None and self.profile:
+            self._trace.__exit__(None, None, None)
+            self._trace = None
+            self.log.emit("profile", step, files=[str(self.profile[2])])
+
+    def flags(self) -> Sums:
+        """Of this rank since the last time; the host waits for the device here."""
+        self._laps = self.learner.stopwatch.read()
+        mine = total(self._laps)
+        work, host, device = (np.zeros(self.engine.size) for _ in range(3))
+        work[self.engine.rank] = _work(mine)
+        host[self.engine.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KB
+        gpu = self.learner.gpu()
+        device[self.engine.rank] = gpu.peak_bytes() if gpu else 0
+        phases = {f"phase.{phase}": mine.get(phase, 0.0) for phase in PHASES}
+        return phases | {"rank.work": work, "rank.memory": host, "rank.gpu_memory": device} | self.joules()
+
+    def read(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
+        """Fields of the event "step", of the steps since the last time, the last being the `step`th. Every rank calls it."""
+        steps = max(1, len(self._laps))
+        self.epoch_work_s, self.epoch_steps = self.epoch_work_s + sums["rank.work"], self.epoch_steps + steps
+        phases = {phase: 1e3 * sums[f"phase.{phase}"] / steps / self.engine.size for phase in PHASES if sums[f"phase.{phase}"]}
+        other = 1e3 * window_s / steps - sum(phases.values())
+        fields: dict[str, Any] = {"steps": steps, "window_s": window_s, "phase_ms": phases | {"other": max(0.0, other)}}
+        fields |= self._stragglers(1e3 * sums["rank.work"] / steps) | self._memory(sums) | self._power(sums)
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(self._own_words(step))
+        if self.each_step:
+            self._tell_steps(step)
+        return {key: _rounded(value) for key, value in fields.items()} | {"window_s": round(window_s, 6)}
+
+    def joules(self, now: bool = False) -> Sums:
+        """Of this rank's counters since the last time; NaN of a kind that is not measured everywhere."""
+        seen = self.energy.read(now)
+        return {name: joules if not self.energy.why.get(name.removeprefix("joules.")) else math.nan for name, joules in seen.items()}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of energy that are measured."""
+        return [kind for kind, why in self.energy.why.items() if not why]
+
+    def epoch(self, now: Standing, val: Sums) -> dict[str, Any]:
+        """Fields of the event "epoch", of the sums of its evaluation; the next one begins."""
+        self._power(val)
+        wall_s, self._epoch_began_s = time.monotonic() - self._epoch_began_s, time.monotonic()
+        work = 1e3 * self.epoch_work_s / max(1, self.epoch_steps)
+        self.epoch_work_s, self.epoch_steps = np.zeros(self.engine.size), 0
+        return {"rank_work_ms": [round(ms, 3) for ms in work.tolist()], **energy_fields(now, self.kinds, wall_s)}
+
+    def _stragglers(self, work_ms: np.ndarray) -> dict[str, Any]:
+        slowest = int(work_ms.argmax())
+        spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
+        return {"work_ms": spread, "slowest_rank": slowest, "slowest_host": self.hosts[slowest]}
+
+    def _memory(self, sums: Sums) -> dict[str, Any]:
+        most = {"memory_mb": sums["rank.memory"].max() / 1e6, "gpu_memory_mb": sums["rank.gpu_memory"].max() / 1e6}
+        return {key: float(value) for key, value in most.items() if value}
+
+    def _power(self, sums: Sums) -> dict[str, Any]:
+        """Counters are read once a second at most: the power of shorter windows is that of the last reading."""
+        joules, now_s = sum(sums[f"joules.{kind}"] for kind in self.kinds), time.monotonic()
+        if joules > 0:
+            self._watts, self._read_s = joules / (now_s - self._read_s), now_s
+        return {} if math.isnan(self._watts) else {"watts": self._watts}
+
+    def _tell_steps(self, step: int) -> None:
+        """An event for each step, of all ranks: (ranks, steps, phases) come together."""
+        rows = np.array([[[lap.get(phase, 0.0) for phase in PHASES] for lap in self._laps]])
+        everyone = 1e3 * self.engine.allgather(rows, "gauges.steps")
+        work_ms = everyone.sum(2) - everyone[:, :, PHASES.index("communication")]
+        for place in range(len(self._laps)):
+            means = dict(zip(PHASES, everyone[:, place].mean(0).tolist(), strict=True))
+            fields = {"phase_ms": {phase: ms for phase, ms in means.items() if ms}, **self._stragglers(work_ms[:, place])}
+            self.log.emit("step_times", step - len(self._laps) + place + 1, **{key: _rounded(value) for key, value in fields.items()})
+
+    def _own_words(self, step: int) -> str:
+        steps = max(1, len(self._laps))
+        phases = ", ".join(f"{phase} {1e3 * seconds / steps:.2f}" for phase, seconds in total(self._laps).items())
+        return f"step {step}, ms of each of {steps} steps: {phases}"
+
+
+def _work(phases: Laps) -> float:
+    """Seconds that this rank was busy by itself."""
+    return sum(seconds for phase, seconds in phases.items() if phase != "communication")
+
+
+def _rounded(value: Any) -> Any:
+    """To a thousandth: lines stay short."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return round(value, 3) if isinstance(value, float) else value

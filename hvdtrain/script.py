@@ -1,0 +1,78 @@
+"""The same from a script or a notebook: run = hvdtrain.train({"epochs": 3}); hvdtrain.read(run) is a DataFrame."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.config import SECTIONS
+from hvdtrain.configure import takes_text
+from hvdtrain.errors import UserError
+from hvdtrain.launch.train import raise_alone
+from hvdtrain.launch.train import train as train_words
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job left."""
+
+    folder: Path  # config.yaml, events.jsonl, checkpoints
+    code: int  # 0: done; 75: stopped before its end, the same call with run=folder goes on
+    why: str  # it ended
+    accuracy: float  # of the last evaluation; NaN without one
+    best_accuracy: float
+    epochs: float  # done
+    steps: int
+    seconds: float  # spent, over all its runs
+
+
+def train(config: Mapping[str, Any] | str | Path | None = None, *words: str) -> Run:
+    """Trains, as `python -m hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
+
+    config: the keys of `python -m hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
+    import path; or a YAML file. `words` are key=value, and win over it. Every rank calls it with the same. On one process an error is
+    raised (UserError: something to mend in what was given); of several ranks one that fails ends all, with its traceback.
+    """
+    path = str(config) if isinstance(config, (str, Path)) else None
+    given = [] if path or config is None else list(_words(config, ""))  # type: ignore[arg-type]
+    outcome = train_words(path, [*given, *words], raise_alone)
+    now = outcome.standing
+    assert outcome.run is not None and now is not None, outcome
+    numbers = (now.accuracy, now.best, now.progress.epochs, now.progress.step, now.seconds)
+    return Run(outcome.run, outcome.code, outcome.why, *numbers)
+
+
+def read(run: Run | str | Path) -> pandas.DataFrame:
+    """A row for each event of a run with its fields as columns (docs/events.md): a job that runs, is over, or was killed."""
+    from hvdtrain.report.record import read_record
+    from hvdtrain.report.table import frame
+
+    return frame(read_record(run.folder if isinstance(run, Run) else Path(run)))
+
+
+def _words(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """key=value for each value of a configuration."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not prefix and name in SECTIONS:
+            yield from _words(value, f"{key}.")
+        else:
+            yield f"{key}={_text(key, value)}"
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}:{value.__qualname__}"
+    if isinstance(value, (str, Path)):
+        return str(value) if takes_text(key) else json.dumps(str(value))
+    try:
+        return json.dumps(value)
+    except TypeError:
+        what = f"{key} is a {type(value).__name__}"
+        raise UserError(what, "hvdtrain.train()", "texts, numbers, truth values, None, lists, mappings, or a class") from None

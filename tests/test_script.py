@@ -1,0 +1,102 @@
+"""hvdtrain from a script: train() takes a configuration, tells what was reached, and raises what is wrong; read() gives it back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import mpirun, needs_mpirun
+
+import hvdtrain
+from hvdtrain.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+class Net(torch.nn.Module):
+    """What somebody writes in a notebook."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, hidden: int = 8) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(shape[0] * shape[1] * shape[2], hidden), torch.nn.Linear(hidden, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.one(x.flatten(1))))
+
+
+def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "epochs": 2,
+        "model": {"name": "linear"},
+        "optim.base_lr": 1e-05,
+        "run": Path("one"),
+        "data.root": None,
+        "log": {"targets": [0.01]},
+    }
+    run = hvdtrain.train(config, "batch.size=32")
+    assert main(["epochs=2", "model.name=linear", "optim.base_lr=1e-05", "run=two", "batch.size=32"]) == 0
+    assert (run.folder, run.code, run.why, run.steps, run.epochs) == (Path("one"), 0, "epochs=2", 90, 2880 / 1437)
+    one, two = hvdtrain.read(run), hvdtrain.read("two")
+    epochs = one[one.kind == "epoch"]
+    assert epochs.val_accuracy.tolist() == two[two.kind == "epoch"].val_accuracy.tolist()
+    assert epochs.val_accuracy.iloc[-1] == run.accuracy and run.best_accuracy == epochs.val_accuracy.max()
+    assert one.attrs["config"]["optim.base_lr"] == 1e-05 and one.attrs["config"]["batch.size"] == 32
+    assert (one.kind == "target").sum() == 1
+    assert 0 < run.seconds < 60
+    assert capsys.readouterr().out.count("run folder: ") == 2
+
+
+def test_a_class_is_a_model_and_a_yaml_file_a_configuration() -> None:
+    run = hvdtrain.train({"model": {"name": Net, "hidden": 3}, "max_steps": 3, "run": "one"})
+    assert run.steps == 3 and run.why == "max_steps=3"
+    assert "model.name" in hvdtrain.read(run).attrs["config"]
+    assert hvdtrain.read(run).attrs["config"]["model.name"] == f"{__name__}:Net"
+    Path("c.yaml").write_text("max_steps: 2\nmodel: {name: linear}\n")
+    again = hvdtrain.train(Path("c.yaml"), "run=two", "seed=3")
+    assert again.steps == 2 and hvdtrain.read(again).attrs["config"]["seed"] == 3
+
+
+def test_what_is_wrong_is_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(hvdtrain.UserError, match="no such key: epoch\n.*\n.*did you mean epochs"):
+        hvdtrain.train({"epoch": 2})
+    with pytest.raises(hvdtrain.UserError, match="batch.size is a complex\n  where: hvdtrain.train"):
+        hvdtrain.train({"batch": {"size": 3j}})
+    with pytest.raises(hvdtrain.UserError, match=r"guard\.nonfinite=stop"):
+        hvdtrain.train({"optim.base_lr": 1e6, "model.name": "mlp", "epochs": 3, "run": "bad"})
+    with pytest.raises(hvdtrain.UserError, match="there is no run folder nowhere"):
+        hvdtrain.read("nowhere")
+    with pytest.raises(AttributeError, match="has no attribute 'fit'"):
+        hvdtrain.fit  # noqa: B018
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_without_an_evaluation_has_no_accuracy() -> None:
+    run = hvdtrain.Run(Path("x"), 75, "SIGUSR2", math.nan, math.nan, 0.1, 3, 1.0)
+    assert math.isnan(run.accuracy) and run.code == 75
+
+
+@needs_mpirun
+def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hvdtrain, sys\n"
+        "class Net(__import__('torch').nn.Linear):\n"
+        "    def __init__(self, classes): super().__init__(64, classes)\n"
+        "    def forward(self, x): return super().forward(x.flatten(1))\n"
+        "run = hvdtrain.train({'model.name': Net, 'epochs': 1, 'run': sys.argv[1], 'comm.engine': 'mpi'})\n"
+        "sys.stderr.write(f'{run.steps} {run.accuracy:.4f}\\n')\n"
+        "hvdtrain.train({'batch.size': 1, 'comm.engine': 'mpi'})\n"
+        "print('never')\n"
+    )
+    done = mpirun(2, [str(script), str(tmp_path / "run")], timeout_s=60)
+    assert done.returncode == 2, done
+    assert "batch 1 does not split over 2 ranks" in done.stderr and "never" not in done.stdout
+    first, second = [line for line in done.stderr.splitlines() if line.startswith("23 ")]
+    assert first == second
