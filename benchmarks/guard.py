@@ -59,8 +59,8 @@ class Still(Pulse):
 class Deaf(Guard):
     """A guard that adds nothing to the sums, and hears nobody."""
 
-    def flags(self) -> Sums:
-        return {}
+    def flags(self, step: int = -1) -> Sums:
+        return {"save": 0.0}
 
     def heed(self, sums: Sums) -> None:
         pass
@@ -84,7 +84,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     job, guard, learner = trainer.job, trainer.job.guard, trainer.job.learner
     deaf = Deaf(**{field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)})
     never = torch.zeros((), dtype=torch.bool)
-    blind = ((on_torch, "any_nonfinite", lambda parameters: never), (on_torch, "slope", lambda loss: None))
+    blind = ((on_torch, "any_nonfinite", lambda parameters: never), (on_torch, "slope", lambda loss: 1.0))
 
     def every(steps: int | None) -> tuple[Any, str, Any]:
         return guard, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
@@ -113,7 +113,7 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
         ("one beat", 2 + meetings, microseconds(lambda: guard.pulse.beat("step", 3, 70))),
-        ("flags() and met()", meetings, microseconds(lambda: guard.met(sums | guard.flags(), 0.1, 0.0))),
+        ("flags() and met()", meetings, microseconds(lambda: guard.met(sums | guard.flags()))),
         ("sum of 4 numbers over ranks", None, microseconds(lambda: tally.total(engine, sums, "train.sums"))),
         ("sum of 4 numbers and 2 flags", None, microseconds(lambda: tally.total(engine, sums | flags, "train.sums"))),
         ("slope() and any_nonfinite()", 1, microseconds(lambda: (on_torch.slope(loss), on_torch.any_nonfinite(parameters)), 500)),
@@ -150,7 +150,7 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
 
             def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
                 saver = kind(Path(folder), settings, identity(job.config, trainer.data), Log([heard.append]))
-                return changed((job, "saver", saver if on and job.engine.rank == 0 else None))
+                return changed((job.guard, "saver", saver if on and job.engine.rank == 0 else None))
 
             row = {"part": f"checkpoint every {every} steps, {name}", "model": job.config.model.name}
             row |= ratio(trainer, part, rounds, every)

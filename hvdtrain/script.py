@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.comm.placement import placement
 from hvdtrain.config import SECTIONS
-from hvdtrain.configure import takes_text
+from hvdtrain.configure import COMMAND_LINE, takes_text
 from hvdtrain.errors import UserError
 from hvdtrain.launch.train import raise_alone
 from hvdtrain.launch.train import train as train_words
@@ -23,6 +25,7 @@ class Run:
     """What a job left."""
 
     folder: Path  # config.yaml, events.jsonl, checkpoints
+    rank: int  # of this process; 0 without a launcher. All else is equal on all ranks
     code: int  # 0: done; 75: stopped before its end, the same call with run=folder goes on
     why: str  # it ended
     accuracy: float  # of the last evaluation; NaN without one
@@ -41,11 +44,15 @@ def train(config: Mapping[str, Any] | str | Path | None = None, *words: str) -> 
     """
     path = str(config) if isinstance(config, (str, Path)) else None
     given = [] if path or config is None else list(_words(config, ""))  # type: ignore[arg-type]
-    outcome = train_words(path, [*given, *words], raise_alone)
+    try:
+        outcome = train_words(path, [*given, *words], raise_alone, from_script=True)
+    except UserError as error:
+        error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
+        raise
     now = outcome.standing
     assert outcome.run is not None and now is not None, outcome
     numbers = (now.accuracy, now.best, now.progress.epochs, now.progress.step, now.seconds)
-    return Run(outcome.run, outcome.code, outcome.why, *numbers)
+    return Run(outcome.run, placement(os.environ).rank, outcome.code, outcome.why, *numbers)
 
 
 def read(run: Run | str | Path) -> pandas.DataFrame:
@@ -68,11 +75,16 @@ def _words(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 def _text(key: str, value: Any) -> str:
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        if "<" in value.__qualname__:  # a lambda, or made inside of a function
+            raise UserError(
+                f"{key} is {value.__qualname__}, which has no name to import", "hvdtrain.train()", "define it at the top of the file"
+            )
         return f"{value.__module__}:{value.__qualname__}"
+    value = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value  # of numpy
     if isinstance(value, (str, Path)):
         return str(value) if takes_text(key) else json.dumps(str(value))
     try:
         return json.dumps(value)
     except TypeError:
-        what = f"{key} is a {type(value).__name__}"
-        raise UserError(what, "hvdtrain.train()", "texts, numbers, truth values, None, lists, mappings, or a class") from None
+        fix = "texts, numbers, truth values, None, lists, mappings, or a class (not one of its objects)"
+        raise UserError(f"{key} is an object of {type(value).__name__}", "hvdtrain.train()", fix) from None

@@ -64,9 +64,7 @@ def test_imports_point_down(path: Path) -> None:
     for module in imports(path):
         if module.split(".")[0] == "hvdtrain" and room(module) in FLOOR:
             there = room(module)
-            allowed = (
-                here == "__init__" or there == here or FLOOR[there] < FLOOR[here] or FLOOR[here] == FLOOR[there] == 0 or here == "__main__"
-            )
+            allowed = here in ("__init__", there) or FLOOR[there] < FLOOR[here] or FLOOR[here] == FLOOR[there] == 0 or here == "__main__"
             assert allowed, f"{path.name} (floor {FLOOR[here]}) imports {module} (floor {FLOOR[there]})"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranks import mpirun, needs_mpirun
@@ -64,9 +65,9 @@ def test_a_class_is_a_model_and_a_yaml_file_a_configuration() -> None:
 
 
 def test_what_is_wrong_is_raised_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(hvdtrain.UserError, match="no such key: epoch\n.*\n.*did you mean epochs"):
+    with pytest.raises(hvdtrain.UserError, match=r"no such key: epoch\n  where: hvdtrain.train\(\)\n.*did you mean epochs"):
         hvdtrain.train({"epoch": 2})
-    with pytest.raises(hvdtrain.UserError, match="batch.size is a complex\n  where: hvdtrain.train"):
+    with pytest.raises(hvdtrain.UserError, match=r"batch.size is an object of complex\n  where: hvdtrain.train\(\)"):
         hvdtrain.train({"batch": {"size": 3j}})
     with pytest.raises(hvdtrain.UserError, match=r"guard\.nonfinite=stop"):
         hvdtrain.train({"optim.base_lr": 1e6, "model.name": "mlp", "epochs": 3, "run": "bad"})
@@ -77,9 +78,32 @@ def test_what_is_wrong_is_raised_and_nothing_is_printed(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_without_an_evaluation_has_no_accuracy() -> None:
-    run = hvdtrain.Run(Path("x"), 75, "SIGUSR2", math.nan, math.nan, 0.1, 3, 1.0)
-    assert math.isnan(run.accuracy) and run.code == 75
+def test_numbers_of_numpy_are_numbers_and_what_has_no_name_is_no_model() -> None:
+    run = hvdtrain.train(
+        {"max_steps": np.int64(2), "optim.base_lr": np.float32(0.5), "batch": {"size": np.arange(8, 9)[0]}, "model.name": "linear"}
+    )
+    config = hvdtrain.read(run).attrs["config"]
+    assert (run.steps, config["optim.base_lr"], config["batch.size"], run.rank) == (2, 0.5, 8, 0)
+    with pytest.raises(hvdtrain.UserError, match=r"model.name is .*<lambda>, which has no name to import\n.*\n.*at the top of the file"):
+        hvdtrain.train({"model": {"name": lambda shape: None}})
+    with pytest.raises(hvdtrain.UserError, match=r"model.name is an object of Net\n.*\n.*a class \(not one of its objects\)"):
+        hvdtrain.train({"model": {"name": Net((8, 8, 1), 10)}})
+
+
+def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    first = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
+    said = capsys.readouterr().out
+    assert f"go on    python -m hvdtrain resume=one model.name={__name__}:Net max_steps=8\n" in said and "nothing was trained" not in said
+    assert re.search(r"^start   [0-9.]+ s to the end of the first step: (?!.*Python)", said, re.MULTILINE), (
+        "the process is older than the job"
+    )
+    again = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one", "optim.base_lr": 0.5})
+    said = capsys.readouterr().out
+    assert "changed optim.base_lr: 0.02 -> 0.5" in said
+    assert "nothing was trained: one has a job that was over before; another run=, or more epochs= than it has" in said
+    assert again.accuracy == first.accuracy
+    further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")
+    assert further.steps == 8 and "nothing was trained" not in capsys.readouterr().out
 
 
 @needs_mpirun

@@ -120,7 +120,8 @@ class JaxLearner:
         device = self.place.device
         if device.platform == "cpu":
             return None
-        return Gpu("", "JAX does not tell which GPU it is", lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0))
+        why = "JAX does not tell which GPU it is"
+        return Gpu("", why, device.device_kind, lambda: (device.memory_stats() or {}).get("peak_bytes_in_use", 0))
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
         return jax.profiler.trace(str(path), create_perfetto_trace=True)

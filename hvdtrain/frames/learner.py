@@ -39,6 +39,7 @@ class Gpu(NamedTuple):
 
     uuid: str  # "GPU-...", or empty
     why: str  # there is none
+    name: str  # of the product
     peak_bytes: Callable[[], int]  # most memory that this rank had of it
 
 

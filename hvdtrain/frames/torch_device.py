@@ -31,9 +31,10 @@ def gpu(device: torch.device) -> Gpu | None:
     """The device as NVML and the core know it; None for the CPU."""
     if device.type != "cuda":
         return None
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    known = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(known, "uuid", ""))
     why = "" if uuid else "this torch does not tell which GPU it is"
-    return Gpu(f"GPU-{uuid}" * bool(uuid), why, lambda: torch.cuda.max_memory_allocated(device))
+    return Gpu(f"GPU-{uuid}" * bool(uuid), why, known.name, lambda: torch.cuda.max_memory_allocated(device))
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:

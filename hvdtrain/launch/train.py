@@ -48,7 +48,7 @@ def run(path: str | None, words: list[str]) -> int:
     return train(path, words, end_all).code
 
 
-def train(path: str | None, words: list[str], failed: Failed) -> Outcome:
+def train(path: str | None, words: list[str], failed: Failed, *, from_script: bool = False) -> Outcome:
     """What became of the job; or what `failed` makes of an error, a UserError of the first words excepted, which is raised."""
     from hvdtrain.comm.placement import placement
     from hvdtrain.report.rank_log import tagged_warnings
@@ -61,7 +61,7 @@ def train(path: str | None, words: list[str], failed: Failed) -> Outcome:
     given = configure(path, words, None if place.rank == 0 else ())
     check_names(*given)
     check_time(*given)
-    pulse = Pulse()
+    pulse = Pulse(of_process=not from_script)
     with (
         Signals(place.rank) as signals,
         Watch(pulse, signals, given[0].guard, place.rank) as watch,

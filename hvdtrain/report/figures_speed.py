@@ -77,6 +77,7 @@ def _over_time(places: Sequence[Axes], records: Sequence[Record], names: Sequenc
             times = [record.seconds(event) / unit_s for event in events]
             shown |= line(places[place], times, [number(event, name) for event in events], **look(index) | kind)
     places[-1].set_xlabel(f"time of the job ({unit})")
+    places[-1].set_xlim(left=0)
     for axes in places:
         from_zero(axes)
     return shown

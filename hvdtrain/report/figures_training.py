@@ -43,6 +43,7 @@ def _learned(records: Sequence[Record], labels: Sequence[str], name: str, title:
     if not shown:
         return None
     axes.set_xlabel("epochs done")
+    axes.set_xlim(left=0)
     axes.set_ylabel(title)
     if name == "accuracy":
         _targets(axes, records)
@@ -97,6 +98,7 @@ def rates(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
     lr.set_ylabel("learning rate")
     batch.set_ylabel("global batch")
     batch.set_xlabel("epochs done")
+    batch.set_xlim(left=0)
     from_zero(lr)
     from_zero(batch)
     batch.yaxis.set_major_formatter("{x:,.0f}")
@@ -121,6 +123,7 @@ def noise_scale(records: Sequence[Record], labels: Sequence[str]) -> Figure | No
         return None
     powers_of_ten(axes)
     axes.set_xlabel("epochs done")
+    axes.set_xlim(left=0)
     axes.set_ylabel("samples")
     scale = {"color": GREY if len(labels) > 1 else look(0)["color"], "linewidth": 1.4}
     legend(figure, [*runs(labels), ("noise scale", scale), ("global batch", scale | {"linestyle": ":"})])

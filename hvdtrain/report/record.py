@@ -16,6 +16,8 @@ from hvdtrain.errors import UserError
 Fields = dict[str, Any]  # of one event
 _DONE_AGAIN = ("step", "epoch", "target", "step_times", "nonfinite")  # kinds that a resumed job says again for the same steps
 _ENDS = {"end": "done", "stop": "stopped", "failed": "failed"}
+_MOST = 1e45  # above float32's largest: what matplotlib can scale
+_LATEST = 1e11  # seconds since 1970 that a calendar knows
 _BEGIN = b'{"time":'  # of every line
 
 
@@ -68,11 +70,12 @@ class Record:
 
 
 def number(event: Fields, name: str) -> float:
-    """A field as a number, `phase_ms.forward` for one within; NaN where it is absent, null, or no number."""
+    """A field as a number, `phase_ms.forward` for one within; NaN where it is absent, null, or none that could be drawn."""
     value: Any = event
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST  # NaN is below nothing
+    return float(value) if known else math.nan
 
 
 def numbers(event: Fields, name: str) -> list[float]:
@@ -108,13 +111,14 @@ def _read(line: bytes) -> Iterator[Fields]:
             found = json.loads(text, parse_constant=lambda _: None)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             continue
-        if isinstance(found, dict) and isinstance(found.get("kind"), str) and _is_finite(found):
+        if isinstance(found, dict) and isinstance(found.get("kind"), str) and _has_place(found):
             yield found
         return
 
 
-def _is_finite(event: Fields) -> bool:
-    return math.isfinite(number(event, "time")) and math.isfinite(number(event, "step"))
+def _has_place(event: Fields) -> bool:
+    """In time and in the job; NaN is on no side of a limit."""
+    return 0 <= number(event, "time") < _LATEST and 0 <= number(event, "step") < _MOST
 
 
 def _last_values(events: Iterator[Fields]) -> list[Fields]:

@@ -89,5 +89,9 @@ def _append(path: Path, text: bytes) -> None:
 
 
 def _json(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are null."""
+    """JSON has no NaN and no infinity: they are null, inside of lists and mappings too."""
+    if isinstance(value, dict):
+        return {key: _json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -140,7 +140,7 @@ def _train(job: Job, run: Path, standing: Standing) -> Ending:
         raise kind(what, str(run), "a lower optim.base_lr" if kind is Diverged else "make room; start it again")
     fields = words.end_fields(job, now)
     if over:
-        job.log.emit("end", step, reason=why, exit_code=DONE, lines=words.done(job, now, why, run), **fields)
+        job.log.emit("end", step, reason=why, exit_code=DONE, lines=words.done(job, standing, now, why, run), **fields)
         return Ending(DONE, run, why, now)
     last = f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
     job.log.emit("stop", step, reason=why, exit_code=REQUEUE, lines=words.stopped(job, now, why, last, run), **fields)

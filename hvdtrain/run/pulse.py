@@ -19,6 +19,7 @@ class Pulse:
     started_s: float = field(default_factory=time.monotonic)
     marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began, and "" at the end of the first step
     opening: bool = True  # up to there
+    of_process: bool = True  # the process began for this job: what it took before belongs to the start
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         if self.opening:

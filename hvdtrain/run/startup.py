@@ -32,7 +32,7 @@ def phases(pulse: Pulse, now_s: float | None = None) -> dict[str, float]:
     marks = list(pulse.marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
-    if began is not None and marks:
+    if began is not None and marks and pulse.of_process:
         now = time.monotonic() if now_s is None else now_s
         launched = _launcher_age_s()
         if launched is not None and launched >= began:

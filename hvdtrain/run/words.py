@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import platform
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.config import Config
 from hvdtrain.data.sampler import share
+from hvdtrain.frames.learner import Gpu
+from hvdtrain.leaf import is_dotted
 from hvdtrain.recipe.words import batch_words, lr_words
 from hvdtrain.run import energy
 from hvdtrain.run.loop import Job
@@ -57,6 +60,7 @@ def start_fields(job: Job, beginning: Beginning) -> dict[str, Any]:
         "host_of_rank": hosts,
         "frame": job.config.frame,
         "model": f"{job.config.model.name}: {job.learner.describe()}",
+        "device": _device(job.learner.gpu()),
         "samples": job.feed.samples,
         "val_samples": len(job.val),
         "max_steps": job.config.max_steps,
@@ -82,11 +86,22 @@ def end_fields(job: Job, now: Standing) -> dict[str, Any]:
     }
 
 
-def done(job: Job, now: Standing, why: str, run: Path) -> list[str]:
-    """Of a job that is over."""
+def done(job: Job, began: Standing, now: Standing, why: str, run: Path) -> list[str]:
+    """Of a job that is over; it began this time where `began` is."""
     reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
-    again = f"go on    python -m hvdtrain resume={run} {_further(job.config, now)}"
-    return [f"done ({why}): {reached}", *_summary(job, now), again, f"report   python -m hvdtrain report {run}", f"run folder: {run}"]
+    lines = [f"done ({why}): {reached}", *_summary(job, now), *_again(job.config, now, run)]
+    if now.progress.step == began.progress.step:
+        lines.insert(0, f"nothing was trained: {run} has a job that was over before; another run=, or more epochs= than it has")
+    return [*lines, f"report   python -m hvdtrain report {run}", f"run folder: {run}"]
+
+
+def _again(config: Config, now: Standing, run: Path) -> list[str]:
+    """The command that goes on. Code that a run folder names is imported only where the command names it too."""
+    if config.model.name.startswith("__main__:"):
+        return [f"go on    the same script, with run={run} {_further(config, now)}"]
+    own = f" model.name={config.model.name}" * is_dotted(config.model.name)
+    own += f" optim.name={config.optim.name}" * (is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."))
+    return [f"go on    python -m hvdtrain resume={run}{own} {_further(config, now)}"]
 
 
 def _further(config: Config, now: Standing) -> str:
@@ -121,6 +136,19 @@ def reached_words(one: Reached) -> str:
     """target   0.95 after 2.1 s, 3.00 epochs, 4,352 images, 140 J"""
     joules = "" if one.joules is None else f", {one.joules:,.0f} J"
     return f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, {one.images:,} images{joules}"
+
+
+def _device(gpu: Gpu | None) -> str:
+    """The product that rank 0 computes on."""
+    if gpu:
+        return gpu.name
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
+    )
 
 
 def _share(count: int, size: int) -> str:

@@ -1,0 +1,151 @@
+"""What it costs to watch a job: images/s of whole steps with all sinks against none, by turns in one process, and each part alone.
+
+python benchmarks/watching.py [--rounds 40] [--steps 20] [--json FILE] [--only PART ...] [WORD ...]
+mpirun -np 2 python benchmarks/watching.py comm.engine=mpi ...
+
+The default wide_resnet on digits; WORDS change that. "all sinks": the moving display on a terminal of 100 columns, events.jsonl,
+TensorBoard, MLflow and offline Weights & Biases, log.per_rank and log.step_times. A ratio is images/s with the part divided by those
+without it, of two blocks side by side; that of "nothing", which compares equal with equal, is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import pty
+import struct
+import tempfile
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from blocks import Part, Trainer, changed, ratio
+
+from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.placement import placement
+from hvdtrain.configure import configure
+from hvdtrain.frames.stopwatch import PHASES
+from hvdtrain.report.aside import Aside
+from hvdtrain.report.live import Live
+from hvdtrain.report.log import Log, Sink
+from hvdtrain.report.rank_log import rank_log
+from hvdtrain.report.sinks import JsonLines
+from hvdtrain.run.build import connect
+from hvdtrain.run.signals import Signals
+from hvdtrain.sinks import mlflow, tensorboard, wandb
+
+PARTS = ("nothing", "stopwatch", "events.jsonl", "display", "trackers", "all sinks")
+
+
+class Blind:
+    """A stopwatch that sees nothing."""
+
+    def enter(self, phase: str) -> None:
+        pass
+
+    def read(self) -> list[dict[str, float]]:
+        return [dict.fromkeys(PHASES, 0.0)]
+
+
+def terminal() -> IO[str]:
+    """One of 100 columns, which a thread reads as a person's would."""
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(mine, 65536), b"")], daemon=True).start()
+    return os.fdopen(theirs, "w")
+
+
+class Watching:
+    """The parts, each of which a block has or has not."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self.job, self.folder, self.speaks = trainer.job, folder, trainer.job.engine.rank == 0
+        config = trainer.job.config
+        self.trackers: list[Sink] = []
+        if self.speaks:
+            for leaf in (tensorboard, mlflow, wandb):
+                made = leaf.build(config, folder)  # type: ignore[attr-defined]
+                self.trackers.append(Aside(lambda sink=made: sink, leaf.__name__, print))  # type: ignore[misc]
+        self.json = JsonLines(folder / "events.jsonl")
+        self.out = terminal()
+
+    def part(self, name: str) -> Part:
+        parts: dict[str, Part] = {
+            "nothing": lambda on: self.told([]),
+            "stopwatch": lambda on: changed(*(() if on else [(self.job.learner, "stopwatch", Blind())])),
+            "events.jsonl": lambda on: self.told([self.json] * on),
+            "display": lambda on: self.shown([], on),
+            "trackers": lambda on: self.told(self.trackers * on),
+            "all sinks": self.everything,
+        }
+        return parts[name]
+
+    @contextlib.contextmanager
+    def told(self, sinks: list[Sink]) -> Iterator[None]:
+        log = Log(sinks if self.speaks else [])
+        log.emit("start", 0, lines=[], samples=self.job.feed.samples, max_steps=None)
+        with changed((self.job, "log", log), (self.job.gauges, "log", log)):
+            yield
+
+    @contextlib.contextmanager
+    def shown(self, sinks: list[Sink], on: bool) -> Iterator[None]:
+        live = Live(self.out) if on and self.speaks else None
+        with self.told([*sinks, *([live] if live else [])]):
+            yield
+        if live:
+            live.close(0)
+
+    @contextlib.contextmanager
+    def everything(self, on: bool) -> Iterator[None]:
+        path = self.folder / f"rank-{self.job.engine.rank:05d}.log"
+        with changed((self.job.gauges, "each_step", on)), rank_log(path if on else None), self.shown([self.json, *self.trackers] * on, on):
+            yield
+
+
+def rows(engine: Engine, options: argparse.Namespace, words: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
+    """One of each part; every rank takes them all."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(words, engine, signals)
+        watching = Watching(trainer, Path(folder))
+        trainer.block(options.steps)
+        for name in options.only:
+            row = {"part": name} | ratio(trainer, watching.part(name), options.rounds, options.steps)
+            seconds, quartiles = row.pop("ratio"), row.pop("ratio_quartiles")
+            yield row | {"images_per_s_ratio": round(1 / seconds, 4), "quartiles": [round(1 / x, 4) for x in reversed(quartiles)]}
+        Log(watching.trackers).close(30.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20, help="of a block: a multiple of log.every_steps")
+    parser.add_argument("--json", help="append the rows to this file")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options, words = parser.parse_known_args()
+    os.environ.setdefault("WANDB_MODE", "offline")
+    place = placement(os.environ)
+    config, origins = configure(None, words)
+    engine, _ = connect(config, origins, place)
+    words = [word for word in words if not word.startswith("comm.engine=")]
+    about = {"ranks": engine.size, "engine": engine.name, "words": words, "machine": platform.machine(), "cores": os.cpu_count()}
+    with Signals(engine.rank) as signals:
+        for row in rows(engine, options, words, signals):
+            if engine.rank == 0:
+                low, high = row["quartiles"]
+                print(f"{row['part']:14} {row['images_per_s_ratio']:.4f} of the images/s (quartiles {low:.4f} to {high:.4f})", flush=True)
+                if options.json:
+                    stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+                    with Path(options.json).open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(about | row | stamp) + "\n")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The pages docs/tutorial.md and docs/from-horovod-script.md: their code runs, prints what they say, and what they claim holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pages import Block, blocks, differences, failures, run_page
+from ranks import ROOT, needs_horovod, needs_mpirun, python
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+TUTORIAL, FROM_HOROVOD = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "from-horovod-script.md"
+PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD)]
+_FACTS = """
+import horovod.torch as hvd, torch
+hvd.init()
+model = torch.nn.Linear(3, 2)
+before = model.weight.detach().clone()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+print(((before - model.weight) / before).mean().item())
+saved = optimizer.state_dict()
+loaded = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
+loaded.load_state_dict(saved)
+print(loaded.param_groups[0]["lr"], len(loaded.state))
+print(len(hvd.DistributedOptimizer(loaded, named_parameters=model.named_parameters()).state))
+"""
+
+
+def file_of(page: Path, name: str) -> Block:
+    return next(block for block in blocks(page) if block.file == name)
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    told = failures(TUTORIAL, run_page(TUTORIAL, tmp_path, timeout_s=150))
+    assert not told, "\n".join(told)
+
+
+@needs_mpirun
+@needs_horovod
+@pytest.mark.slow
+def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
+    results = run_page(FROM_HOROVOD, tmp_path, timeout_s=150)
+    told = failures(FROM_HOROVOD, results)
+    assert not told, "\n".join(told)
+    script, job = (results[block.number].output for block in blocks(FROM_HOROVOD) if block.text.startswith("mpirun "))
+    by_script, by_job = float(script.split()[-1]), float(re.findall(r"^done .* accuracy ([0-9.]+)", job, re.MULTILINE)[0])
+    assert len(re.findall(r"^epoch \d", script, re.MULTILINE)) == len(re.findall(r"^ +\d+ .* 0\.1$", job, re.MULTILINE)) == 8
+    assert min(by_script, by_job) > 0.93
+    assert abs(by_script - by_job) <= 0.05
+    assert "engine horovod" in job
+
+
+def test_the_model_file_is_short_and_the_script_calls_what_the_table_names() -> None:
+    script = file_of(FROM_HOROVOD, "horovod_digits.py").text
+    assert len(file_of(FROM_HOROVOD, "mymodel.py").text.splitlines()) <= 20
+    assert len(file_of(FROM_HOROVOD, "digits.yaml").text.splitlines()) <= 16
+    lines = re.findall(r"^\| `([^`]+)` \|", FROM_HOROVOD.read_text(), re.MULTILINE)
+    assert len(lines) == 14
+    assert not [line for line in lines if line not in script]
+    for call in ("init", "DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "allreduce", "rank", "size"):
+        assert f"hvd.{call}(" in script
+
+
+def test_what_the_table_says_of_samplers() -> None:
+    def dealt(count: int, ranks: int, epoch: int | None = None) -> list[list[int]]:
+        samplers = [DistributedSampler(TensorDataset(torch.zeros(count)), num_replicas=ranks, rank=rank) for rank in range(ranks)]
+        if epoch is not None:
+            [sampler.set_epoch(epoch) for sampler in samplers]
+        return [list(sampler) for sampler in samplers]
+
+    train, val = dealt(1437, 2), dealt(360, 2)
+    assert [len(part) for part in train] == [719, 719] == [22 * 32 + 15] * 2
+    assert sum(map(len, train)) - len({sample for part in train for sample in part}) == 1  # trained on twice
+    assert [len(part) for part in val] == [180, 180] == [5 * 32 + 20] * 2
+    assert sum(map(len, dealt(360, 7))) == 364
+    assert dealt(1437, 2) == train != dealt(1437, 2, epoch=1)  # the same order unless set_epoch is called
+
+
+def test_the_accuracy_that_the_script_prints_is_of_no_number_of_right_answers() -> None:
+    text = FROM_HOROVOD.read_text()
+    printed = re.findall(r"^epoch 8 .* ([0-9.]+)$", text, re.MULTILINE)[0]
+    said, right = re.findall(r"([0-9.]+) is of no number of right answers among 360 \(([0-9.]+)\)", text)[0]
+    assert printed == said
+    assert right == f"{360 * float(said):.1f}"
+    assert f"{round(float(right)) / 360:.4f}" != said
+
+
+@needs_horovod
+def test_what_the_table_says_of_optimizers() -> None:
+    done = python(["-c", _FACTS], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    shrunk, rate, slots, left = done.stdout.split()
+    assert float(shrunk) == pytest.approx(0.1 * 1e-4, rel=0.05)  # the broadcast of a fresh optimizer's state: a step of decay
+    assert float(rate) == 0.1  # not the 0.4 that the new optimizer was made with
+    assert (int(slots), int(left)) == (2, 0)  # a state that was loaded before the optimizer is wrapped
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert links
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "alike"),
+    [
+        ("a 0.9500", "a  0.9421", True),  # within 0.03
+        ("a 0.9500", "a  0.9000", False),
+        ("done after 4.01 epochs and 1.1 s", "done after 4.01 epochs and 7.3 s", True),
+        ("done after 4.01 epochs and 1.1 s", "done after 5.01 epochs and 1.1 s", False),
+        ("    1      0.1      0.1     13080      1.8769    0.3437", "    1      2.1      0.9       170      1.8770    0.3437", True),
+        ("    1      0.1      0.1     13080      1.8769    0.3437", "    2      2.1      0.9       170      1.8770    0.3437", False),
+        ("speed 1,312 images/s", "speed    7 images/s", True),
+        ("page: a ...", "page: a/b", False),
+        ("page: a ...", "page: a b c", True),
+        ("first\n...\nthird", "first\nsecond\nthird", True),
+        ("third\nfirst", "first\nsecond\nthird", False),
+        ("first", "", False),
+    ],
+)
+def test_what_is_shown_is_compared_with_what_is_printed(shown: str, printed: str, alike: bool) -> None:
+    assert bool(differences(shown, printed)) != alike
+
+
+def test_a_failure_names_its_block_its_line_and_its_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    fences = ["```python\nx = 6\nprint(x * 7, 0.5)\n```\n```text\n43 ...\n```", "```sh\ncat two.txt\n```", "```txt two.txt\nno\n```"]
+    page.write_text("# A page\n" + "\n".join(fences))
+    told = failures(page, run_page(page, tmp_path, timeout_s=30))
+    assert len(told) == 2
+    assert told[0].startswith("page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was printed:\n42 0.5")
+    assert told[1].startswith("page.md, block 3 (sh, line 10) failed:\nexit code 1\n")
+    assert "two.txt" in told[1]
+    page.write_text("\n\n```python two.py\ny = 1\n```\n```python\nimport two\n\nassert two.y == x\n```\n```sh\ntrue\n```\n")
+    told = failures(page, run_page(page, tmp_path, timeout_s=30))
+    assert [text.partition("\n")[0] for text in told] == [
+        "page.md, block 2 (python, line 7) failed:",
+        "page.md, block 3 (sh, line 12) did not run",
+    ]
+    assert f'File "{page}", line 9, in <module>' in told[0]
+    assert "NameError: name 'x' is not defined" in told[0]
+
+
+def test_a_page_that_ends_its_process_is_told_with_the_block_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport os\n```\n```python\nos._exit(3)\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md: exit code 3 behind block 1"):
+        run_page(page, tmp_path, timeout_s=30)
