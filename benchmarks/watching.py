@@ -1,10 +1,10 @@
 """What it costs to watch a job: images/s of whole steps with all sinks against none, by turns in one process, and each part alone.
 
-python benchmarks/watching.py [--rounds 40] [--steps 20] [--json FILE] [--only PART ...] [WORD ...]
+python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [WORD ...]
 mpirun -np 2 python benchmarks/watching.py comm.engine=mpi ...
 
 The default wide_resnet on digits; WORDS change that. "all sinks": the moving display on a terminal of 100 columns, events.jsonl,
-TensorBoard, MLflow and offline Weights & Biases, log.per_rank and log.step_times. A ratio is images/s with the part divided by those
+TensorBoard, MLflow and offline Weights & Biases, and log.per_rank. A ratio is images/s with the part divided by those
 without it, of two blocks side by side; that of "nothing", which compares equal with equal, is noise.
 """
 
@@ -22,6 +22,7 @@ import struct
 import tempfile
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -34,14 +35,15 @@ from hvdtrain.configure import configure
 from hvdtrain.frames.stopwatch import PHASES
 from hvdtrain.report.aside import Aside
 from hvdtrain.report.live import Live
-from hvdtrain.report.log import Log, Sink
+from hvdtrain.report.log import Event, Log, Sink
 from hvdtrain.report.rank_log import rank_log
 from hvdtrain.report.sinks import JsonLines
 from hvdtrain.run.build import connect
+from hvdtrain.run.job import TRACKED_S
 from hvdtrain.run.signals import Signals
 from hvdtrain.sinks import mlflow, tensorboard, wandb
 
-PARTS = ("nothing", "stopwatch", "events.jsonl", "display", "trackers", "all sinks")
+PARTS = ("nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks")
 
 
 class Blind:
@@ -72,14 +74,18 @@ class Watching:
         if self.speaks:
             for leaf in (tensorboard, mlflow, wandb):
                 made = leaf.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(Aside(lambda sink=made: sink, leaf.__name__, print))  # type: ignore[misc]
+                self.trackers.append(Aside(lambda sink=made: sink, leaf.__name__, print, every_s=TRACKED_S))  # type: ignore[misc]
         self.json = JsonLines(folder / "events.jsonl")
         self.out = terminal()
+        self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.feed.samples, "max_steps": None})
+        for sink in (*self.trackers, self.json):
+            sink(self.start)
 
     def part(self, name: str) -> Part:
         parts: dict[str, Part] = {
             "nothing": lambda on: self.told([]),
             "stopwatch": lambda on: changed(*(() if on else [(self.job.learner, "stopwatch", Blind())])),
+            "step_times": self.each_step,
             "events.jsonl": lambda on: self.told([self.json] * on),
             "display": lambda on: self.shown([], on),
             "trackers": lambda on: self.told(self.trackers * on),
@@ -90,22 +96,28 @@ class Watching:
     @contextlib.contextmanager
     def told(self, sinks: list[Sink]) -> Iterator[None]:
         log = Log(sinks if self.speaks else [])
-        log.emit("start", 0, lines=[], samples=self.job.feed.samples, max_steps=None)
         with changed((self.job, "log", log), (self.job.gauges, "log", log)):
             yield
 
     @contextlib.contextmanager
     def shown(self, sinks: list[Sink], on: bool) -> Iterator[None]:
         live = Live(self.out) if on and self.speaks else None
+        if live:
+            live(self.start)
         with self.told([*sinks, *([live] if live else [])]):
             yield
         if live:
             live.close(0)
 
     @contextlib.contextmanager
+    def each_step(self, on: bool) -> Iterator[None]:
+        with changed((self.job.gauges, "each_step", on)), self.told([self.json]):
+            yield
+
+    @contextlib.contextmanager
     def everything(self, on: bool) -> Iterator[None]:
         path = self.folder / f"rank-{self.job.engine.rank:05d}.log"
-        with changed((self.job.gauges, "each_step", on)), rank_log(path if on else None), self.shown([self.json, *self.trackers] * on, on):
+        with rank_log(path if on else None), self.shown([self.json, *self.trackers] * on, on):
             yield
 
 
@@ -125,7 +137,7 @@ def rows(engine: Engine, options: argparse.Namespace, words: list[str], signals:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=20, help="of a block: a multiple of log.every_steps")
+    parser.add_argument("--steps", type=int, default=100, help="of a block: a multiple of log.every_steps")
     parser.add_argument("--json", help="append the rows to this file")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     options, words = parser.parse_known_args()

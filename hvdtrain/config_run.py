@@ -107,7 +107,7 @@ class LogConfig:
     every_steps: int = 10
     """steps between two meetings of all ranks: sums are added up, signals are heard, checkpoints written; costs a wait for the device"""
     every_s: float = 10.0
-    """seconds between two progress lines inside an epoch, at least; a live display is renewed twice a second"""
+    """seconds between two progress lines inside an epoch, at least; a live display is renewed once a second"""
     display: Literal["auto", "live", "lines"] = "auto"
     """live: a display that moves; lines: plain lines, fit for a file; auto: live where rank 0 writes to a terminal of a person"""
     per_rank: bool = False

@@ -25,7 +25,7 @@ class Run:
     """What a job left."""
 
     folder: Path  # config.yaml, events.jsonl, checkpoints
-    rank: int  # of this process; 0 without a launcher. All else is equal on all ranks
+    rank: int  # of this process; 0 without a launcher. All else but `seconds` is equal on all ranks
     code: int  # 0: done; 75: stopped before its end, the same call with run=folder goes on
     why: str  # it ended
     accuracy: float  # of the last evaluation; NaN without one

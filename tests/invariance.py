@@ -109,7 +109,7 @@ def losses(words: str, engine: object) -> dict[str, object]:
     digests = set(engine.exchange(digest(state)))
     return {
         "losses": curve,
-        "val": val,
+        "val": {name: val[name] for name in ("loss", "right", "count")},
         "weights": sum(np.abs(a).sum() for a in state.values()),
         "digests": len(digests),
         "unsettled": unsettled,

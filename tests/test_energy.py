@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.comm.engine import Single
 from hvdtrain.run import energy
-from hvdtrain.run.energy import Claim, Energy, measure, words
+from hvdtrain.run.energy import Claim, Counter, Energy, measure, words
 
 NO_RAPL = "no /sys/class/powercap/intel-rapl here"
 
@@ -85,6 +85,24 @@ def add(folder: Path, microjoules: int) -> None:
 
 def gpus_alone(engine: Single, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
     return measure(engine, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
+
+
+def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
+    meter = Counter(iter([10.0, 30.0, 50.0]).__next__, 65536.0)
+    assert meter.joules(100.0) == 20.0  # at most 60 kJ in 100 s
+    assert math.isnan(meter.joules(110.0))
+
+
+def test_keeping_up_loses_nothing_and_hides_no_turn() -> None:
+    """100 W on a counter of 65 kJ that is read after half an hour: it has started again twice."""
+    now = [0.0]
+    one = Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0])
+    for _ in range(180):
+        now[0] += 10.0
+        one.keep_up()
+    assert one.read(now=True)["joules.cpu"] == pytest.approx(180000.0)
+    now[0] += 1800.0
+    assert math.isnan(one.read(now=True)["joules.cpu"])
 
 
 def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.frames.stopwatch import PHASES, HostStopwatch, laps, total
 from hvdtrain.report.log import Event, Log
 from hvdtrain.run import tally
-from hvdtrain.run.energy import measure
-from hvdtrain.run.gauges import Gauges, gauges, profiled
+from hvdtrain.run.build import profiled
+from hvdtrain.run.energy import Counter, Energy, measure
+from hvdtrain.run.gauges import Gauges, gauges
 from hvdtrain.run.standing import Reached, Standing, from_json, to_json
 from hvdtrain.run.turns import energy_fields, energy_of, judge
 from hvdtrain.state import Progress
@@ -76,6 +78,7 @@ class Three(Single):
 class Watched:
     """A learner whose stopwatch shows two steps."""
 
+    waits_apart = True
     stopwatch = SimpleNamespace(
         read=lambda: [
             {"data": 0.001, "forward": 0.010, "backward": 0.020, "communication": 0.005},
@@ -117,7 +120,11 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert first.fields["work_ms"] == [22.0, 31.0, 46.0] and first.fields["slowest_rank"] == 2
     assert first.fields["phase_ms"] == {"data": 3.0, "forward": 13.333, "backward": 16.667, "communication": 21.667}
     assert second.fields["work_ms"] == [20.0, 53.0, 80.0]
-    assert one.epoch(Standing(Progress(10, 20)), {"joules.gpu": 0.0, "joules.cpu": 0.0})["rank_work_ms"] == [21.0, 42.0, 63.0]
+    assert one.epoch(Standing(Progress(10, 20)), {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}, 5.0)["rank_work_ms"] == [
+        21.0,
+        42.0,
+        63.0,
+    ]
     assert one.epoch_work_s.tolist() == [0, 0, 0]
 
 
@@ -145,7 +152,7 @@ def test_each_target_is_reached_once_with_what_it_took() -> None:
     start = Standing(Progress(100, 300, 4, 120), epoch_s=2.0).burnt({"joules.gpu": 8.0, "joules.cpu": 0.0})
     first, new = judge(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
     assert new == [Reached(0.5, 0.7, 5.0, 1.2, 120, 8.0), Reached(0.6, 0.7, 5.0, 1.2, 120, 8.0)]
-    assert (first.best, first.best_epoch, first.trained_s) == (0.7, 1, 2.0)
+    assert (first.best, first.best_epoch, first.trained_s, first.evaluated_s) == (0.7, 1, 2.0, 5.0)
     second, new = judge(config, first, {"right": 60.0, "count": 100, "loss": 1.0}, 6.0, [])
     assert new == [] and (second.best, second.best_epoch, second.accuracy) == (0.7, 1, 0.6)
     third, new = judge(config, second, {"right": 95.0, "count": 100, "loss": 1.0}, 7.0, [])
@@ -154,10 +161,63 @@ def test_each_target_is_reached_once_with_what_it_took() -> None:
     assert back == third, "a resumed job does not reach them again"
 
 
+def test_a_target_that_was_reached_before_it_was_asked_for_is_not_told() -> None:
+    config, _ = configure(None, ["log.targets=[0.5,0.8]"])
+    now = Standing(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
+    _, new = judge(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
+    assert [one.target for one in new] == [0.8]
+
+
+def test_all_ranks_look_at_their_counters_together_and_power_is_of_the_time_between() -> None:
+    """Two counters of 100 W each, whose ranks meet every tenth of a second."""
+    now = [0.0]
+    one = Gauges(Single(), Watched(), Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]), ["n1"], Log([]))
+    told, asked = [], []
+    one._read_s = -9.0  # long ago: due at the first meeting
+    for meeting in range(4):
+        now[0] += 0.1
+        flags = one.flags()
+        asked.append(flags["joules.look"])
+        other = {**flags, "joules.cpu": 2 * flags["joules.cpu"]}  # the other rank's, which looks when this one does
+        one._read_s = one._read_s if meeting != 1 else time.monotonic() - 0.2
+        told.append(one.read(other, meeting, 0.1).get("watts"))
+    assert asked == [1.0, 0.0, 0.0, 0.0]
+    assert told[0] is None and told[1] == pytest.approx(200.0, rel=0.05) and told[2] == pytest.approx(told[1], rel=0.3)
+
+
+def test_what_cannot_be_seen_is_refused_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, text in {
+        "log.targets=[0.5,95]": "log.targets has 95: accuracies are 0 to 1\n  where: log.targets, command line",
+        "profile.steps=banana": "profile.steps=banana is no range of steps",
+    }.items():
+        assert main([word, f"run={tmp_path / 'run'}", "data.name=folder", "data.root=nowhere"]) == 2
+        assert text in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file")
+    with pytest.warns(UserWarning, match="no profile: .*; training goes on without it"):
+        assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
+    assert not [e for e in events(tmp_path / "run") if e["kind"] == "profile"]
+
+
 def test_a_checkpoint_of_an_older_version_is_read() -> None:
     now = Standing(Progress(100, 300, 4, 120), accuracy=0.5, best=0.5, best_epoch=1)
     tree = json.loads(json.dumps(to_json(now)))
-    for name in ("best", "best_epoch", "trained_s", "gpu_j", "cpu_j", "epoch_gpu_j", "epoch_cpu_j", "reached"):
+    for name in (
+        "best",
+        "best_epoch",
+        "trained_s",
+        "trained_images",
+        "evaluated_s",
+        "gpu_j",
+        "cpu_j",
+        "epoch_gpu_j",
+        "epoch_cpu_j",
+        "reached",
+    ):
         del tree[name]
     old = from_json(tree)
     assert old.accuracy == 0.5 and math.isnan(old.best) and math.isnan(old.gpu_j) and old.reached == ()
@@ -166,8 +226,8 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
 @pytest.mark.parametrize("text", ["10", "15:10", "5:5", "a:b", "1:2:3", "-1:4", ""])
 def test_profile_steps_that_are_no_range(text: str) -> None:
     with pytest.raises(UserError, match=r"is no range of steps\n.*where: profile.steps, x\n.*profile.steps=10:15 traces the five steps"):
-        profiled(text, "profile.steps, x")
-    assert profiled("10:15", "") == (10, 15) and profiled(None, "") is None
+        profiled(text, "torch", "profile.steps, x")
+    assert profiled("10:15", "torch", "") == (10, 15) and profiled(None, "numpy", "") is None
 
 
 def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> None:

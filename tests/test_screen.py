@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -144,6 +145,23 @@ def in_a_terminal(words: list[str], columns: int) -> tuple[int, str]:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
         os.close(mine)
+
+
+def test_a_terminal_that_goes_away_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = sized(80)
+    sink = Live(theirs)
+    sink(START)
+    sink(Event(1.0, "step", 5, STEP))
+    os.close(mine)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(theirs.fileno(), b"x")
+    sink(Event(2.0, "epoch", 10, EPOCH))
+    sink._region.refresh()
+    sink(Event(3.0, "end", 10, {"lines": ["done"]}))
+    sink.close(0)
+    os.close(theirs.fileno())
+    with contextlib.suppress(OSError):
+        theirs.close()
 
 
 @needs_mpirun

@@ -345,6 +345,21 @@ def test_aside_when_full_leaves_out_the_oldest_steps_alone() -> None:
     assert heard == ["log.sinks slow: too slow: 3 step events found no room in its queue, and were left out"]
 
 
+def test_aside_thins_out_steps_and_nothing_else() -> None:
+    seen = list[tuple[str, int]]()
+    aside = Aside(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, every_s=1.0)
+    for event in [
+        step(1, 1)._replace(time=10.0),
+        step(2, 1)._replace(time=10.9),
+        epoch(2, 0.1),
+        step(3, 1)._replace(time=11.0),
+        over(3, "end"),
+    ]:
+        aside(event)
+    assert aside.close(20)
+    assert seen == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
+
+
 def test_aside_of_a_sink_that_blocks_ends_in_time() -> None:
     sink, heard = Slow(), list[str]()
     aside = Aside(lambda: sink, "stuck", heard.append)

@@ -47,6 +47,7 @@ class Learner(Protocol):
     """A model and its optimizer on this rank."""
 
     stopwatch: Stopwatch  # the core enters "data", the learner the other phases of a step, and "" at its end
+    waits_apart: bool  # all waiting for other ranks is in "communication", so what is left is this rank's own work
 
     def hold(self, source: Source) -> bool:
         """Whether the set stays on the device from now on: put() then takes "rows" (and "rows2") in the place of "x", "y" ("x2", "y2")."""

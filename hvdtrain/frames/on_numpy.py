@@ -31,6 +31,7 @@ class NumpyLearner:
         self.skips = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.stopwatch: Stopwatch = HostStopwatch()
+        self.waits_apart = True
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
         self.ops = Plain(np)
@@ -103,7 +104,7 @@ class NumpyLearner:
         return None
 
     def profile(self, path: Path) -> NoReturn:
-        raise UserError("frame=numpy has no profiler", "profile.steps", "frame=torch or jax, or leave profile.steps out")
+        raise NotImplementedError(f"numpy has no profiler to write {path}")  # refused before
 
     def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), both (n, classes)-shaped inside."""

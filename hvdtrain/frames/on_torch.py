@@ -55,6 +55,7 @@ class TorchLearner:
         self.optimizer, self.reducer = met
         self.local = self.reducer if isinstance(self.reducer, Local) else None
         self.rank, self.size = engine.rank, engine.size
+        self.waits_apart = self.reducer.wrapped is None and config.norm.kind != "sync"  # DDP and sync norm wait inside of the passes
         self.forward, self.evaluated = forwards(config, model, self.reducer.wrapped)
         self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
         self.parameters = [p for p in model.parameters() if p.requires_grad]

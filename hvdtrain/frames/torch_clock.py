@@ -26,8 +26,9 @@ class CudaStopwatch:
 
     def read(self) -> list[Laps]:
         stamps, self._stamps = self._stamps, []
-        if stamps:
-            stamps[-1][1].synchronize()
+        for _, event in stamps:  # a hook may have recorded on another stream than the last one
+            if not event.query():
+                event.synchronize()
         return laps([(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)])
 
 

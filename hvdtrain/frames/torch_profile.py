@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,13 @@ class Named:
     """A stopwatch whose phases are ranges of the trace too."""
 
     def __init__(self, inner: Stopwatch) -> None:
-        self.inner = inner
+        self.inner, self._thread = inner, threading.get_ident()
         self._range: Any = None
 
     def enter(self, phase: str) -> None:
         self.inner.enter(phase)
+        if threading.get_ident() != self._thread:  # of a hook in backward's own thread: a range ends where it began
+            return
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = record_function(f"hvdtrain: {phase}") if phase else None
@@ -45,5 +48,4 @@ def profile(learner: Any, path: Path) -> Iterator[None]:
         learner.stopwatch.enter("")
         learner.stopwatch = before
         trace.__exit__(None, None, None)
-    path.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(path / "trace.json.gz"))

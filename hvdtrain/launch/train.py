@@ -52,6 +52,7 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
     """What became of the job; or what `failed` makes of an error, a UserError of the first words excepted, which is raised."""
     from hvdtrain.comm.placement import placement
     from hvdtrain.report.rank_log import tagged_warnings
+    from hvdtrain.run.build import check_watching
     from hvdtrain.run.deadline import check_time
     from hvdtrain.run.pulse import Pulse
     from hvdtrain.run.signals import Signals
@@ -61,6 +62,7 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
     given = configure(path, words, None if place.rank == 0 else ())
     check_names(*given)
     check_time(*given)
+    check_watching(*given)
     pulse = Pulse(of_process=not from_script)
     with (
         Signals(place.rank) as signals,

@@ -12,7 +12,7 @@ from hvdtrain.report import summary
 from hvdtrain.report.record import Record, number
 
 _PLACE = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")  # not what is trained
-_WATCH = ("log.", "guard.", "checkpoint.")
+_WATCH = ("log.", "guard.", "checkpoint.", "profile.")
 _OF_RANKS = ("batch.size", "batch.per_rank")  # a job on more ranks keeps either the whole batch or that of a rank
 
 

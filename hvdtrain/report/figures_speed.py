@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PHASES = {  # in the order of a step; "communication" is what is waited for gradients
-    "data": "#56B4E9", "forward": "#0072B2", "backward": "#009E73", "communication": "#D55E00", "update": "#E69F00", "other": "#999999",
+    "data": "#56B4E9", "forward": "#0072B2", "backward": "#009E73", "compute": "#009E73",
+    "communication": "#D55E00", "update": "#E69F00", "other": "#999999",
 }  # fmt: skip
 _MOST_BARS = 60
 

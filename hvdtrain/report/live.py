@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import sys
 import textwrap
 import time
 from typing import IO, Any, cast
 
 from rich.console import Console as Terminal
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live as Region
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from hvdtrain.report.log import Event
 from hvdtrain.report.sinks import Console
 
-PER_S = 2.0  # drawings a second, a few milliseconds each
+PER_S = 1.0  # drawings a second, two milliseconds each
 CELL = 26  # columns of a terminal, for one figure
 LONGEST_BAR = 60
 INDENT = " " * 8  # of the header's second lines
@@ -28,13 +28,15 @@ class Live:
     """A sink. It never hides the cursor, so a job that is killed leaves a terminal as it was."""
 
     def __init__(self, out: IO[str]) -> None:
-        self._terminal = Terminal(file=out, force_terminal=True, highlight=False)
+        self._terminal = Terminal(file=cast("IO[str]", _Mute(out)), force_terminal=True, highlight=False)
         self._fields: dict[str, Any] = {}  # the newest of each name
         self._began: tuple[float, float] | None = None  # share of the job and time, at the first figures
         self._share = 0.0
         self._step = 0
         self._whole: tuple[int | None, int] = (None, 1)  # max_steps, training samples
-        self._region = Region(get_renderable=self._view, console=self._terminal, refresh_per_second=PER_S, transient=True)
+        self._region = Region(
+            get_renderable=self._view, console=self._terminal, refresh_per_second=PER_S, transient=True, redirect_stderr=sys.stderr.isatty()
+        )
         self._lines = Console(cast("IO[str]", _Above(self._terminal)), math.inf)
 
     def __call__(self, event: Event) -> None:
@@ -61,29 +63,33 @@ class Live:
             self._began = self._share, time.monotonic()
 
     def _view(self) -> RenderableType:
+        """One text: tables would take four times as long to draw."""
         if self._began is None:
-            return Text("starting: the first figures come with log.every_steps", style="dim")
-        width = self._terminal.width
-        slow = self._slowest()
-        more = [Text.assemble(("slowest ", "dim"), (slow, "bold"))] if slow else []
-        return Group(
-            self._bars(width), self._grid(self._figures(), max(1, width // CELL)), *more, ""
-        )  # mpirun keeps back a last line without an end
+            return Text("starting: the first figures come with log.every_steps\n", style="dim")
+        columns = max(1, self._terminal.width // CELL)
+        view = Text(no_wrap=True, overflow="crop")
+        for row in self._bars(self._terminal.width):
+            view.append_tokens(row)
+        for place, (name, value) in enumerate(self._figures(), start=1):
+            end = "\n" if place % columns == 0 else " " * max(1, CELL - len(name) - len(value) - 1)
+            view.append_tokens([(f"{name} ", "dim"), (value + end, "bold")])
+        if slow := self._slowest():
+            view.append_tokens([("\nslowest ", "dim"), (slow, "bold")])
+        return view.append("\n")  # mpirun keeps back a last line without an end
 
-    def _bars(self, width: int) -> Table:
+    def _bars(self, width: int) -> list[list[tuple[str, str]]]:
+        """The epoch's and the job's."""
         epochs, of = self._fields.get("epochs", 0.0), self._fields.get("of", 1)
         within = epochs - math.floor(epochs) if epochs < of else 1.0
         steps = max(1, round(self._whole[1] / max(1, self._fields.get("batch", 1))))
-        grid = Table.grid(padding=(0, 1), expand=False)
-        bar = max(10, min(LONGEST_BAR, width - 40))
-        grid.add_row(
-            "epoch",
-            f"{min(of, math.floor(epochs) + 1)} of {of}",
-            ProgressBar(1.0, within, width=bar),
-            f"{round(within * steps)} of {steps} steps",
-        )
-        grid.add_row("job", f"step {self._step}", ProgressBar(1.0, self._share, width=bar), f"{self._share:.0%}, {self._left()} left")
-        return grid
+        heads = f"epoch {min(of, math.floor(epochs) + 1)} of {of} ", f"job   step {self._step} "
+        longest, room = max(map(len, heads)), max(10, min(LONGEST_BAR, width - 40))
+        ends = f" {round(within * steps)} of {steps} steps\n", f" {self._share:.0%}, {self._left()} left\n"
+        rows = []
+        for head, share, end in zip(heads, (within, self._share), ends, strict=True):
+            done = round(share * room)
+            rows.append([(head.ljust(longest), ""), ("━" * done, "magenta"), ("━" * (room - done), "bright_black"), (end, "")])
+        return rows
 
     def _left(self) -> str:
         assert self._began is not None
@@ -120,15 +126,24 @@ class Live:
             return ""
         return f"rank {self._fields['slowest_rank']} on {self._fields['slowest_host']}, {most / middle:.2f} x the median"
 
-    def _grid(self, figures: list[tuple[str, str]], columns: int) -> Table:
-        """Cells of one width, so that a number stays where it is while it changes."""
-        grid = Table.grid(padding=(0, 2))
-        for _ in range(columns):
-            grid.add_column(width=CELL - 2, no_wrap=True)
-        cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures]
-        for start in range(0, len(cells), columns):
-            grid.add_row(*cells[start : start + columns])
-        return grid
+
+class _Mute:
+    """A terminal that may go away: what is written to it then is lost, and the job goes on."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._out.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
 
 class _Above(io.TextIOBase):

@@ -29,8 +29,11 @@ class Log:
             sink(event)
 
     def close(self, timeout_s: float) -> None:
-        """What still waits to be written somewhere is, if that takes no longer."""
+        """What still waits to be written somewhere is, if that takes no longer for all sinks together."""
+        end_s = time.monotonic() + timeout_s
+        for sink in self._sinks:
+            getattr(sink, "finish", lambda: None)()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
             if close is not None:
-                close(timeout_s)
+                close(max(0.0, end_s - time.monotonic()))

@@ -11,6 +11,7 @@ from hvdtrain import __version__
 from hvdtrain.errors import UserError
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import comparisons, differing
+from hvdtrain.report.hidden import without_login
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.record import Record
 
@@ -92,7 +93,7 @@ def _is_cut_off(record: Record) -> bool:
 
 
 def _last_events(record: Record) -> str:
-    lines = (json.dumps(_rounded(event), ensure_ascii=False) for event in record.events[-_LAST_EVENTS:])
+    lines = (without_login(json.dumps(_rounded(event), ensure_ascii=False)) for event in record.events[-_LAST_EVENTS:])
     return "\n".join(line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in lines)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.report import summary
+from hvdtrain.report import hidden, summary
 from hvdtrain.report.compare import Comparison, Spread, batch_of
 from hvdtrain.report.record import Record, number
 
@@ -86,7 +86,8 @@ def targets(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
-    return Table(["key", *labels], [[key, *map(_text, values)] for key, values in keys])
+    rows = [[key, *(_text(hidden.shown({key: value})[key]) for value in values)] for key, values in keys]
+    return Table(["key", *labels], rows)
 
 
 def comparison(found: Comparison) -> Table:
@@ -149,7 +150,7 @@ def startup(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 def settings(record: Record) -> Table:
     """The whole configuration."""
-    return Table(["key", "value"], [[key, _text(value)] for key, value in record.config.items()])
+    return Table(["key", "value"], [[key, _text(value)] for key, value in hidden.shown(record.config).items()])
 
 
 def _text(value: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +38,7 @@ def rank_log(path: Path | None) -> Iterator[None]:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _File(path, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write this rank's log: {error}", "log.per_rank", "give run= a folder that every rank can write") from None
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -50,18 +53,30 @@ def rank_log(path: Path | None) -> Iterator[None]:
         LOGGER.info(traceback.format_exc().rstrip())
         raise
     finally:
-        LOGGER.level, LOGGER.propagate = before
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]
         LOGGER.removeHandler(file)
-        file.close()
+        with contextlib.suppress(OSError):  # of a full disk
+            file.close()
 
 
 @contextmanager
 def _handled(handler: logging.Handler) -> Iterator[None]:
-    root = logging.getLogger()
+    root, shown = logging.getLogger(), warnings.showwarning
     root.addHandler(handler)
     logging.captureWarnings(True)
+    captured_here = warnings.showwarning is not shown
     try:
         yield
     finally:
         root.removeHandler(handler)
-        logging.captureWarnings(bool(root.handlers))
+        if captured_here:
+            logging.captureWarnings(False)
+
+
+class _File(logging.FileHandler):
+    """On a full disk lines are lost, and the job goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)

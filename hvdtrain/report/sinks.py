@@ -71,6 +71,8 @@ class JsonLines:
     def __call__(self, event: Event) -> None:
         line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
         self._waiting.append(json.dumps({key: _json(value) for key, value in line.items()}, allow_nan=False) + "\n")
+        if event.kind == "step_times":  # many at once, and a "step" behind them
+            return
         with contextlib.suppress(OSError):
             _append(self._path, "".join(self._waiting).encode())
             self._waiting.clear()

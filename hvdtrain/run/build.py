@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,28 @@ def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine,
         name, why = choose(place, os.environ, found_here(config))
     engine: Engine = leaf.load("comm", name, origins.where("comm.engine")).connect(place, config.comm)
     return engine, why
+
+
+def check_watching(config: Config, origins: Origins) -> None:
+    """What is to be seen of a job can be seen; told before any rank waits for another."""
+    profiled(config.profile.steps, config.frame, origins.where("profile.steps"))
+    odd = [target for target in config.log.targets if not 0 <= target <= 1]
+    if odd:
+        raise UserError(f"log.targets has {odd[0]:g}: accuracies are 0 to 1", origins.where("log.targets"), "log.targets=[0.9] for 90 %")
+
+
+def profiled(steps: str | None, frame: str, where: str) -> tuple[int, int] | None:
+    """The steps of profile.steps=A:B."""
+    if steps is None:
+        return None
+    if frame == "numpy":
+        raise UserError("frame=numpy has no profiler", where, "frame=torch or jax, or leave profile.steps out")
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(
+            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
+        )
+    return int(found[1]), int(found[2])
 
 
 def check_batch(config: Config, origins: Origins, size: int) -> None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from hvdtrain.comm.engine import Engine
 
 POWERCAP = Path("/sys/class/powercap")
+MOST_W = 600.0  # of one processor package
+KEEP_UP_S = 20.0
 PAUSE_S = 1.0  # between two looks at the counters: each is a call of the driver, or a file of the kernel
 KINDS = {"gpu": ("GPUs", "NVML"), "cpu": ("processors", "RAPL")}  # kind -> what is measured, and by what
 _ZONE = re.compile(r"intel-rapl:\d+$")  # of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
@@ -46,13 +48,15 @@ class Counter:
         self._read_j, self._modulus = read_j, modulus
         self._last = read_j()
 
-    def joules(self) -> float:
-        """NaN where it went backwards: the driver was loaded anew. Raises what reading raises."""
+    def joules(self, since_s: float = 0.0) -> float:
+        """NaN where it went backwards, since the driver was loaded anew, or may have started again more than once since the last look,
+        since_s ago. Raises what reading raises.
+        """
         now = self._read_j()
         step, self._last = now - self._last, now
         if step < 0:
             step = step + self._modulus if math.isfinite(self._modulus) else math.nan
-        return step
+        return step if since_s * MOST_W < self._modulus else math.nan
 
 
 class Unmeasured(Exception):
@@ -66,24 +70,36 @@ class Energy:
         self.why, self._counters, self._clock = why, {kind: counters.get(kind, ()) for kind in KINDS}, clock
         self._looked_s = clock()
         self._failed: set[str] = set()
+        self._kept = dict.fromkeys(KINDS, 0.0)  # joules that nobody has read yet
 
     def read(self, now: bool = False) -> dict[str, float]:
         """{"joules.gpu": J, "joules.cpu": J} since the last read on this rank; added up over all ranks they are the job's.
 
         0.0 for what another rank reads, or nobody measures. Counters are looked at once a second at most, unless `now`: in between it
-        is 0.0, and comes with a later read. RAPL's start again at 0 (64 to 262 kJ: some minutes under load), so read once a minute.
+        is 0.0, and comes with a later read. RAPL's start again at 0 (64 to 262 kJ: some minutes under load): see keep_up().
         A counter that fails makes its kind NaN for ever, and with it the sum over ranks, on all of them.
         """
         if not now and self._clock() - self._looked_s < PAUSE_S:
             return {f"joules.{kind}": math.nan if kind in self._failed else 0.0 for kind in KINDS}
-        self._looked_s = self._clock()
-        return {f"joules.{kind}": self._look(kind) for kind in KINDS}
+        self._look_at_all()
+        kept, self._kept = self._kept, dict.fromkeys(KINDS, 0.0)
+        return {f"joules.{kind}": joules for kind, joules in kept.items()}
 
-    def _look(self, kind: str) -> float:
+    def keep_up(self) -> None:
+        """Between two reads that may be far apart: no counter starts again twice unseen. A tenth of a microsecond if it is too early."""
+        if self._clock() - self._looked_s > KEEP_UP_S:
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        now_s = self._clock()
+        since_s, self._looked_s = now_s - self._looked_s, now_s
+        self._kept = {kind: joules + self._look(kind, since_s) for kind, joules in self._kept.items()}
+
+    def _look(self, kind: str, since_s: float) -> float:
         joules = math.nan
         if kind not in self._failed:
             try:
-                joules = math.fsum(counter.joules() for counter in self._counters[kind])
+                joules = math.fsum(counter.joules(since_s) for counter in self._counters[kind])
             except Exception:  # OSError, ValueError, NVML's own: whichever it is, the number is gone, and training is not worth less
                 joules = math.nan
         if math.isnan(joules):

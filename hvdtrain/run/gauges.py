@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import resource
 import sys
 import time
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +18,12 @@ import numpy as np
 from hvdtrain.comm.engine import Engine
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins
-from hvdtrain.errors import UserError
 from hvdtrain.frames.learner import Learner
 from hvdtrain.frames.stopwatch import PHASES, Laps, total
 from hvdtrain.report.log import Log
 from hvdtrain.report.rank_log import LOGGER
-from hvdtrain.run.energy import Energy, measure
+from hvdtrain.run.build import profiled
+from hvdtrain.run.energy import PAUSE_S, Energy, measure
 from hvdtrain.run.standing import Standing
 from hvdtrain.run.turns import energy_fields
 from hvdtrain.state import Sums
@@ -36,21 +36,9 @@ def gauges(config: Config, origins: Origins, rank: tuple[Engine, Learner], hosts
     engine, learner = rank
     gpu = learner.gpu()
     energy = measure(engine, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
-    steps, name = profiled(config.profile.steps, origins.where("profile.steps")), f"rank-{engine.rank:05d}"
+    steps, name = profiled(config.profile.steps, config.frame, origins.where("profile.steps")), f"rank-{engine.rank:05d}"
     profile = (*steps, run / "profile" / name) if steps else None
     return Gauges(engine, learner, energy, hosts, log, config.log.step_times, profile)
-
-
-def profiled(steps: str | None, where: str) -> tuple[int, int] | None:
-    """The steps of profile.steps=A:B."""
-    if steps is None:
-        return None
-    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
-    if not found or int(found[1]) >= int(found[2]):
-        raise UserError(
-            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
-        )
-    return int(found[1]), int(found[2])
 
 
 @dataclass
@@ -69,7 +57,7 @@ class Gauges:
     _laps: list[Laps] = field(default_factory=list)  # of this rank's steps since the last meeting
     _watts: float = math.nan
     _read_s: float = field(default_factory=time.monotonic)  # when energy was seen last
-    _epoch_began_s: float = field(default_factory=time.monotonic)
+    _look: bool = False  # all ranks look at their counters at this meeting
     _trace: AbstractContextManager[None] | None = None
 
     def __post_init__(self) -> None:
@@ -80,21 +68,36 @@ class Gauges:
         """A step begins after `step` others."""
         if self.profile:
             self._profile(step, *self.profile)
+        self.energy.keep_up()
         self.learner.stopwatch.enter("data")
 
     def _profile(self, step: int, first: int, last: int, folder: Path) -> None:
-        if first <= step < last and self._trace is None:
-            self._trace = self.learner.profile(folder)
-            self._trace.__enter__()
-        elif step >= last:
+        try:
+            if first <= step < last and self._trace is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._trace = self.learner.profile(folder)
+                self._trace.__enter__()
+        except OSError as error:
+            self._no_profile(error)
+        if step >= last:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Writes a profile that is under way after so many steps."""
-        if self._trace is not None and self.profile:
-            self._trace.__exit__(None, None, None)
-            self._trace = None
-            self.log.emit("profile", step, files=[str(self.profile[2])])
+        """Writes a profile that is under way after so many steps; where that fails, the job goes on without."""
+        trace, profile, self._trace = self._trace, self.profile, None
+        if trace is None or profile is None:
+            return
+        self.profile = None
+        try:
+            trace.__exit__(None, None, None)
+        except (OSError, RuntimeError) as error:
+            self._no_profile(error)
+        else:
+            self.log.emit("profile", step, files=[str(profile[2])])
+
+    def _no_profile(self, error: Exception) -> None:
+        self.profile = None
+        warnings.warn(f"no profile: {error}; training goes on without it", stacklevel=2)
 
     def flags(self) -> Sums:
         """Of this rank since the last time; the host waits for the device here."""
@@ -106,7 +109,7 @@ class Gauges:
         gpu = self.learner.gpu()
         device[self.engine.rank] = gpu.peak_bytes() if gpu else 0
         phases = {f"phase.{phase}": mine.get(phase, 0.0) for phase in PHASES}
-        return phases | {"rank.work": work, "rank.memory": host, "rank.gpu_memory": device} | self.joules()
+        return phases | {"rank.work": work, "rank.memory": host, "rank.gpu_memory": device} | self.joules(self._look)
 
     def read(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
         """Fields of the event "step", of the steps since the last time, the last being the `step`th. Every rank calls it."""
@@ -122,27 +125,35 @@ class Gauges:
             self._tell_steps(step)
         return {key: _rounded(value) for key, value in fields.items()} | {"window_s": round(window_s, 6)}
 
-    def joules(self, now: bool = False) -> Sums:
-        """Of this rank's counters since the last time; NaN of a kind that is not measured everywhere."""
-        seen = self.energy.read(now)
-        return {name: joules if not self.energy.why.get(name.removeprefix("joules.")) else math.nan for name, joules in seen.items()}
+    def joules(self, now: bool) -> Sums:
+        """Of this rank's counters since the last look, which all ranks take together; NaN of a kind that is not measured everywhere.
+
+        Rank 0's clock says when the next one is due: at the meeting after this.
+        """
+        seen = self.energy.read(now=True) if now else dict.fromkeys(("joules.gpu", "joules.cpu"), 0.0)
+        due = not now and self.engine.rank == 0 and time.monotonic() - self._read_s >= PAUSE_S
+        return {"joules.look": float(due)} | {
+            name: joules if not self.energy.why.get(name.removeprefix("joules.")) else math.nan for name, joules in seen.items()
+        }
 
     @property
     def kinds(self) -> list[str]:
         """Of energy that are measured."""
         return [kind for kind, why in self.energy.why.items() if not why]
 
-    def epoch(self, now: Standing, val: Sums) -> dict[str, Any]:
-        """Fields of the event "epoch", of the sums of its evaluation; the next one begins."""
+    def epoch(self, now: Standing, val: Sums, seconds: float) -> dict[str, Any]:
+        """Fields of the event "epoch", of the sums of its evaluation, `seconds` into the job; the next one begins."""
         self._power(val)
-        wall_s, self._epoch_began_s = time.monotonic() - self._epoch_began_s, time.monotonic()
         work = 1e3 * self.epoch_work_s / max(1, self.epoch_steps)
         self.epoch_work_s, self.epoch_steps = np.zeros(self.engine.size), 0
-        return {"rank_work_ms": [round(ms, 3) for ms in work.tolist()], **energy_fields(now, self.kinds, wall_s)}
+        apart = {"rank_work_ms": [round(ms, 3) for ms in work.tolist()]} if self.learner.waits_apart else {}
+        return apart | energy_fields(now, self.kinds, seconds - now.evaluated_s)
 
     def _stragglers(self, work_ms: np.ndarray) -> dict[str, Any]:
         slowest = int(work_ms.argmax())
         spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
+        if not self.learner.waits_apart:  # each rank's work then has its waiting for the slowest in it
+            return {}
         return {"work_ms": spread, "slowest_rank": slowest, "slowest_host": self.hosts[slowest]}
 
     def _memory(self, sums: Sums) -> dict[str, Any]:
@@ -150,10 +161,11 @@ class Gauges:
         return {key: float(value) for key, value in most.items() if value}
 
     def _power(self, sums: Sums) -> dict[str, Any]:
-        """Counters are read once a second at most: the power of shorter windows is that of the last reading."""
+        """Since the counters were looked at before; where they were not, that of the last look."""
         joules, now_s = sum(sums[f"joules.{kind}"] for kind in self.kinds), time.monotonic()
-        if joules > 0:
-            self._watts, self._read_s = joules / (now_s - self._read_s), now_s
+        if self._look or "rank.work" not in sums:
+            self._watts, self._read_s = joules / max(1e-3, now_s - self._read_s) if self.kinds else math.nan, now_s
+        self._look = sums["joules.look"] > 0
         return {} if math.isnan(self._watts) else {"watts": self._watts}
 
     def _tell_steps(self, step: int) -> None:

@@ -44,6 +44,7 @@ from hvdtrain.run.turns import stop_reason
 from hvdtrain.state import Arrays
 
 SLOW_DISK = 1e8  # bytes a second
+TRACKED_S = 2.0  # between two events of steps that a tracker gets
 HASTY_S = 3.0  # that the end of a job which failed, or has to go, waits for what its sinks have not written
 
 
@@ -223,9 +224,9 @@ def _write_config(config: Config, beginning: Beginning) -> None:
 def _open_sinks(config: Config, origins: Origins, run: Path) -> list[Sink]:
     """Of rank 0. A sink whose package is missing is a UserError before the job begins."""
     where = origins.where("log.sinks")
-    made: dict[str, Sink] = {name: leaf.load("sinks", name, where).build(config, run) for name in config.log.sinks}
+    made: dict[str, Sink] = {name: leaf.load("sinks", name, where).build(config, run) for name in dict.fromkeys(config.log.sinks)}
     return [screen(sys.stdout, config.log), JsonLines(run / "events.jsonl"), *(_aside(name, sink) for name, sink in made.items())]
 
 
 def _aside(name: str, sink: Sink) -> Aside:
-    return Aside(lambda: sink, name, lambda text: print(f"hvdtrain: {text}", file=sys.stderr, flush=True))
+    return Aside(lambda: sink, name, lambda text: print(f"hvdtrain: {text}", file=sys.stderr, flush=True), every_s=TRACKED_S)

@@ -91,7 +91,7 @@ def evaluate_epoch(job: Job, now: Standing) -> Standing:
     if val is None:
         return now
     done, reached = judge(job.config, now := now.burnt(val), val, job.clock(), job.gauges.kinds)
-    fields = epoch_fields(job.config, now, done, val, job.noise_scale.value) | job.gauges.epoch(now, val)
+    fields = epoch_fields(job.config, now, done, val, job.noise_scale.value) | job.gauges.epoch(now, val, done.seconds)
     job.log.emit("epoch", now.progress.step, **fields)
     for target in reached:
         job.log.emit("target", now.progress.step, **target._asdict())
@@ -110,6 +110,7 @@ def evaluate(job: Job, now: Standing) -> Sums | None:
     sums = tally.zero()
     for turn, batch in enumerate(job.feed.evaluation(job.val, [np.arange(first, min(first + size, end)) for first in turns])):
         job.guard.pulse.beat("evaluation", p.epoch, p.step)
+        job.gauges.energy.keep_up()
         if turn % ASK_EVERY == 0 and job.guard.ask():
             return None
         if batch is not None:

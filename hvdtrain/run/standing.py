@@ -38,7 +38,9 @@ class Standing:
     accuracy: float = math.nan  # of the last evaluation
     best: float = math.nan  # accuracy of all evaluations, and the whole epochs done then
     best_epoch: int = 0
-    trained_s: float = 0.0  # of `seconds`: those of steps, up to the last evaluation
+    evaluated_s: float = 0.0  # `seconds` at the last evaluation
+    trained_s: float = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
+    trained_images: int = 0  # samples of those
     gpu_j: float = 0.0  # joules of the whole job, NaN where some were not measured
     cpu_j: float = 0.0
     epoch_gpu_j: float = 0.0  # since the last evaluation
@@ -64,7 +66,12 @@ class Standing:
         """After the evaluation of an epoch."""
         at_target = self.at_target + 1 if target is not None and accuracy >= target else 0
         began = {"epoch": self.progress.epoch, "evaluated": self.progress.step, "epoch_s": 0.0, "sums": tally.zero()}
-        began |= {"trained_s": self.trained_s + self.epoch_s, "epoch_gpu_j": 0.0, "epoch_cpu_j": 0.0}
+        began |= {
+            "trained_s": self.trained_s + self.epoch_s,
+            "trained_images": self.trained_images + round(self.sums["count"]),
+            "epoch_gpu_j": 0.0,
+            "epoch_cpu_j": 0.0,
+        }
         if not accuracy <= self.best:  # the first one too
             began |= {"best": accuracy, "best_epoch": self.epoch + 1}
         return replace(self, at_target=at_target, target=target, accuracy=accuracy, **began)  # type: ignore[arg-type]
@@ -79,12 +86,14 @@ def from_json(tree: dict[str, Any]) -> Standing:
     """ValueError, KeyError or TypeError where a number is missing, is none, or cannot be."""
     counts = {name: tree["progress"][name] for name in ("dataset", "total", "step", "samples")}
     whole = {name: tree[name] for name in ("epoch", "evaluated", "at_target", "nonfinite", "batch")} | {
-        "best_epoch": tree.get("best_epoch", 0)
+        name: tree.get(name, 0) for name in ("best_epoch", "trained_images")
     }
     odd = {name: n for name, n in (counts | whole).items() if type(n) is not int or not 0 <= n < 2**63}
     if odd or not counts["dataset"]:
         raise ValueError(f"counts that cannot be: {odd or counts}")
-    numbers = {name: _number(tree[name]) for name in ("seconds", "epoch_s", "lr")} | {"trained_s": _number(tree.get("trained_s", 0.0))}
+    numbers = {name: _number(tree[name]) for name in ("seconds", "epoch_s", "lr")} | {
+        name: _number(tree.get(name, 0.0)) for name in ("trained_s", "evaluated_s")
+    }
     sums = {name: _number(tree["sums"][name]) for name in tally.zero()}
     signal, noise = (_number(x) for x in tree["noise"])
     target = None if tree["target"] is None else _number(tree["target"])

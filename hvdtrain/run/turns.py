@@ -79,13 +79,16 @@ def epoch_fields(config: Config, before: Standing, now: Standing, val: Sums, noi
 
 
 def judge(config: Config, now: Standing, val: Sums, seconds: float, kinds: Collection[str]) -> tuple[Standing, list[Reached]]:
-    """The standing after an evaluation, and the accuracies that were reached by it for the first time; `kinds` of energy are measured."""
-    done = replace(now.judged(val["right"] / val["count"], config.stop.target_accuracy), seconds=seconds)
+    """The standing after an evaluation, and the accuracies that were reached by it for the first time; `kinds` of energy are measured.
+
+    What is asked for since a resume, and was reached before, is not told: nobody knows when.
+    """
+    done = replace(now.judged(val["right"] / val["count"], config.stop.target_accuracy), seconds=seconds, evaluated_s=seconds)
     wanted = {*config.log.targets, config.stop.target_accuracy} - {None} - {past.target for past in now.reached}
     p, joules = done.progress, sum(energy_of(done, kinds).values()) if energy_of(done, kinds) else None
     new = [
         Reached(target, done.accuracy, round(seconds, 3), p.epochs, p.samples, joules)
-        for target in sorted(target for target in wanted if target is not None and done.accuracy >= target)
+        for target in sorted(target for target in wanted if target is not None and done.accuracy >= target and not now.best >= target)
     ]
     return replace(done, reached=(*done.reached, *new)), new
 

@@ -72,7 +72,8 @@ def start_fields(job: Job, beginning: Beginning) -> dict[str, Any]:
 
 def end_fields(job: Job, now: Standing) -> dict[str, Any]:
     """Of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
-    joules, p, trained_s = energy_of(now, job.gauges.kinds), now.progress, now.trained_s + now.epoch_s
+    joules, p = energy_of(now, job.gauges.kinds), now.progress
+    trained, trained_s = now.trained_images + now.sums["count"], now.trained_s + now.epoch_s
     return {
         "val_accuracy": now.accuracy,
         "best_accuracy": now.best,
@@ -80,7 +81,7 @@ def end_fields(job: Job, now: Standing) -> dict[str, Any]:
         "seconds": round(now.seconds, 3),
         "epochs": p.epochs,
         "images": p.samples,
-        "images_per_s": round(p.samples / trained_s, 1) if trained_s else None,
+        "images_per_s": round(trained / trained_s, 1) if trained_s else None,
         "joules": joules,
         **({"joules_per_image": sum(joules.values()) / p.samples} if joules and p.samples else {}),
     }

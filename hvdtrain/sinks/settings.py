@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdtrain.config import OPEN_SECTIONS, Config
 from hvdtrain.errors import UserError
-from hvdtrain.report.aside import HIDDEN, without_login
-
-_SECRET = re.compile(r"(^|_)(password|passwd|secret|token|apikey|(api|access|secret)_key|credentials?)$", re.IGNORECASE)
+from hvdtrain.report import hidden
 
 
 def demand(package: str, extra: str) -> None:
@@ -27,21 +24,13 @@ def settings(config: Config) -> dict[str, Any]:
     tree = dataclasses.asdict(config)
     for section in OPEN_SECTIONS:
         tree[section] |= tree[section].pop("options")
-    shown: dict[str, Any] = _shown(tree)
+    shown: dict[str, Any] = hidden.shown(tree)
     return shown
 
 
 def texts(config: Config) -> dict[str, str]:
     """The same, flat: {"epochs": "10", "batch.size": "64", ...}."""
     return dict(_flat("", settings(config)))
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: HIDDEN if inner and _SECRET.search(str(key)) else _shown(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_shown(inner) for inner in value]
-    return without_login(value) if isinstance(value, str) else value
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
