@@ -1,4 +1,4 @@
-# make train | test | test-faults | test-cluster | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
+# make train | test | test-slow | test-faults | test-cluster | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -42,14 +42,17 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train test test-faults test-cluster check test-4 clean no-compiler
+.PHONY: train test test-slow test-faults test-cluster check test-4 clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 test: .venv/.test $(HOROVOD)
-	$(PY) -m pytest -m "not faults and not cluster" $(ARGS)
+	$(PY) -m pytest -m "not slow and not faults and not cluster" $(ARGS)
+
+test-slow: .venv/.test $(HOROVOD)  ## the longest of the same kind: loss curves on 3 and 4 ranks, the tutorials, fuzzing
+	$(PY) -m pytest -m "slow and not faults and not cluster" $(ARGS)
 
 test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, starved and corrupted, and what is left of them
 	$(PY) -m pytest -m faults $(ARGS)

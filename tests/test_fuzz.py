@@ -82,6 +82,7 @@ def test_the_watch_sees(fault: str) -> None:
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 def test_every_reader_refuses_or_reads(capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32) if "FUZZ_SECONDS" in os.environ else 1))

@@ -11,10 +11,15 @@ from invariance import JOBS
 from ranks import ENGINES, mpirun, needs_horovod, python
 
 SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4)), ("torchdist", 3)]
-GROUPS = [
-    pytest.param(engine, size, id=f"{engine}-{size}", marks=[needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4))
-    for engine, size in SIZES
-]
+
+
+def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
+    """Uneven shares on three ranks are tried on one engine first; the others take half a minute each."""
+    late = size >= 3 and (engine, size) != ("mpi", 3)
+    return [needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4) + [pytest.mark.slow] * late
+
+
+GROUPS = [pytest.param(engine, size, id=f"{engine}-{size}", marks=marks(engine, size)) for engine, size in SIZES]
 SAME = [  # jobs that compute the same numbers, whatever the frame and the way gradients meet
     [name for name in JOBS if "softmax" in name],
     [name for name in JOBS if "least squares" in name],

@@ -38,7 +38,13 @@ def launch(engine: str, size: int) -> tuple[ranks.Result, dict[str, float]]:
 
 def pairs() -> list[object]:
     return [
-        pytest.param(engine, size, case, id=f"{engine}-x{size}-{case}", marks=[*marks, *([pytest.mark.ranks4] * (size == 4))])
+        pytest.param(
+            engine,
+            size,
+            case,
+            id=f"{engine}-x{size}-{case}",
+            marks=[*marks, *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [])],
+        )
         for engine, marks in MARKS.items()
         for size in (2, 4)
         for case in norm_ranks.cases(engine)
