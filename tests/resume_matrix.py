@@ -132,7 +132,7 @@ def do(work: Work, engine: Engine) -> Outcome:
     parts = Parts(watched, Watched(val, pulse, signals, at.get("val", -1)), task)
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        code = train_job(config, origins, parts, engine, "for the test", (signals, pulse))
+        code = train_job(config, origins, parts, engine, "for the test", (signals, pulse)).code
     return Outcome(code, engine.exchange(watched.rows), watched.first_s - began)
 
 

@@ -115,7 +115,7 @@ def test_somebody_watches_a_terminal_with_a_size_and_no_other(monkeypatch: pytes
     (a, watched), (b, unseen) = sized(80), sized(0)
     with watched, unseen, (tmp_path / "log").open("w") as file:
         assert is_watched(watched) and not is_watched(unseen), "Open MPI's own for an output that is a pipe has no size"
-        assert not is_watched(file) and not is_watched(io.StringIO())
+        assert not is_watched(file) and not is_watched(io.StringIO()) and not is_watched(None)
         assert isinstance(screen(watched, LogConfig()), Live) and isinstance(screen(file, LogConfig()), Console)
         assert isinstance(screen(watched, LogConfig(display="lines")), Console) and isinstance(
             screen(file, LogConfig(display="live")), Live

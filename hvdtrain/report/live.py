@@ -88,7 +88,7 @@ class Live:
         rows = []
         for head, share, end in zip(heads, (within, self._share), ends, strict=True):
             done = round(share * room)
-            rows.append([(head.ljust(longest), ""), ("━" * done, "magenta"), ("━" * (room - done), "bright_black"), (end, "")])
+            rows.append([(head.ljust(longest), ""), ("━" * done, "magenta"), ("─" * (room - done), "bright_black"), (end, "")])
         return rows
 
     def _left(self) -> str:

@@ -19,9 +19,11 @@ def screen(out: IO[str], log: LogConfig) -> Sink:
     return Console(out, log.every_s)
 
 
-def is_watched(out: IO[str]) -> bool:
+def is_watched(out: IO[str] | None) -> bool:
     """Whether a person looks at it. Open MPI's mpirun gives ranks a terminal even where its own output is a pipe: one without a size."""
     try:
-        return out.isatty() and os.get_terminal_size(out.fileno()).columns > 0 and os.environ.get("TERM", "dumb") != "dumb"
+        return (
+            out is not None and out.isatty() and os.get_terminal_size(out.fileno()).columns > 0 and os.environ.get("TERM", "dumb") != "dumb"
+        )
     except (OSError, ValueError):
         return False
