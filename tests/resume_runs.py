@@ -43,7 +43,7 @@ def read_run(folder: Path, outcome: Outcome) -> Run:
     standing = to_json(checkpoint.read_numbers(newest).standing)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events = {(e["kind"], e["step"]): {key: e[key] for key in NUMBERS if key in e} for e in lines if e["kind"] in ("step", "epoch")}
-    standing = {key: value for key, value in standing.items() if key not in ("seconds", "epoch_s")}
+    standing = {key: value for key, value in standing.items() if key not in ("seconds", "epoch_s", "trained_s", "evaluated_s")}
     return Run(outcome.code, outcome.rows, checkpoint.read_arrays(newest, ROOM), standing, events)
 
 
