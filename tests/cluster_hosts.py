@@ -19,8 +19,23 @@ from ranks import Job, Result, mpirun_path
 
 NET = "10.77.0"  # each set of hosts has a bridge in a namespace of its own, so two sets may have the same addresses
 GONE_S = 5.0  # for processes that were killed to be gone
+BACK_S = 10.0  # for a host to get answers once it is connected again
 
 _EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+# Nothing listens at port 9: a refusal is an answer.
+_ANSWERED = """
+import errno, socket, sys, time
+end_s = time.monotonic() + float(sys.argv[-1])
+for address in sys.argv[1:-1]:
+    while True:
+        with socket.socket() as wire:
+            wire.settimeout(1)
+            if wire.connect_ex((address, 9)) == errno.ECONNREFUSED:
+                break
+        if time.monotonic() > end_s:
+            sys.exit(f"{address} does not answer")
+        time.sleep(0.05)
+"""
 # Called as ssh is: [options] HOST COMMAND..., and like ssh it hands nothing of its own environment on.
 _AGENT = """#!/bin/sh
 while [ $# -gt 0 ]; do case "$1" in -[Filop]) shift 2 ;; -*) shift ;; *) break ;; esac; done
@@ -105,7 +120,11 @@ class Hosts:
         self._ip("switch", f"link set {name} down")
 
     def heal(self, name: str) -> None:
+        """The host is back once it gets an answer: an address that it asked for in vain is "no route to host" for up to a second more."""
         self._ip("switch", f"link set {name} up")
+        _run(
+            *self.on(name, [sys.executable, "-c", _ANSWERED, *(f"{NET}.{number}" for number in range(1, len(self.names) + 1)), str(BACK_S)])
+        )
 
     def slow(self, rate: str | None) -> None:
         """What each host sends, limited to a rate of tc: "100mbit"; None: unlimited."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -104,6 +105,15 @@ def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(capsy
     assert again.accuracy == first.accuracy
     further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")
     assert further.steps == 8 and "nothing was trained" not in capsys.readouterr().out
+
+
+def test_a_job_that_is_started_while_an_error_is_handled_has_not_failed() -> None:
+    try:
+        hvdtrain.train({"epoch": 2})
+    except hvdtrain.UserError:
+        run = hvdtrain.train({"model.name": "linear", "max_steps": 2, "run": "one"})
+    kinds = [json.loads(line)["kind"] for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert "end" in kinds and "failed" not in kinds
 
 
 @needs_mpirun

@@ -89,7 +89,7 @@ class Learner(Protocol):
         """None where the rank computes on processors."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
-        """What is done inside goes into the folder `path`, with the phases of each step; a UserError where the frame has no profiler."""
+        """What is done inside goes into the folder `path`, with the phases of each step; run/build.py refuses frames without."""
 
 
 def check_knobs(config: Config, origins: Origins, engine: Engine) -> None:

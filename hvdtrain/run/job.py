@@ -104,16 +104,20 @@ def train_job(config: Config, origins: Origins, parts: Parts, engine: Engine, wh
     job.roll_back = lambda: _roll_back(job, run, limit_bytes)
     told = {"lines": words.header(job, why, beginning), "digest": digest, "engine": engine.name, "parameters": parameters}
     log.emit("start", standing.progress.step, **told, **words.start_fields(job, beginning))
+    error: BaseException | None = None  # ours: sys.exc_info() would give one that the caller is handling, too
     try:
         with rank_log(run / "ranks" / f"rank-{engine.rank:05d}.log" if config.log.per_rank else None):
             LOGGER.info(f"rank {engine.rank} of {engine.size} on {hosts[engine.rank]}, process {os.getpid()}: {learner.describe()}")
             return _train(job, run, standing)
-    except Diverged:  # on every rank alike: none ends the job before a checkpoint under way is on the disk
+    except Diverged as diverged:  # on every rank alike: none ends the job before a checkpoint under way is on the disk
         pulse.patient = True
+        error = diverged
         on_rank_0(engine, lambda: saver.close() if saver else None)
         raise
+    except BaseException as other:
+        error = other
+        raise
     finally:
-        error = sys.exc_info()[1]
         if error is not None:
             log.emit("failed", pulse.step, reason=f"{type(error).__name__}: {error}".partition("\n")[0], exit_code=code_of(error))
         feed.close(wait=error is None)
