@@ -20,7 +20,7 @@ from test_report_record import CONFIG, WHOLE, end, epoch, record_of, run_on, sta
 
 from hvdtrain.__main__ import main
 from hvdtrain.launch.report import _Progress
-from hvdtrain.report import figures, figures_ranks, figures_speed, figures_training, page_tables
+from hvdtrain.report import figures, figures_files, figures_ranks, figures_speed, figures_training, page_tables
 from hvdtrain.report.compare import comparisons
 from hvdtrain.report.figures_look import COLOURS, thin
 from hvdtrain.report.page import page
@@ -230,14 +230,14 @@ def test_few_points_and_every_peak() -> None:
 
 
 def test_large_figures_are_png_in_the_page() -> None:
-    assert figures.address(b"<svg/>", b"png") == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
-    assert figures.address(b"x" * 400_001, b"png") == "data:image/png;base64," + base64.b64encode(b"png").decode()
+    assert figures_files.address(b"<svg/>", b"png") == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+    assert figures_files.address(b"x" * 400_001, b"png") == "data:image/png;base64," + base64.b64encode(b"png").decode()
 
 
 def test_names_that_matplotlib_would_read_otherwise(recwarn: pytest.WarningsRecorder) -> None:
     """A formula that is none, a leading underscore, and letters that the font has not."""
     for picture in figures.draw([record_of(WHOLE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
-        assert figures.png(picture.figure)[:4] == b"\x89PNG" and len(picture.figure.legends[0].texts) == 3
+        assert figures_files.png(picture.figure)[:4] == b"\x89PNG" and len(picture.figure.legends[0].texts) == 3
     assert not recwarn.list
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from hvdtrain.config_text import short
 from hvdtrain.configure import nearest
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.report import figures, summary
+from hvdtrain.report import figures, figures_files, summary
 from hvdtrain.report.page import Image, page
 from hvdtrain.report.record import read_record
 
@@ -42,8 +42,8 @@ def report(words: Sequence[str]) -> int:
     images, files = [], {}
     for place, picture in enumerate(pictures, 1):
         progress(f"writing: {place} of {len(pictures)}")
-        files[f"report-{picture.name}.png"] = png = figures.png(picture.figure)
-        images.append(Image(picture.title, picture.about, figures.address(figures.svg(picture.figure), png)))
+        files[f"report-{picture.name}.png"] = png = figures_files.png(picture.figure)
+        images.append(Image(picture.title, picture.about, figures_files.address(figures_files.svg(picture.figure), png)))
     html = page(records, labels, images, shlex.join(["python", "-m", "hvdtrain", "report", *words]))
     _write(to, {"report.html": html.encode("utf-8", "replace")} | files)
     print(f"page: {to / 'report.html'}")

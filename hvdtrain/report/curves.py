@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.errors import UserError
+from hvdtrain.report.figures_files import save
+from hvdtrain.report.figures_look import look, new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart, with a dash for each: lines may lie on each other.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
-_DPI = 150
+    from matplotlib.figure import Figure
 
 
 class Curve(NamedTuple):
@@ -30,37 +26,25 @@ class Curve(NamedTuple):
 
 def draw(path: Path, title: str, curves: Sequence[Curve]) -> str:
     """Writes a PNG, and gives the line that says so, or that says why there is none."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
-    figure = Figure(figsize=(9.6, 6.4), layout="constrained")  # never pyplot: it would look for a screen, and keep the figure
-    rate, batch = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    for curve, style in zip(curves, itertools.cycle(zip(_COLOURS * 4, _DASHES * 7, strict=True)), strict=False):
-        look = {"color": style[0], "linestyle": style[1], "linewidth": 1.8}
-        rate.plot(curve.epochs, curve.lr, label=curve.label, drawstyle="steps-post", **look)
-        batch.plot(curve.epochs, curve.batch, drawstyle="steps-post", **look)
+    return save(path, lambda: _figure(title, curves))
+
+
+def _figure(title: str, curves: Sequence[Curve]) -> Figure:
+    figure, (rate, batch) = new(2, height=6.4, width=9.6, sharex=True, height_ratios=(2, 1))
+    for place, curve in enumerate(curves):
+        rate.plot(curve.epochs, curve.lr, label=curve.label, drawstyle="steps-post", linewidth=1.8, **look(place))
+        batch.plot(curve.epochs, curve.batch, drawstyle="steps-post", linewidth=1.8, **look(place))
     _scale_rate(rate, [value for curve in curves for value in curve.lr if value > 0])
     _scale_batch(batch, [value for curve in curves for value in curve.batch])
     rate.set_ylabel("learning rate")
     batch.set_ylabel("global batch (samples)")
     batch.set_xlabel("epochs done")
     batch.set_xlim(0, max(curve.epochs[-1] for curve in curves))
-    for axes in (rate, batch):
-        axes.grid(color="#DDDDDD", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle("\n".join(wrapped for line in title.splitlines() for wrapped in textwrap.wrap(line, 120)), fontsize=10)
     figure.legend(
         loc="outside lower center", ncols=min(len(curves), 2 if any(len(c.label) > 36 for c in curves) else 3), frameon=False, fontsize=9
     )
-    try:
-        with path.open("wb") as file:
-            FigureCanvasAgg(figure).print_figure(file, format="png", dpi=_DPI)
-    except OSError as error:
-        raise UserError(f"cannot write the picture: {error}", "--png", "give a file that can be written") from None
-    return f"picture: {path}"
+    return figure
 
 
 def _scale_rate(axes: Axes, positive: list[float]) -> None:

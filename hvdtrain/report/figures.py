@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from hvdtrain.errors import UserError
 from hvdtrain.report import figures_ranks, figures_speed, figures_training
 from hvdtrain.report.figures_look import new
 from hvdtrain.report.record import Record
@@ -15,10 +13,6 @@ from hvdtrain.report.record import Record
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DPI = 150
-MOST_SVG_BYTES = 400_000  # in a page a larger figure is a PNG
-# Letters as paths: the page looks alike where the font is missing. No LaTeX, whatever the user's matplotlibrc says.
-_SETTINGS: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "hvdtrain", "text.usetex": False}
 _Draw = Callable[[Sequence[Record], Sequence[str]], "Figure | None"]
 
 
@@ -47,39 +41,13 @@ ALL: tuple[tuple[str, str, str, _Draw], ...] = (
 
 def draw(records: Sequence[Record], labels: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> list[Picture]:
     """Those that have something to show. `tell` hears how far it is. Raises UserError where matplotlib is missing."""
-    new()
+    try:
+        new()
+    except ModuleNotFoundError:
+        raise UserError("matplotlib is not installed", "report", "pip install 'hvdtrain[report]'") from None
     pictures: list[Picture] = []
     for place, (name, title, about, function) in enumerate(ALL, 1):
         tell(f"drawing: {place} of {len(ALL)}")
         if figure := function(records, labels):
             pictures.append(Picture(name, title, about, figure))
     return pictures
-
-
-def svg(figure: Figure) -> bytes:
-    """The same bytes for the same run."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    return _written(lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None}))
-
-
-def png(figure: Figure) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    return _written(lambda out: FigureCanvasAgg(figure).print_figure(out, format="png", dpi=DPI))
-
-
-def _written(write: Callable[[io.BytesIO], None]) -> bytes:
-    import matplotlib
-
-    out = io.BytesIO()
-    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a run named in letters that the font has not: they become boxes
-        write(out)
-    return out.getvalue()
-
-
-def address(picture: bytes, rendered_png: bytes) -> str:
-    """A data: address of the SVG, or of the PNG where that is much smaller."""
-    kind, data = ("svg+xml", picture) if len(picture) <= MOST_SVG_BYTES else ("png", rendered_png)
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import UserError
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -23,13 +21,11 @@ MOST_POINTS = 2000  # of a line
 _MEANS = 200
 
 
-def new(rows: int = 1, columns: int = 1, height: float = HEIGHT, **shared: Any) -> tuple[Figure, list[Axes]]:
+def new(rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any) -> tuple[Figure, list[Axes]]:
     """An empty figure and its axes; never pyplot: it would look for a screen, and keep the figure."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UserError("matplotlib is not installed", "report", "pip install 'hvdtrain[report]'") from None
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
     places = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for axes in places:
         axes.grid(color="#DDDDDD", linewidth=0.7)
