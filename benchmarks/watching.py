@@ -60,7 +60,13 @@ def terminal() -> IO[str]:
     """One of 100 columns, which a thread reads as a person's would."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(mine, 65536), b"")], daemon=True).start()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(mine, 65536):
+                pass
+
+    threading.Thread(target=read, daemon=True).start()
     return os.fdopen(theirs, "w")
 
 

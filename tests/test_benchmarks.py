@@ -40,3 +40,13 @@ def test_what_is_measured_on_a_gpu_runs_anywhere(fashion: Path, tmp_path: Path) 
     steps, times = (json.loads(line) for line in out.read_text().splitlines())
     assert set(steps["rows"]) == {"textbook", "by hand", "hvdtrain"} and steps["rows"]["hvdtrain"]["to textbook"][0] > 0
     assert times["textbook"]["reached"] and times["hvdtrain"]["reached"] and times["hvdtrain"]["seconds"] > 0
+
+
+def test_what_watching_costs_is_measured_with_every_part(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["--rounds", "2", "--steps", "10", "--json", str(out), "model.name=linear", "frame=numpy"]
+    done = python(["benchmarks/watching.py", *words], timeout_s=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["part"] for row in rows] == ["nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks"]
+    assert all(row["quartiles"][0] <= row["images_per_s_ratio"] <= row["quartiles"][1] for row in rows)
