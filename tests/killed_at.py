@@ -151,8 +151,14 @@ def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
         found["code"] = run_job(run)
         found["starts"] = [e["step"] for e in events(run)[begun:] if e["kind"] == "start"]
         found["left"] = sorted(path.name for path in (run / "checkpoints").iterdir())
-        print(json.dumps(found | {"equal": outcome(run) == outcome(top / "straight")}), flush=True)
+        with told(begin).open("a") as file:
+            print(json.dumps(found | {"equal": outcome(run) == outcome(top / "straight")}), file=file)
         at += 1
+
+
+def told(begin: Path) -> Path:
+    """The file of what the trials from `begin` found: several processes on one output would mix their lines."""
+    return begin.parent / f"{begin.name}.jsonl"
 
 
 def copy(begin: Path, folder: Path) -> Path:
@@ -182,7 +188,10 @@ def all_tries(folder: Path) -> None:
         (folder / f"before-{name}" / "run").rename(folder / name)
     plan = [("new", 3), ("stopped", 1), ("torn", 1, 1, 10), ("whole", 1, 1000)]
     children = [in_child(tries, folder / name, *turns) for name, *turns in plan]
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    for name, *_ in plan:
+        sys.stdout.write(told(folder / str(name)).read_text())
+    sys.exit(any(failed))
 
 
 def in_child(work: Callable[..., None], *arguments: Any) -> int:
