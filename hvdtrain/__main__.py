@@ -17,6 +17,8 @@ from hvdtrain.leaf import check_names
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole program on one rank; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _write_all_letters()
     try:
         return _command(words)
     except UserError as error:
@@ -27,6 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is None:
             _ignore_late_wishes()
+
+
+def _write_all_letters() -> None:
+    """A name in letters that the standard output's encoding has not comes as \\u65e5, as on the standard error, and ends nothing."""
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _ignore_late_wishes() -> None:
@@ -61,6 +69,8 @@ def _command(words: list[str]) -> int:
             return run(path, words)
         config, origins = configure(path, [word for word in words if word != "--print-config"])
         check_names(config, origins)
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read
         print(to_yaml(config), end="")
     return DONE
 

@@ -55,12 +55,16 @@ def train(config: Mapping[str, Any] | str | Path | None = None, *words: str) -> 
     return Run(outcome.run, placement(os.environ).rank, outcome.code, outcome.why, *numbers)
 
 
-def read(run: Run | str | Path) -> pandas.DataFrame:
-    """A row for each event of a run with its fields as columns (docs/events.md): a job that runs, is over, or was killed."""
+def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame:
+    """A run's events of kind step, epoch and target, a row each, with their fields as columns (docs/events.md).
+
+    With step_times those of single steps (log.step_times) too. The job may run, be over, or have been killed.
+    """
     from hvdtrain.report.record import read_record
     from hvdtrain.report.table import frame
 
-    return frame(read_record(run.folder if isinstance(run, Run) else Path(run)))
+    folder = run.folder if isinstance(run, Run) else Path(os.path.expanduser(run))
+    return frame(read_record(folder, step_times))
 
 
 def _words(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:

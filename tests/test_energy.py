@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.comm.engine import Single
+from hvdtrain.report import summary
+from hvdtrain.report.record import Record
 from hvdtrain.run import energy
 from hvdtrain.run.energy import Claim, Counter, Energy, measure, words
 
@@ -301,3 +303,31 @@ def test_a_counter_that_fails_in_mid_run_is_nan_for_ever(tmp_path: Path) -> None
 def test_words() -> None:
     assert words({"gpu": "", "cpu": NO_RAPL}) == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
     assert words({"cpu": ""}) == "energy  processors by RAPL"
+
+
+def told(*events: dict[str, Any], **energy: str) -> Record:
+    return Record(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
+
+
+def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
+    """An hour at so many images; its joules by kind."""
+    of_one = {"joules_per_image": sum(kinds.values()) / images} if kinds else {}
+    return {"time": 1.0, "kind": "epoch", "step": 1, "images_per_s": images / 3600, "epoch_s": 3600.0, "joules": kinds, **of_one}
+
+
+def test_a_counter_that_failed_is_named_in_the_report() -> None:
+    failed = "a counter failed during the job"
+    assert summary.energy_words(told(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
+    assert summary.energy_words(told(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
+    both, left = epoch({"gpu": 30.0, "cpu": 60.0}, 10), epoch({"gpu": 50.0}, 10)
+    assert summary.energy_words(told(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
+    ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_image": 4.0}
+    assert summary.energy_words(told(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
+    again = {"time": 1.5, "kind": "start", "step": 1, "energy": {"cpu": ""}}
+    other = "not measured: processors: not counted in every start of the job"
+    assert summary.energy_words(told({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
+
+
+def test_joules_per_image_while_a_job_runs_are_joules_by_images() -> None:
+    """90 J for 30 images and 50 for 10: 140 / 40 = 3.5, not the mean of 3 and 5."""
+    assert summary.joules_per_image(told(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")) == pytest.approx(3.5)

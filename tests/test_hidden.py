@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.config import Config, ModelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.report.hidden import HIDDEN, shown, without_login
+from hvdtrain.report.hidden import HIDDEN, is_secret, shown, without_login
+from hvdtrain.report.log import Event
+from hvdtrain.report.page import page
 from hvdtrain.report.page_tables import differing, settings
 from hvdtrain.report.rank_log import LOGGER, rank_log, tagged_warnings
 from hvdtrain.report.record import read_record
+from hvdtrain.run.resume import changes
+from hvdtrain.sinks.settings import texts
+from hvdtrain.sinks.tensorboard import build
 
 
 @pytest.mark.parametrize(
     ("text", "safe"),
     [
         ("https://joe:hunter2@host/x", "https://***@host/x"),
+        ("https://u:p/ss@h/x", "https://***@h/x"),
+        ("https://u:p@ss@h/x and //k@l", "https://***@h/x and //***@l"),
+        ("https://u:p?s#s@h", "https://***@h"),
+        ("https://host/path?mail=a@b", "https://host/path?mail=a@b"),
+        ("git+https://host/x@v2 http://h:80/x", "git+https://host/x@v2 http://h:80/x"),
+        ("https://h/x?passwd=a&auth=b", "https://h/x?passwd=***&auth=***"),
         ("s3://b/x.tar?X-Amz-Signature=ab12&part=3", "s3://b/x.tar?X-Amz-Signature=***&part=3"),
         ("https://h/x?a=1&access_token=ab%20c", "https://h/x?a=1&access_token=***"),
         ("/scratch/data?", "/scratch/data?"),
@@ -40,6 +53,44 @@ def test_keys_nested_and_dotted() -> None:
         "model": {"hub_token": HIDDEN, "tokens": 5, "name": "x"}, "data.options.password": HIDDEN, "optim.secret_key": None,
         "list": [f"//{HIDDEN}@c"],
     }  # fmt: skip
+
+
+def test_which_keys_are_secret() -> None:
+    secret = (
+        "data.private_key data.account_key data.passphrase data.auth data.auth.user model.hfToken data.accessToken model.HUBToken a.token2"
+    )
+    harmless = "model.max_tokens model.tokenizer model.passes data.pass_through data.author data.compass data.keyframes model.monkey"
+    assert [key for key in secret.split() if not is_secret(key)] == [] == [key for key in harmless.split() if is_secret(key)]
+    assert [key for key, value in texts(Config()).items() if is_secret(key) or value == HIDDEN] == []
+
+
+def test_a_changed_secret_is_not_told(tmp_path: Path) -> None:
+    """These lines go to the screen, to events.jsonl, and to TensorBoard."""
+    (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
+    options = {"hub_token": "hf_SECOND", "width": 4}
+    assert changes(tmp_path, Config(model=ModelConfig(options=options))) == [
+        f"changed data.root: https://{HIDDEN}@h/x -> None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
+    ]  # fmt: skip
+
+
+def test_tensorboard_gets_the_header_without_logins(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = build(Config(), tmp_path)
+    sink(Event(1.0, "start", 0, {"lines": ["data    https://joe:hunter2@host/x"]}))
+    sink.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"hunter2" not in (seen := file.read_bytes()) and b"data    https://***@host/x" in seen
+
+
+def test_reasons_on_a_page_have_no_login(tmp_path: Path) -> None:
+    why = "RuntimeError: cannot reach https://joe:hunter2@hub.example/x"
+    kinds = ("start", "checkpoint_failed", "failed")
+    events = [{"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why}) for kind in kinds]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    record = read_record(tmp_path)
+    assert record.ending == f"failed: RuntimeError: cannot reach https://{HIDDEN}@hub.example/x"
+    text = page([record], ["a"], [], "command")
+    assert "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5  # lead, ending, warning, two events
 
 
 def test_a_report_shows_no_secret(tmp_path: Path) -> None:

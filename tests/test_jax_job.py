@@ -173,3 +173,8 @@ def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path
             assert mine[key] == pytest.approx(theirs[key], rel=1e-12), key
     assert [e["epoch"] for e in epochs(run)] == [2, 3]
     assert epochs(run)[-1]["val_accuracy"] > 0.9
+
+
+def test_own_work_is_told_only_where_phases_are() -> None:
+    """On one rank nothing waits for the device in a step, but with log.step_times."""
+    assert (learner().waits_apart, learner("log.step_times=true").waits_apart) == (False, True)

@@ -262,6 +262,10 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     (tmp_path / "to" / "report.html").mkdir(parents=True)
     assert f"cannot write {tmp_path / 'to/report.html'}: Is a directory\n  where: --to\n" in refused(capsys, run, "--to", f"{tmp_path}/to")
     assert os.listdir(tmp_path / "to") == ["report.html"]
+    (tmp_path / "in" / "report-noise.png").mkdir(parents=True)
+    assert f"cannot write {tmp_path / 'in/report-noise.png'}: Is a directory\n  where: --to" in refused(
+        capsys, run, "--to", f"{tmp_path}/in"
+    )
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert refused(capsys, run) == "hvdtrain: matplotlib is not installed\n  where: report\n  fix: pip install 'hvdtrain[report]'\n"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", sys.modules["matplotlib"])
@@ -302,3 +306,9 @@ def test_comparisons_have_their_spread_in_words() -> None:
         "energy ratio",
     ]
     assert table.note.startswith("Against 1 rank.") and json.dumps(table.rows).count("nan") == 0 and not re.search("nan|inf", table.note)
+
+
+def test_a_job_that_went_on_on_other_ranks_says_so() -> None:
+    text = page_of(record_of([start(ranks=1), step(5), start(5), step(10)]))
+    assert "ranks 1, then 2: the run stands in no comparison of ranks" in " ".join(text.split())
+    assert "comparison" not in page_of(record_of([start(), step(5), start(5), step(10)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from hvdtrain.errors import UserError
 from hvdtrain.report import summary
-from hvdtrain.report.compare import comparisons, differing
+from hvdtrain.report.compare import changed_places, comparisons, differing
 from hvdtrain.report.record import Record, number, numbers, read_record
 from hvdtrain.report.table import frame
 
@@ -105,6 +106,15 @@ def test_a_job_that_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
     assert [(event["kind"], event["step"]) for event in record.events] == [("start", 0), ("step", 10), ("start", 10), ("step", 15)]
 
 
+def test_a_job_that_goes_on_behind_the_torn_line_of_a_single_step(tmp_path: Path) -> None:
+    """Without the start steps 15 and 20 would be there twice."""
+    torn = '{"time": 1016.0, "kind": "step_times", "step": 16, "phase_ms": {"forw' + json.dumps(start(10)) + "\n"
+    folder = write(tmp_path / "run", [start(), step(10), step(15), step(20)], torn=torn + json.dumps(step(15, loss=1.0)) + "\n")
+    for step_times in (False, True):
+        events = read_record(folder, step_times).events
+        assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("step", 10), ("start", 10), ("step", 15)]
+
+
 @pytest.mark.parametrize("line", ["", "17", "[]", "null", "{}", '{"kind": "step"}', '{"time": null, "kind": "step", "step": 1}',
                                   "[" * 100000,
                                   '{"time": 1, "kind": ["step"], "step": 1}', '{"time": 1, "kind": "step", "step": true}',
@@ -137,6 +147,21 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert refused(tmp_path / "folder").startswith(
         f"cannot read {tmp_path / 'folder' / 'events.jsonl'}: Is a directory\n  where: RUN\n  fix: "
     )
+
+
+def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
+    assert refused(tmp_path / ("x" * 300)).startswith(
+        f"cannot read {tmp_path / ('x' * 300)}/events.jsonl: File name too long\n  where: RUN\n"
+    )
+    run, user = write(tmp_path / "closed" / "run", WHOLE), os.geteuid()
+    (tmp_path / "closed").chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root may look everywhere
+        assert refused(run).startswith(f"cannot read {run}/events.jsonl: Permission denied\n  where: RUN\n")
+    finally:
+        os.seteuid(user)
+        (tmp_path / "closed").chmod(0o700)
 
 
 def record_of(events: list[Fields], **config: Any) -> Record:
@@ -231,6 +256,21 @@ def test_other_engines_and_wires_are_no_repetitions() -> None:
         == []
         == comparisons([Record(Path("a"), {}, one.events) for one in (alone, same)])
     )
+
+
+def test_a_job_that_went_on_on_other_ranks_is_in_no_comparison() -> None:
+    """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing of 2. Done again from step 0 it does."""
+    one, moved = run_on(1, 100.0), run_on(2, 120.0)
+    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
+    events = moved.events[1:]
+    assert changed_places(Record(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
+    assert comparisons([one, Record(Path("a"), CONFIG, [alone, *events, again])]) == []
+    assert (
+        changed_places(Record(Path("a"), CONFIG, [start(device="CPU A"), *events, other]))
+        == "engine mpi, then torchdist; device CPU A, then CPU B"
+    )
+    (found,) = comparisons([one, Record(Path("a"), CONFIG, [alone, start(), *events])])
+    assert found.rows[1].speed_up == pytest.approx(1.2) and not changed_places(moved)
 
 
 def test_keys_that_differ() -> None:

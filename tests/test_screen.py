@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from ranks import environment, needs_mpirun
+from ranks import ROOT, environment, needs_mpirun
 
 from hvdtrain.config_run import LogConfig
 from hvdtrain.report.live import Live, duration
 from hvdtrain.report.log import Event
-from hvdtrain.report.screen import is_watched, screen
+from hvdtrain.report.screen import Screen, is_watched, screen
 from hvdtrain.report.sinks import Console
 
 START = Event(0.0, "start", 0, {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None})
@@ -103,6 +103,62 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+NAMED = Event(3.0, "end", 15, {"lines": ["done", "run folder: runs/日本-é"]})
+
+
+@pytest.mark.parametrize("errors", ["strict", "backslashreplace"])  # a script's output, and that of the command line
+@pytest.mark.parametrize(("encoding", "told"), [("latin-1", r"\u65e5\u672c-é"), ("ascii", r"\u65e5\u672c-\xe9"), ("utf-8", "日本-é")])
+def test_letters_that_a_terminal_or_file_has_not_are_told_in_others(encoding: str, told: str, errors: str) -> None:
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding=encoding, errors=errors)
+    for sink in (live := Live(out), Console(out, 0.0)):
+        for event in (START, Event(1.0, "step", 5, STEP), NAMED):
+            sink(event)
+    text = shown(live)
+    live.close(0)
+    assert re.search("job +step 5 " + ("━+─+ 50%" if encoding == "utf-8" else "#+-+ 50%"), text), text
+    out.flush()
+    assert written.getvalue().decode(encoding).count(f"run folder: runs/{told}\n") == 2
+
+
+def test_a_name_of_bytes_that_are_no_letters() -> None:
+    out = io.TextIOWrapper(written := io.BytesIO(), encoding="utf-8")
+    Console(out, 0.0)(Event(0.0, "end", 1, {"lines": ["runs/\udcff"]}))
+    assert written.getvalue() == b"runs/\\udcff\n"
+
+
+def test_a_screen_that_fails_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    sink = screen(out, LogConfig(display="lines"))
+    sink(START)
+    out.close()
+    for event in (NAMED, NAMED):
+        sink(event)
+    sink.close(0)
+    line = "hvdtrain: the screen: ValueError: I/O operation on closed file; training goes on without it, and events.jsonl has all\n"
+    assert capsys.readouterr() == ("", line)
+
+    def alone(event: Event) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        Screen(alone)(NAMED)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--print-config"], "run: 日本"), (["frame=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c")],
+    ids=["config", "job"],
+)
+def test_the_command_line_writes_every_name(tmp_path: Path, words: list[str], said: str) -> None:
+    """A configuration as it is read, in UTF-8."""
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", *words, "run=日本"], capture_output=True, env=env, cwd=tmp_path, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"") and f"\n{said}\n".encode() in done.stdout, done
+
+
 def sized(columns: int) -> tuple[int, IO[str]]:
     """A terminal of so many columns: its other end, and it."""
     mine, theirs = pty.openpty()
@@ -116,10 +172,9 @@ def test_somebody_watches_a_terminal_with_a_size_and_no_other(monkeypatch: pytes
     with watched, unseen, (tmp_path / "log").open("w") as file:
         assert is_watched(watched) and not is_watched(unseen), "Open MPI's own for an output that is a pipe has no size"
         assert not is_watched(file) and not is_watched(io.StringIO()) and not is_watched(None)
-        assert isinstance(screen(watched, LogConfig()), Live) and isinstance(screen(file, LogConfig()), Console)
-        assert isinstance(screen(watched, LogConfig(display="lines")), Console) and isinstance(
-            screen(file, LogConfig(display="live")), Live
-        )
+        assert isinstance(screen(watched, LogConfig()).sink, Live) and isinstance(screen(file, LogConfig()).sink, Console)
+        assert isinstance(screen(watched, LogConfig(display="lines")).sink, Console)
+        assert isinstance(screen(file, LogConfig(display="live")).sink, Live)
         monkeypatch.setenv("TERM", "dumb")
         assert not is_watched(watched)
     os.close(a)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +117,42 @@ def test_a_job_that_is_started_while_an_error_is_handled_has_not_failed() -> Non
         run = hvdtrain.train({"model.name": "linear", "max_steps": 2, "run": "one"})
     kinds = [json.loads(line)["kind"] for line in (run.folder / "events.jsonl").read_text().splitlines()]
     assert "end" in kinds and "failed" not in kinds
+
+
+def test_single_steps_and_a_folder_of_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hvdtrain.train({"model.name": "linear", "max_steps": 3, "run": "~/one", "log.step_times": True})
+    assert set(hvdtrain.read("~/one").kind) == {"step", "epoch"}
+    table = hvdtrain.read(Path("~/one"), step_times=True)
+    assert table[table.kind == "step_times"].step.tolist() == [1, 2, 3]
+
+
+def command(said: str, head: str) -> list[str]:
+    """The words of a line of the footer, as a shell takes them."""
+    return shlex.split(next(line for line in said.splitlines() if line.startswith(head)).removeprefix(head))
+
+
+def test_commands_are_for_a_shell_whatever_the_folder_is_called(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = "sp ace'q;$(x)"
+    hvdtrain.train({"model.name": Net, "max_steps": 4, "run": run})
+    said = capsys.readouterr().out
+    python = ["python", "-m", "hvdtrain"]
+    assert command(said, "go on    ") == [*python, f"resume={run}", f"model.name={__name__}:Net", "max_steps=8"]
+    assert command(said, "report   ") == [*python, "report", run]
+    assert main(command(said, "go on    ")[3:]) == 0
+    assert f"run folder: {run}\n" in capsys.readouterr().out
+    assert hvdtrain.read(run).step.max() == 8
+    assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}).code == 75  # at once
+    assert command(capsys.readouterr().out, "the same command goes on, with ") == [f"run={run}2", "resume=auto"]
+
+
+def test_letters_that_the_output_has_not_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    run = hvdtrain.train({"model.name": "linear", "max_steps": 2, "run": "日本"})
+    assert run.steps == 2 and b"run folder: \\u65e5\\u672c\n" in written.getvalue() and sys.stdout.errors == "strict"
 
 
 @needs_mpirun

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import ranks
 from ranks import needs_mpirun
 
 from hvdtrain.run.pulse import Pulse
-from hvdtrain.run.startup import _age_s, _stat, phases, words
+from hvdtrain.run.startup import _age_s, _stat, launcher, phases, words
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 
@@ -41,6 +44,47 @@ def test_a_process_has_an_age() -> None:
     again = _age_s(os.getpid())
     assert again is not None and 0.04 < again - age < 5
     assert _stat(os.getpid())[0].startswith("py") and _stat(2**30) is None
+
+
+@pytest.mark.parametrize(
+    ("above", "by_srun", "began"),  # the place of the launcher
+    [
+        ("mpirun bash sshd", False, 0),  # one host
+        ("sh prted mpirun python", False, 2),  # a wrapper below; `launch` above
+        ("hydra_pmi_proxy hydra_bstrap_pr mpiexec.hydra mpirun bash", False, 3),  # Intel MPI; Linux keeps 15 letters of a name
+        ("mpirun bash slurmstepd slurmd", False, 0),  # sbatch, mpirun: slurmstepd runs the script, which had other commands
+        ("prterun slurmstepd slurmd", False, 0),  # the script's last command, by exec
+        ("slurmstepd slurmd", True, 0),  # srun
+        ("bash slurmstepd slurmd", True, 1),
+        ("bash slurmstepd slurmd", False, None),  # sbatch, and no launcher
+        ("prted slurmstepd slurmd", True, 0),  # mpirun's own daemon on another host
+        ("mpirun bash mpirun bash", False, 0),
+        ("bash sshd", False, None),
+    ],
+)
+def test_the_launcher_of_this_start(above: str, by_srun: bool, began: int | None) -> None:
+    """The uppermost of the row of launchers nearest above us, not the outermost of all."""
+    assert launcher(((name, place) for place, name in enumerate(above.split())), by_srun) == began
+
+
+def test_what_ran_before_in_a_batch_script_is_no_part_of_the_start(tmp_path: Path) -> None:
+    """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not slurmstepd's; srun's step has its own."""
+    code = "import time; from hvdtrain.run.startup import _launcher_age_s; print(_launcher_age_s())"
+    for name in ("slurmstepd", "mpirun"):
+        shutil.copy(shutil.which("bash") or "", tmp_path / name)
+    us = f"sh -c '{sys.executable} -c \"{code}\"; true'; true"
+    (tmp_path / "inner").write_text(us)
+    scripts = [f"sleep 3; {tmp_path}/mpirun {tmp_path}/inner; true", f"sleep 3; {us}"]
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))}
+    jobs = [(scripts[0], {}), (scripts[1], {}), (scripts[1], step), (scripts[1], step | {"SLURM_PTY_PORT": "1"})]
+    running = [
+        subprocess.Popen([tmp_path / "slurmstepd", "-c", script], env=clean | more, stdout=subprocess.PIPE, text=True)
+        for script, more in jobs
+    ]
+    of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=60)[0].strip() for job in running]
+    assert 0 <= float(of_mpirun) < float(of_step) and float(of_step) >= 3 and of_script == of_shell == "None"
+    assert float(of_step) - float(of_mpirun) > 1.5  # three seconds, less what one of four at once may wait
 
 
 @needs_mpirun

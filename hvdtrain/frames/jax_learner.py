@@ -31,8 +31,8 @@ class JaxLearner:
         self.model, self.engine, self.place = model, engine, place
         self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, engine.size)
         self.stopwatch: Stopwatch = HostStopwatch()
-        self.waits_apart = True
         self._exact = config.log.step_times
+        self.waits_apart = self._told = self._exact or engine.size > 1
         formulas = Formulas(config, model, rule, task, engine.size)
         self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
         self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
@@ -57,9 +57,8 @@ class JaxLearner:
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         row, sums = self._nothing, _zero()
-        told = self._exact or self.engine.size > 1
-        enter = self.stopwatch.enter if told else _no_phases  # one that is only started takes no time
-        self.stopwatch.enter("compute" if told else "")
+        enter = self.stopwatch.enter if self._told else _no_phases  # one that is only started takes no time
+        self.stopwatch.enter("compute" if self._told else "")
         with self.place.numbers():
             for batch in micro:
                 if batch["n"]:

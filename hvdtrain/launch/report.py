@@ -98,9 +98,11 @@ def _make(folder: Path) -> None:
 
 def _write(to: Path, files: dict[str, bytes]) -> None:
     """Each whole or not there; the pictures of an earlier report that have nothing to show any more are removed."""
-    for name, *_ in figures.ALL:
-        if f"report-{name}.png" not in files:
-            (to / f"report-{name}.png").unlink(missing_ok=True)
+    for path in (to / f"report-{name}.png" for name, *_ in figures.ALL if f"report-{name}.png" not in files):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot(path, error) from None
     for name, data in files.items():
         unfinished = to / f".{name}.{os.getpid()}.unfinished"
         try:

@@ -9,10 +9,11 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from hvdtrain.report import summary
-from hvdtrain.report.record import Record, number
+from hvdtrain.report.record import Fields, Record, number
 
 _PLACE = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")  # not what is trained
 _WATCH = ("log.", "guard.", "checkpoint.", "profile.")
+_OF_START = ("ranks", "engine", "device")  # what each start tells of its place
 _OF_RANKS = ("batch.size", "batch.per_rank")  # a job on more ranks keeps either the whole batch or that of a rank
 
 
@@ -59,12 +60,24 @@ def differing(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
 
 
 def comparisons(records: Sequence[Record]) -> list[Comparison]:
-    """Of the same batch over all ranks (strong scaling), and of the same batch on each rank (weak scaling)."""
+    """Of the same batch over all ranks (strong scaling), and of the same batch on each rank (weak scaling).
+
+    A job that went on in another place is of no number of ranks. Of an unknown configuration nothing can be said.
+    """
     families: dict[str, list[Record]] = {}
     for record in records:
-        if record.config and record.ranks:  # of an unknown configuration nothing can be said
+        if record.config and record.ranks and not changed_places(record):
             families.setdefault(_trained(record), []).append(record)
     return [one for family in families.values() for way in _ways(family) for kind in _KINDS for one in _compared(way, *kind)]
+
+
+def changed_places(record: Record) -> str:
+    """What a job that goes on has changed, as "ranks 1, then 2"; empty where nothing. A start whose steps were all done again is none."""
+    starts: list[Fields] = []
+    for start in record.of("start"):
+        starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
+    told = {name: list(dict.fromkeys(str(start[name]) for start in starts if start.get(name) is not None)) for name in _OF_START}
+    return "; ".join(f"{name} {', then '.join(values)}" for name, values in told.items() if len(values) > 1)
 
 
 def _trained(record: Record) -> str:

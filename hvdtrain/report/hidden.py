@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-_LOGIN = re.compile(r"//[^/@\s]+@")  # user:password of an address
-_SIGNED = re.compile(r"([?&][^=&\s]*(?:token|sig|signature|key|credential|secret|password)[^=&\s]*=)[^&\s]+", re.IGNORECASE)  # of its query
-_SECRET = re.compile(r"(^|_)(password|passwd|secret|token|apikey|(api|access|secret)_key|credentials?)$", re.IGNORECASE)
+# user:password of an address, up to its last @: a password may hold / and @. Without : or @ before the first / there is no login.
+_LOGIN = re.compile(r"//(?=[^\s/?#]*[:@])\S*@")
+_SIGNED = re.compile(r"([?&][^=&\s]*(?:token|sig|key|credential|secret|pass|pwd|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)  # of its query
+_NEXT_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")  # hubToken, HUBToken, hub_token
+_ANYWHERE = re.compile("pass_?(word|wd|phrase|code)|secret|credential|(api|access|account|private)_?key")  # in a key of small letters
+_WORDS = {"auth", "oauth", "authorization", "bearer", "jwt", "pwd"}
+_LAST = re.compile(r"(.*token|pass|key)\d*")  # its last word: not max_tokens, pass_through
 
 
 def without_login(text: str) -> str:
@@ -27,4 +31,10 @@ def shown(value: Any) -> Any:
 
 
 def is_secret(key: str) -> bool:
-    return bool(_SECRET.search(key.rpartition(".")[2]))
+    """Whether any part of a dotted key names what must not be shown: model.hubToken, data.private_key, data.auth.user."""
+    return any(map(_names_a_secret, key.split(".")))
+
+
+def _names_a_secret(part: str) -> bool:
+    words = [word.lower() for word in _NEXT_WORD.split(part) if word and not word.isdigit()]
+    return bool(words) and bool(_WORDS.intersection(words) or _ANYWHERE.search("_".join(words)) or _LAST.fullmatch(words[-1]))

@@ -16,7 +16,7 @@ from rich.live import Live as Region
 from rich.text import Text
 
 from hvdtrain.report.log import Event
-from hvdtrain.report.sinks import Console
+from hvdtrain.report.sinks import Console, writable
 
 PER_S = 1.0  # drawings a second, two milliseconds each
 CELL = 26  # columns of a terminal, for one figure
@@ -29,6 +29,7 @@ class Live:
 
     def __init__(self, out: IO[str]) -> None:
         self._terminal = Terminal(file=cast("IO[str]", _Mute(out)), force_terminal=True, highlight=False)
+        self._bar = "━─" if writable("━─", out) == "━─" else "#-"  # what is done, and what is not
         self._fields: dict[str, Any] = {}  # the newest of each name
         self._began: tuple[float, float] | None = None  # share of the job and time, at the first figures
         self._share = 0.0
@@ -88,7 +89,9 @@ class Live:
         rows = []
         for head, share, end in zip(heads, (within, self._share), ends, strict=True):
             done = round(share * room)
-            rows.append([(head.ljust(longest), ""), ("━" * done, "magenta"), ("─" * (room - done), "bright_black"), (end, "")])
+            rows.append(
+                [(head.ljust(longest), ""), (self._bar[0] * done, "magenta"), (self._bar[1] * (room - done), "bright_black"), (end, "")]
+            )
         return rows
 
     def _left(self) -> str:
@@ -135,7 +138,7 @@ class _Mute:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._out.write(text)
+            self._out.write(writable(text, self._out))
         return len(text)
 
     def flush(self) -> None:

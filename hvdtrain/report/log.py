@@ -24,9 +24,15 @@ class Log:
         self._sinks = sinks
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
-        event = Event(time.time(), kind, step, fields)
+        """What a sink raises is raised when every other has the event, too: the first, where several do."""
+        event, errors = Event(time.time(), kind, step, fields), list[Exception]()
         for sink in self._sinks:
-            sink(event)
+            try:
+                sink(event)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self, timeout_s: float) -> None:
         """What still waits to be written somewhere is, if that takes no longer for all sinks together."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hvdtrain import __version__
 from hvdtrain.errors import UserError
 from hvdtrain.report import page_tables, summary
-from hvdtrain.report.compare import comparisons, differing
+from hvdtrain.report.compare import changed_places, comparisons, differing
 from hvdtrain.report.hidden import without_login
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.record import Record
@@ -81,10 +81,12 @@ def _warnings(record: Record, label: str) -> list[str]:
         steps = f"step {found[0]['step']}" if len(found) == 1 else f"{len(found)} times, steps {found[0]['step']} to {found[-1]['step']}"
         lines.append(f"a loss or gradient was not finite: {steps}; policy {found[-1].get('policy')}")
     if found := record.of("checkpoint_failed"):
-        last = f"the last at step {found[-1]['step']}: {found[-1].get('reason')}"
+        last = f"the last at step {found[-1]['step']}: {without_login(str(found[-1].get('reason')))}"
         lines.append(f"{len(found)} checkpoint{'s' * (len(found) > 1)} could not be written, {last}")
     if not record.config:
         lines.append("config.yaml is missing or cannot be read: the run is compared with no other")
+    if moved := changed_places(record):
+        lines.append(f"{moved}: the run stands in no comparison of ranks")
     return [f"{label}: {line}" for line in lines]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.configure import read_file
 from hvdtrain.errors import UserError
+from hvdtrain.report.hidden import without_login
 
 Fields = dict[str, Any]  # of one event
 _DONE_AGAIN = ("step", "epoch", "target", "step_times", "nonfinite")  # kinds that a resumed job says again for the same steps
@@ -19,6 +20,7 @@ _ENDS = {"end": "done", "stop": "stopped", "failed": "failed"}
 _MOST = 1e45  # above float32's largest: what matplotlib can scale
 _LATEST = 1e11  # seconds since 1970 that a calendar knows
 _BEGIN = b'{"time":'  # of every line
+_ONE_STEP = b'"kind": "step_times"'
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Record:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words that a page may show."""
         if end := self.end:
-            return f"{_ENDS[end['kind']]}: {end.get('reason') or 'no reason is told'}"
+            return without_login(f"{_ENDS[end['kind']]}: {end.get('reason') or 'no reason is told'}")
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.events[-1]["time"]))
         return f"no end: it is running, or was killed; last event {last}"
 
@@ -90,15 +92,15 @@ def read_record(folder: Path, step_times: bool = False) -> Record:
     Raises UserError where there is no run.
     """
     path = folder / "events.jsonl"
-    if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}", "RUN", "give the folder that `run folder:` names at the end of a job")
     try:
+        if not folder.is_dir():
+            raise UserError(f"there is no run folder {folder}", "RUN", "give the folder that `run folder:` names at the end of a job")
         data = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{folder} has no events.jsonl", "RUN", "give a run folder: it has config.yaml and events.jsonl") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}", "RUN", "give a run folder that can be read") from None
-    events = _last_values(event for line in data.splitlines() if step_times or b'"kind": "step_times"' not in line for event in _read(line))
+    events = _last_values(event for line in data.splitlines() if step_times or _ONE_STEP not in _last(line) for event in _read(line))
     if not events:
         raise UserError(f"{path} holds no event", "RUN", "the job had not begun: give another run, or wait for its first line")
     return Record(folder, _config(folder / "config.yaml"), events)
@@ -106,7 +108,7 @@ def read_record(folder: Path, step_times: bool = False) -> Record:
 
 def _read(line: bytes) -> Iterator[Fields]:
     """The event of a line, none where it is torn. A job that goes on writes behind what a crash tore: the last event of a line counts."""
-    for text in (line, line[max(0, line.rfind(_BEGIN)) :]):
+    for text in (line, _last(line)):
         try:
             found = json.loads(text, parse_constant=lambda _: None)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -114,6 +116,11 @@ def _read(line: bytes) -> Iterator[Fields]:
         if isinstance(found, dict) and isinstance(found.get("kind"), str) and _has_place(found):
             yield found
         return
+
+
+def _last(line: bytes) -> bytes:
+    """From where its last event begins."""
+    return line[max(0, line.rfind(_BEGIN)) :]
 
 
 def _has_place(event: Fields) -> bool:

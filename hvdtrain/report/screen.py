@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from typing import IO
 
 from hvdtrain.config_run import LogConfig
-from hvdtrain.report.log import Sink
+from hvdtrain.report.log import Event, Sink
 from hvdtrain.report.sinks import Console
 
 
-def screen(out: IO[str], log: LogConfig) -> Sink:
+class Screen:
+    """A sink that lets training go on without it: an error in the one within is told once, and that gets nothing more.
+
+    BrokenPipeError is raised: nobody is there any more.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink: Sink | None = sink
+
+    def __call__(self, event: Event) -> None:
+        if self.sink is None:
+            return
+        try:
+            self.sink(event)
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # of a stream that was closed, or of what somebody put in its place
+            self.close(0.0)
+            self.sink = None
+            complain(f"the screen: {type(error).__name__}: {error}; training goes on without it, and events.jsonl has all")
+
+    def close(self, timeout_s: float) -> None:
+        with contextlib.suppress(Exception):
+            getattr(self.sink, "close", lambda _: None)(timeout_s)
+
+
+def complain(text: str) -> None:
+    """On the standard error, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+
+
+def screen(out: IO[str], log: LogConfig) -> Screen:
     """The sink of rank 0's standard output."""
+    return Screen(_screen(out, log))
+
+
+def _screen(out: IO[str], log: LogConfig) -> Sink:
     if log.display == "live" or (log.display == "auto" and is_watched(out)):
         from hvdtrain.report.live import Live
 

@@ -13,7 +13,8 @@ from typing import IO, Any
 
 from hvdtrain.report.log import Event
 
-KEPT = 10000  # lines
+KEPT = 10000  # lines that wait where a disk has no room
+BURST = 1000  # lines of single steps that are written together
 
 _HEAD = "epoch  seconds  epoch s  images/s  train loss  val loss  val acc       lr"
 
@@ -42,11 +43,21 @@ class Console:
     def _say(self, line: str) -> None:
         self._spoken = time.monotonic()
         try:
-            print(line, file=self._out, flush=True)
+            print(writable(line, self._out), file=self._out, flush=True)
         except BrokenPipeError:
             raise  # nobody is there any more, as after the end of mpirun
         except OSError:
             pass  # a file on a full disk: training goes on
+
+
+def writable(text: str, out: IO[str]) -> str:
+    """The text, where the stream's encoding has not all of its letters with \\u65e5 in their place."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def _step_line(step: int, f: dict[str, Any]) -> str:
@@ -67,12 +78,15 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, deque[str](maxlen=KEPT)
+        self._new = 0  # lines since the last try to write
 
     def __call__(self, event: Event) -> None:
         line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
         self._waiting.append(json.dumps({key: _json(value) for key, value in line.items()}, allow_nan=False) + "\n")
-        if event.kind == "step_times":  # many at once, and a "step" behind them
+        self._new += 1
+        if event.kind == "step_times" and self._new < BURST:  # many at once, and a "step" behind them
             return
+        self._new = 0
         with contextlib.suppress(OSError):
             _append(self._path, "".join(self._waiting).encode())
             self._waiting.clear()

@@ -49,7 +49,7 @@ def images_per_s(record: Record) -> float:
 
 
 def _rate(parts: list[tuple[float, float]]) -> float:
-    """From (images a second, seconds)."""
+    """The mean of rates, from (images a second, seconds) or (joules an image, images)."""
     parts = [part for part in parts if all(map(math.isfinite, part))]
     seconds = sum(part[1] for part in parts)
     return sum(rate * part for rate, part in parts) / seconds if seconds else math.nan
@@ -78,9 +78,20 @@ def job_seconds(record: Record) -> float:
 
 
 def joules_per_image(record: Record) -> float:
-    """Of the job; while it has no end, the mean of its epochs."""
-    epochs = finite(number(event, "joules_per_image") for event in record.epochs())
-    return first(number(record.end, "joules_per_image"), sum(epochs) / len(epochs) if epochs else math.nan)
+    """Of the job; while it has no end, of its epochs by their images: of those that count the same hardware as the last."""
+    epochs = [event for event in record.epochs() if math.isfinite(number(event, "joules_per_image"))]
+    alike = [event for event in epochs if counted(event) == counted(epochs[-1])]
+    images = [first(number(event, "images_per_s") * number(event, "epoch_s"), 1.0) for event in alike]
+    rates = [number(event, "joules_per_image") for event in alike]
+    return first(number(record.end, "joules_per_image"), _rate(list(zip(rates, images, strict=True))))
+
+
+def counted(event: Fields) -> set[str] | None:
+    """The kinds of hardware whose joules an event tells; None where it does not say."""
+    joules = event.get("joules")
+    if not isinstance(joules, dict) or (not joules and math.isfinite(number(event, "joules_per_image"))):
+        return None
+    return set(map(str, joules))
 
 
 def energy_words(record: Record) -> str:
@@ -88,9 +99,12 @@ def energy_words(record: Record) -> str:
     told = record.start.get("energy")
     if not isinstance(told, dict):
         return "not recorded"
-    names = {"gpu": "GPUs", "cpu": "processors"}
-    absent = "; ".join(f"{names.get(str(kind), str(kind))}: {why}" for kind, why in told.items() if why)
-    measured = " and ".join(names.get(str(kind), str(kind)) for kind, why in told.items() if not why)
+    names = {kind: {"gpu": "GPUs", "cpu": "processors"}.get(str(kind), str(kind)) for kind in told}
+    last = next((kinds for event in (record.end, *reversed(record.epochs())) if (kinds := counted(event)) is not None), set(told))
+    lost = "a counter failed during the job" if len(record.of("start")) == 1 else "not counted in every start of the job"
+    whys = {kind: why or (lost if kind not in last else "") for kind, why in told.items()}
+    absent = "; ".join(f"{names[kind]}: {why}" for kind, why in whys.items() if why)
+    measured = " and ".join(names[kind] for kind, why in whys.items() if not why)
     joules = joules_per_image(record)
     if not math.isfinite(joules):
         return f"not measured: {absent or 'no epoch has ended'}"

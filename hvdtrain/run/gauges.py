@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import resource
 import sys
 import time
@@ -22,13 +23,15 @@ from hvdtrain.frames.learner import Learner
 from hvdtrain.frames.stopwatch import PHASES, Laps, total
 from hvdtrain.report.log import Log
 from hvdtrain.report.rank_log import LOGGER
+from hvdtrain.run import tally
 from hvdtrain.run.build import profiled
 from hvdtrain.run.energy import PAUSE_S, Energy, measure
 from hvdtrain.run.standing import Standing
 from hvdtrain.run.turns import energy_fields
 from hvdtrain.state import Sums
 
-_KB = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+SHORT_S = 0.1  # power over less time says little
+_STATUS = Path("/proc/self/status")
 
 
 def gauges(config: Config, origins: Origins, rank: tuple[Engine, Learner], hosts: list[str], log: Log, run: Path) -> Gauges:
@@ -55,9 +58,12 @@ class Gauges:
     epoch_work_s: np.ndarray = field(init=False)  # (ranks,): seconds of own work since the last evaluation
     epoch_steps: int = 0
     _laps: list[Laps] = field(default_factory=list)  # of this rank's steps since the last meeting
+    _joules: float = 0.0  # since energy was seen last
     _watts: float = math.nan
     _read_s: float = field(default_factory=time.monotonic)  # when energy was seen last
     _look: bool = False  # all ranks look at their counters at this meeting
+    _met_s: float = field(default_factory=time.monotonic)
+    _window_s: float = 0.0  # between the last two meetings
     _trace: AbstractContextManager[None] | None = None
 
     def __post_init__(self) -> None:
@@ -101,11 +107,13 @@ class Gauges:
 
     def flags(self) -> Sums:
         """Of this rank since the last time; the host waits for the device here."""
-        self._laps = self.learner.stopwatch.read()
+        self._laps, met_s = self.learner.stopwatch.read(), self._met_s
+        self._met_s = time.monotonic()
+        self._window_s = self._met_s - met_s
         mine = total(self._laps)
         work, host, device = (np.zeros(self.engine.size) for _ in range(3))
         work[self.engine.rank] = _work(mine)
-        host[self.engine.rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KB
+        host[self.engine.rank] = host_memory_bytes()
         gpu = self.learner.gpu()
         device[self.engine.rank] = gpu.peak_bytes() if gpu else 0
         phases = {f"phase.{phase}": mine.get(phase, 0.0) for phase in PHASES}
@@ -128,10 +136,11 @@ class Gauges:
     def joules(self, now: bool) -> Sums:
         """Of this rank's counters since the last look, which all ranks take together; NaN of a kind that is not measured everywhere.
 
-        Rank 0's clock says when the next one is due: at the meeting after this.
+        Rank 0's clock says whether the meeting after this is one: if that is PAUSE_S after the last, should it be as far off as this was.
         """
         seen = self.energy.read(now=True) if now else dict.fromkeys(("joules.gpu", "joules.cpu"), 0.0)
-        due = not now and self.engine.rank == 0 and time.monotonic() - self._read_s >= PAUSE_S
+        passed_s = 0.0 if now else time.monotonic() - self._read_s
+        due = self.engine.rank == 0 and passed_s + self._window_s >= PAUSE_S
         return {"joules.look": float(due)} | {
             name: joules if not self.energy.why.get(name.removeprefix("joules.")) else math.nan for name, joules in seen.items()
         }
@@ -149,6 +158,10 @@ class Gauges:
         apart = {"rank_work_ms": [round(ms, 3) for ms in work.tolist()]} if self.learner.waits_apart else {}
         return apart | energy_fields(now, self.kinds, seconds - now.evaluated_s)
 
+    def last(self, now: Standing) -> Standing:
+        """With what was used since the last look. Every rank calls it, after its last meeting."""
+        return now.burnt(tally.total(self.engine, self.joules(now=True), "end.joules"))
+
     def _stragglers(self, work_ms: np.ndarray) -> dict[str, Any]:
         slowest = int(work_ms.argmax())
         spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
@@ -162,9 +175,10 @@ class Gauges:
 
     def _power(self, sums: Sums) -> dict[str, Any]:
         """Since the counters were looked at before; where they were not, that of the last look."""
-        joules, now_s = sum(sums[f"joules.{kind}"] for kind in self.kinds), time.monotonic()
-        if self._look or "rank.work" not in sums:
-            self._watts, self._read_s = joules / max(1e-3, now_s - self._read_s) if self.kinds else math.nan, now_s
+        self._joules += sum(sums[f"joules.{kind}"] for kind in self.kinds)
+        passed_s = (now_s := time.monotonic()) - self._read_s
+        if (self._look or "rank.work" not in sums) and passed_s >= SHORT_S:
+            self._watts, self._joules, self._read_s = self._joules / passed_s if self.kinds else math.nan, 0.0, now_s
         self._look = sums["joules.look"] > 0
         return {} if math.isnan(self._watts) else {"watts": self._watts}
 
@@ -182,6 +196,15 @@ class Gauges:
         steps = max(1, len(self._laps))
         phases = ", ".join(f"{phase} {1e3 * seconds / steps:.2f}" for phase, seconds in total(self._laps).items())
         return f"step {step}, ms of each of {steps} steps: {phases}"
+
+
+def host_memory_bytes() -> int:
+    """The most of this process. Linux's ru_maxrss may be that of the process which started it: it outlives exec."""
+    try:
+        (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * int(kb)
 
 
 def _work(phases: Laps) -> float:

@@ -24,7 +24,7 @@ from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.report.aside import CLOSE_S, Aside
 from hvdtrain.report.log import Log, Sink
 from hvdtrain.report.rank_log import LOGGER, rank_log
-from hvdtrain.report.screen import screen
+from hvdtrain.report.screen import complain, screen
 from hvdtrain.report.sinks import JsonLines
 from hvdtrain.run import checkpoint, startup, words
 from hvdtrain.run.build import build_learner, build_recipe, build_source, build_task
@@ -133,6 +133,7 @@ def _train(job: Job, run: Path, standing: Standing) -> Ending:
     if saver and config.guard.nonfinite == "rollback":
         saver.save(standing, job.learner)  # there is always one to go back to
     now, why = train(job, standing)
+    now = job.gauges.last(now)
     job.gauges.close(now.progress.step)
     over = bool(stop_reason(config, now))  # else it has to stop before
     pulse.patient = True
@@ -229,8 +230,8 @@ def _open_sinks(config: Config, origins: Origins, run: Path) -> list[Sink]:
     """Of rank 0. A sink whose package is missing is a UserError before the job begins."""
     where = origins.where("log.sinks")
     made: dict[str, Sink] = {name: leaf.load("sinks", name, where).build(config, run) for name in dict.fromkeys(config.log.sinks)}
-    return [screen(sys.stdout, config.log), JsonLines(run / "events.jsonl"), *(_aside(name, sink) for name, sink in made.items())]
+    return [JsonLines(run / "events.jsonl"), screen(sys.stdout, config.log), *(_aside(name, sink) for name, sink in made.items())]
 
 
 def _aside(name: str, sink: Sink) -> Aside:
-    return Aside(lambda: sink, name, lambda text: print(f"hvdtrain: {text}", file=sys.stderr, flush=True), every_s=TRACKED_S)
+    return Aside(lambda: sink, name, complain, every_s=TRACKED_S)

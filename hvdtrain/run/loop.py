@@ -70,6 +70,7 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
     job.learner.settle(job.engine)
     sums = tally.total(job.engine, since | job.guard.flags(p.step) | job.gauges.flags(), "train.sums")  # the host waits for the device here
     seconds = time.perf_counter() - began
+    spent = job.gauges.read(sums, p.step, seconds)
     if job.guard.pulse.patient:
         job.tell_start(p.step)
     job.guard.met(sums)
@@ -80,8 +81,7 @@ def train_to_meeting(job: Job, now: Standing) -> Standing:
         if c.guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
             return after  # these sums are of weights that are no more, or are none
     job.guard.check_equal(job.learner, now, after, hyper, bool(sums["save"]) or evaluation_due(c, after))
-    fields = step_fields(after, sums, seconds) | job.gauges.read(sums, p.step, seconds) | job.noise_scale.read(sums)
-    job.log.emit("step", p.step, **fields)
+    job.log.emit("step", p.step, **(step_fields(after, sums, seconds) | spent | job.noise_scale.read(sums)))
     return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 

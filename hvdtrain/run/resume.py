@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hvdtrain.config import Config
 from hvdtrain.configure import Origins, read_file, resolve
 from hvdtrain.errors import UserError
+from hvdtrain.report import hidden
 from hvdtrain.run import checkpoint
 from hvdtrain.run.build import make_run_folder
 from hvdtrain.run.checkpoint import Checkpoint, Damaged, Identity
@@ -84,14 +85,15 @@ def check_identity(found: Checkpoint, mine: Identity) -> None:
 
 
 def changes(run: Path, config: Config) -> list[str]:
-    """A line for each key that is not what the run's config.yaml says."""
+    """A line for each key that is not what the run's config.yaml says; secrets are hidden, since trackers keep these lines."""
     try:
         former, _ = resolve(list(read_file(str(run / "config.yaml"))))
     except UserError as error:
         return [f"changed keys are unknown: {error.what}"]
     before, after = _flat(dataclasses.asdict(former)), _flat(dataclasses.asdict(config))
+    told, now = hidden.shown(before), hidden.shown(after)
     return [
-        f"changed {key.replace('.options.', '.')}: {before.get(key)} -> {after.get(key)}"
+        f"changed {key.replace('.options.', '.')}: {told.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in _OWN
     ]

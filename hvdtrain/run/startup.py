@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.placement import SRUN, placement
 from hvdtrain.run.pulse import Pulse
 
 LAUNCHERS = (
@@ -18,11 +20,14 @@ LAUNCHERS = (
     "orted",
     "prted",
     "mpiexec.hydra",
+    "hydra_bstrap_proxy",
     "hydra_pmi_proxy",
     "srun",
-    "slurmstepd",
     "torchrun",
+    "pt_elastic",  # torchrun's name for itself
 )
+_NAMES = {name[:15] for name in LAUNCHERS}  # Linux keeps 15 letters
+_STEP = "slurmstepd"
 NAMES = {"step": "first step", "reading samples": "first samples", "reading the checkpoint": "state"}
 NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building the model": "model"}
 
@@ -56,17 +61,31 @@ def words(found: dict[str, float]) -> str:
 
 
 def _launcher_age_s() -> float | None:
-    """Of the outermost of our ancestors that is a launcher's."""
-    pid, age = os.getppid(), None
-    while pid > 1:
-        fields = _stat(pid)
-        if fields is None:
+    by_srun = placement(os.environ).launcher == SRUN.name and "SLURM_PTY_PORT" not in os.environ  # a shell of srun --pty runs many commands
+    pid = launcher(_above(os.getppid()), by_srun)
+    return None if pid is None else _age_s(pid)
+
+
+def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
+    """The process that began this start, of the (name, id) of those above us, nearest first: the uppermost of the first row of launchers.
+
+    Wrappers may be below that row (mpirun -> sh -> us). What is above any other process began other commands before: bash -> mpirun.
+    slurmstepd runs our step only where srun started us, and nothing else did; else it runs the batch script, or another launcher's daemon.
+    """
+    found = None
+    for name, pid in above:
+        if name in _NAMES or (name == _STEP and by_srun and found is None):
+            found = pid
+        elif found is not None or name == _STEP:
             break
-        name, parent = fields[0], int(fields[2])
-        if name in LAUNCHERS or name in [launcher[:15] for launcher in LAUNCHERS]:  # Linux keeps 15 letters
-            age = _age_s(pid)
-        pid = parent
-    return age
+    return found
+
+
+def _above(pid: int) -> Iterator[tuple[str, int]]:
+    """(name, id) of a process and those above it, as far as this host tells."""
+    while pid > 1 and (fields := _stat(pid)) is not None:
+        yield fields[0], pid
+        pid = int(fields[2])
 
 
 def _age_s(pid: int) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,16 @@ def done(job: Job, began: Standing, now: Standing, why: str, run: Path) -> list[
     lines = [f"done ({why}): {reached}", *_summary(job, now), *_again(job.config, now, run)]
     if now.progress.step == began.progress.step:
         lines.insert(0, f"nothing was trained: {run} has a job that was over before; another run=, or more epochs= than it has")
-    return [*lines, f"report   python -m hvdtrain report {run}", f"run folder: {run}"]
+    return [*lines, f"report   {shlex.join(['python', '-m', 'hvdtrain', 'report', str(run)])}", f"run folder: {run}"]
 
 
 def _again(config: Config, now: Standing, run: Path) -> list[str]:
     """The command that goes on. Code that a run folder names is imported only where the command names it too."""
     if config.model.name.startswith("__main__:"):
-        return [f"go on    the same script, with run={run} {_further(config, now)}"]
-    own = f" model.name={config.model.name}" * is_dotted(config.model.name)
-    own += f" optim.name={config.optim.name}" * (is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."))
-    return [f"go on    python -m hvdtrain resume={run}{own} {_further(config, now)}"]
+        return [f"go on    the same script, with {shlex.join([f'run={run}', _further(config, now)])}"]
+    own = [f"model.name={config.model.name}"] * is_dotted(config.model.name)
+    own += [f"optim.name={config.optim.name}"] * (is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."))
+    return [f"go on    {shlex.join(['python', '-m', 'hvdtrain', f'resume={run}', *own, _further(config, now)])}"]
 
 
 def _further(config: Config, now: Standing) -> str:
@@ -115,7 +116,7 @@ def _further(config: Config, now: Standing) -> str:
 
 def stopped(job: Job, now: Standing, why: str, last: str, run: Path) -> list[str]:
     """Of a job that has to stop before its end; `last` tells of the checkpoint."""
-    again = f"the same command goes on, with run={run}{' resume=auto' * (job.config.resume == 'no')}"
+    again = f"the same command goes on, with {shlex.join([f'run={run}', *['resume=auto'] * (job.config.resume == 'no')])}"
     where = f"stopped ({why}) at step {now.progress.step}, epoch {now.progress.epochs:.2f}: {last}"
     return [where, *_summary(job, now), again]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config import Config
+from hvdtrain.report.hidden import without_login
 from hvdtrain.report.log import Event
 from hvdtrain.report.scalars import scalars
 from hvdtrain.sinks.settings import demand, texts
@@ -63,7 +64,9 @@ class TensorBoard:
         rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in texts(self._config).items())
         shown = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):
-            shown["header"] = "\n".join(f"    {line}" for line in event.fields["lines"])  # indented: Markdown leaves it as it is
+            shown["header"] = "\n".join(
+                f"    {without_login(line)}" for line in event.fields["lines"]
+            )  # indented: Markdown leaves it as it is
         self._write(event.time, event.step, summary={"value": [_text(tag, text) for tag, text in shown.items()]})
 
     def _write(self, time_s: float, step: int, **what: Any) -> None:
