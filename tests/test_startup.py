@@ -35,6 +35,7 @@ def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == {"ranks": 0.5, "data": 2.0, "model": 0.25, "state": 0.125, "first samples": 0.5, "first step": 1.0}
     assert all(seconds >= 0 for seconds in before.values())
     assert words({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
+    assert words({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
 
 
 def test_a_process_has_an_age() -> None:

@@ -57,7 +57,7 @@ def fields(pulse: Pulse) -> dict[str, Any]:
 def words(found: dict[str, float]) -> str:
     """One line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks 0.5, ..."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= 0.05)
-    return f"start   {sum(found.values()):.1f} s to the end of the first step: {parts}"
+    return f"start   {sum(found.values()):.1f} s to the end of the first step{': ' * bool(parts)}{parts}"
 
 
 def _launcher_age_s() -> float | None:
