@@ -93,9 +93,15 @@ def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_writes_elsewhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(tarfile.OutsideDestinationError):
+    with pytest.raises(UserError, match=r"the archive holds horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder below its own"):
         horovod_wheel.unpacked(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())
-    assert not (tmp_path / "escaped").exists()
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+    with tarfile.open(tmp_path / "links.tar.gz", "w:gz") as tar:
+        tar.addfile(link)
+    with pytest.raises(UserError, match="the archive holds link"):
+        horovod_wheel.unpacked(tmp_path / "links.tar.gz", tmp_path / "out", ())
+    assert not (tmp_path / "escaped").exists() and not (tmp_path / "out").exists()
 
 
 def test_another_archive_than_the_released_one_is_refused(tmp_path: Path) -> None:
