@@ -72,5 +72,5 @@ def microseconds(call: Callable[[], Any], calls: int = 2000) -> dict[str, Any]:
 
 def spread(values: list[float], digits: int) -> tuple[float, list[float]]:
     """The median, and the lower and upper quartile."""
-    low, middle, high = (round(value, digits) for value in statistics.quantiles(values, n=4, method="inclusive"))
+    low, middle, high = (round(value, digits) for value in statistics.quantiles(values, n=4))
     return middle, [low, high]
