@@ -95,7 +95,7 @@ endif
 	touch $@
 
 .venv/.horovod: $(READY)
-	$(PY) -m hvdtrain.launch.horovod
+	$(PY) -m hvdtrain.cli.horovod
 	touch $@
 
 no-compiler:

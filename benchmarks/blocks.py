@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hvdtrain.comm.engine import Engine
-from hvdtrain.configure import configure
-from hvdtrain.launch import bench_blocks
-from hvdtrain.run.signals import Signals
+from hvdtrain.cli.bench.trainer import Trainer as BenchTrainer
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.config.read import configure
+from hvdtrain.train.health.signals import Signals
 
 Part = Callable[[bool], AbstractContextManager[Any]]  # part(True): the job has it, part(False): it has not
 LOOPS = 9
 
 
-class Trainer(bench_blocks.Trainer):
+class Trainer(BenchTrainer):
     """Of a configuration in words."""
 
     def __init__(self, words: list[str], engine: Engine, signals: Signals) -> None:

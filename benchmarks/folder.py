@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.data import folder, webdataset
-from hvdtrain.data.pack import pack
-from hvdtrain.vision import torchvision
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.images.pack import pack
 
 BATCH, SHARDS, ARCHIVES = 128, 8, 10
 BASE = "torchvision, 2 workers"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from step import LR, MEAN, STD, Textbook, device_words
 
-from hvdtrain.vision import torchvision
+from hvdtrain.core.torchvision import torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 0.85

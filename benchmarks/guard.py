@@ -27,22 +27,23 @@ from typing import Any
 import torch
 from blocks import Part, Trainer, changed, microseconds, ratio, spread
 
-from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.communicator import Engine
 from hvdtrain.comm.placement import placement
-from hvdtrain.configure import configure
-from hvdtrain.frames import on_torch
-from hvdtrain.report.log import Event, Log
-from hvdtrain.run import tally
-from hvdtrain.run.build import connect
-from hvdtrain.run.equal import check_equal
-from hvdtrain.run.guard import Guard
-from hvdtrain.run.job import identity
-from hvdtrain.run.pulse import Pulse
-from hvdtrain.run.saver import Saver
-from hvdtrain.run.signals import Signals
-from hvdtrain.run.standing import Standing
-from hvdtrain.run.watch import Watch
-from hvdtrain.state import Sums, digests
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.config.read import configure
+from hvdtrain.core.digest import digests
+from hvdtrain.core.metrics import Sums
+from hvdtrain.events.log import Event, Log
+from hvdtrain.frameworks.torch import build
+from hvdtrain.train.build import connect
+from hvdtrain.train.checkpoint.saver import Saver
+from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.monitor import Guard
+from hvdtrain.train.health.replicas import check_equal
+from hvdtrain.train.health.signals import Signals
+from hvdtrain.train.health.watchdog import Watch
+from hvdtrain.train.job import identity
+from hvdtrain.train.progress.train_state import Standing
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
 STEPS = 20  # of a block: short ones, so that what else the machine does meets both of a pair, or one pair of many
@@ -84,7 +85,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     job, guard, learner = trainer.job, trainer.job.guard, trainer.job.learner
     deaf = Deaf(**{field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)})
     never = torch.zeros((), dtype=torch.bool)
-    blind = ((on_torch, "any_nonfinite", lambda parameters: never), (on_torch, "slope", lambda loss: 1.0))
+    blind = ((build, "any_nonfinite", lambda parameters: never), (build, "slope", lambda loss: 1.0))
 
     def every(steps: int | None) -> tuple[Any, str, Any]:
         return guard, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
@@ -114,9 +115,9 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
         ("one beat", 2 + meetings, microseconds(lambda: guard.pulse.beat("step", 3, 70))),
         ("flags() and met()", meetings, microseconds(lambda: guard.met(sums | guard.flags()))),
-        ("sum of 4 numbers over ranks", None, microseconds(lambda: tally.total(engine, sums, "train.sums"))),
-        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: tally.total(engine, sums | flags, "train.sums"))),
-        ("slope() and any_nonfinite()", 1, microseconds(lambda: (on_torch.slope(loss), on_torch.any_nonfinite(parameters)), 500)),
+        ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(engine, sums, "train.sums"))),
+        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(engine, sums | flags, "train.sums"))),
+        ("slope() and any_nonfinite()", 1, microseconds(lambda: (build.slope(loss), build.any_nonfinite(parameters)), 500)),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
         (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(engine, learner, hyper, guard.hosts), 100)),
         ("settle", meetings, microseconds(lambda: learner.settle(engine), 200)),

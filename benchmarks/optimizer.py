@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.frames.torch_optimizer import RuleOptimizer
-from hvdtrain.vision import torchvision
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 
 RULES = ["larc", "lars", "sgd", "adam", "adamw", "lamb", "novograd"]
 

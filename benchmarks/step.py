@@ -25,12 +25,12 @@ from blocks import Trainer, spread
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.comm.engine import Single
-from hvdtrain.frames import torch_heap
-from hvdtrain.frames.torch_precision import is_built_for_bf16
-from hvdtrain.models.wide_resnet import WideResNet, build
-from hvdtrain.run.signals import Signals
-from hvdtrain.vision import torchvision
+from hvdtrain.comm.communicator import Single
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.frameworks.torch import allocator
+from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
+from hvdtrain.frameworks.torch.precision import is_built_for_bf16
+from hvdtrain.train.health.signals import Signals
 
 MEAN, STD = 0.2860, 0.3530  # of Fashion-MNIST's training images
 LR = 0.02
@@ -145,7 +145,7 @@ def compare(ones: dict[str, Callable[[int], float]], batch: int, rounds: int, st
     names = list(ones)
     for turn in range(rounds + 1):  # the first round warms up
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            torch_heap.keep(name not in ("textbook", "by hand"))  # it is the whole process's
+            allocator.keep(name not in ("textbook", "by hand"))  # it is the whole process's
             times[name].append(ones[name](steps))
     rows: dict[str, Any] = {}
     for name in names:

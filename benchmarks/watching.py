@@ -29,19 +29,19 @@ from typing import IO, Any
 
 from blocks import Part, Trainer, changed, ratio
 
-from hvdtrain.comm.engine import Engine
+from hvdtrain.comm.communicator import Engine
 from hvdtrain.comm.placement import placement
-from hvdtrain.configure import configure
-from hvdtrain.frames.stopwatch import PHASES
-from hvdtrain.report.aside import Aside
-from hvdtrain.report.live import Live
-from hvdtrain.report.log import Event, Log, Sink
-from hvdtrain.report.rank_log import rank_log
-from hvdtrain.report.sinks import JsonLines
-from hvdtrain.run.build import connect
-from hvdtrain.run.job import TRACKED_S
-from hvdtrain.run.signals import Signals
-from hvdtrain.sinks import mlflow, tensorboard, wandb
+from hvdtrain.config.read import configure
+from hvdtrain.events.background import Aside
+from hvdtrain.events.log import Event, Log, Sink
+from hvdtrain.events.progress_display import Live
+from hvdtrain.events.rank_log import rank_log
+from hvdtrain.events.trackers import mlflow, tensorboard, wandb
+from hvdtrain.events.writers import JsonLines
+from hvdtrain.frameworks.stopwatch import PHASES
+from hvdtrain.train.build import connect
+from hvdtrain.train.health.signals import Signals
+from hvdtrain.train.job import TRACKED_S
 
 PARTS = ("nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks")
 

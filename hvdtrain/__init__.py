@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.api import Run as Run
+    from hvdtrain.api import read as read
+    from hvdtrain.api import train as train
     from hvdtrain.errors import UserError as UserError
-    from hvdtrain.script import Run as Run
-    from hvdtrain.script import read as read
-    from hvdtrain.script import train as train
 
-__version__ = "0.1.0"
+from hvdtrain.version import __version__ as __version__
 
-_HOMES = {"train": "script", "read": "script", "Run": "script", "UserError": "errors"}
+_HOMES = {"train": "api", "read": "api", "Run": "api", "UserError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

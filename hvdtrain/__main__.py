@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from hvdtrain import __version__, manual
-from hvdtrain.configure import configure, to_yaml
+from hvdtrain.cli.train import fail, hush, run
+from hvdtrain.config import help
+from hvdtrain.config.plugins import check_names
+from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import DONE, USER, UserError
-from hvdtrain.launch.train import fail, hush, run
-from hvdtrain.leaf import check_names
+from hvdtrain.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,15 +51,15 @@ def _command(words: list[str]) -> int:
         return _other(name, words[1:])
     asks = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if asks is not None:
-        print(manual.help_text(words[asks + 1] if len(words) > asks + 1 else None))
+        print(help.help_text(words[asks + 1] if len(words) > asks + 1 else None))
     elif words == ["--version"]:
         print(f"hvdtrain {__version__}")
     elif words == ["list"]:
-        print(manual.list_text())
+        print(help.list_text())
     elif name in ("plan", "check"):
         return _other(name, words[1:])
     elif any(word.startswith(("--num-nodes", "--node-id", "--num-gpus")) for word in words):
-        from hvdtrain.launch.hand import start
+        from hvdtrain.cli.launch.by_hand import start
 
         return start(words)
     else:
@@ -76,8 +77,9 @@ def _command(words: list[str]) -> int:
 
 
 def _other(command: str, words: list[str]) -> int:
-    """A command of hvdtrain/launch: the function of its file's name."""
-    function: Callable[[list[str]], int] = getattr(importlib.import_module(f"hvdtrain.launch.{command}"), command)
+    """A command of hvdtrain/cli: the function of its own name, in cli/COMMAND.py or cli/COMMAND/command.py."""
+    module = "hvdtrain.cli.report" if command == "report" else f"hvdtrain.cli.{command}.command"
+    function: Callable[[list[str]], int] = getattr(importlib.import_module(module), command)
     return function(words)
 
 

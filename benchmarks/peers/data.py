@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvdtrain.data.idx import build as read
-from hvdtrain.models.wide_resnet import build
+from hvdtrain.data.datasets.idx import build as read
+from hvdtrain.frameworks.torch.models.wide_resnet import build
 
 MEAN, STD = 0.2860, 0.3530  # of Fashion-MNIST's training images
 LR, MOMENTUM = 0.02, 0.9

@@ -19,10 +19,10 @@ from blocks import Trainer
 
 from hvdtrain import __version__
 from hvdtrain.comm.placement import placement
-from hvdtrain.configure import configure
-from hvdtrain.run.build import connect
-from hvdtrain.run.signals import Signals
-from hvdtrain.run.watch import Watch
+from hvdtrain.config.read import configure
+from hvdtrain.train.build import connect
+from hvdtrain.train.health.signals import Signals
+from hvdtrain.train.health.watchdog import Watch
 
 LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
 

@@ -16,7 +16,7 @@ from ddp_gloo import gather
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdtrain.vision import torchvision
+from hvdtrain.core.torchvision import torchvision
 
 torchvision()  # Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without this
 

@@ -1,0 +1,1 @@
+"""What crosses processes: the Communicator protocol, one file for each engine, and where this process stands among the ranks."""

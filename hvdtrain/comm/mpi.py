@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.courier import Courier
-from hvdtrain.comm.engine import Buffer, Done, Engine, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.half import HALVES, adder
-from hvdtrain.comm.muster import Muster
+from hvdtrain.comm.comm_thread import Courier
+from hvdtrain.comm.communicator import Buffer, Done, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.half_sums import HALVES, adder
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
-from hvdtrain.config_run import CommConfig
+from hvdtrain.comm.side_channel.mpi import Muster
+from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.errors import UserError
 
 PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the time of one call (benchmarks: docs/performance.md)

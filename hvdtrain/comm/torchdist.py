@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.board import Board
-from hvdtrain.comm.engine import Buffer, Engine, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.meeting import LOOPBACK, Meeting, address_among, address_here, host_to_call, interface_of, listen, meeting
+from hvdtrain.comm.communicator import Buffer, Engine, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.placement import Placement
-from hvdtrain.config_run import CommConfig
+from hvdtrain.comm.rendezvous import LOOPBACK, Meeting, address_among, address_here, host_to_call, interface_of, listen, meeting
+from hvdtrain.comm.side_channel.store import Board
+from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.errors import UserError
 
 LEAVE_S = 10.0  # for all ranks to say that they are done

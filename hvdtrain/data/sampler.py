@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.state import fold
+from hvdtrain.core.seeds import fold
 
 Sampling = Literal["global", "partition"]
 

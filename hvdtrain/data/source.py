@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from hvdtrain.state import Batch
+    from hvdtrain.core.arrays import Batch
 
 Split = Literal["train", "val"]
 _BLOCK_BYTES = 2**22  # of pixels counted at once: np.bincount takes eight times as much

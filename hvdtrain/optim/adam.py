@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.state import Hyper
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.adam import adapted, check_moments, moments
 from hvdtrain.optim.lars import moving, ratio_or_one
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.state import Hyper
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.lars import check_ratio, moving, ratio_or_one
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.state import Hyper
 
 
 @dataclass(frozen=True)

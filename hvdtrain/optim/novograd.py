@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.adam import check_moments
 from hvdtrain.optim.rule import Array, Ops, Rule
-from hvdtrain.state import Hyper
 
 
 @dataclass(frozen=True)

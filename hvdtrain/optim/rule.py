@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hvdtrain.state import Hyper
+from hvdtrain.core.progress import Hyper
 
 Array = Any  # the arrays of one or more parameters, as the Ops at hand take them: touched by Ops alone, never by operators
 Scalar = Any  # one number for each parameter (a 0-d array, or a row of them): plain operators and Ops.where work on it

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hvdtrain.config import Config, PieceConfig
-from hvdtrain.configure import COMMAND_LINE, Origins
+from hvdtrain.config.read import COMMAND_LINE, Origins
+from hvdtrain.config.schema import Config, PieceConfig
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.contradictions import check
-from hvdtrain.recipe.growth import Growth, from_decays
+from hvdtrain.recipe.batch_growth import Growth, from_decays
+from hvdtrain.recipe.conflicts import check
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 

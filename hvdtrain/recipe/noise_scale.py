@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.state import Sums
+from hvdtrain.core.metrics import Sums
 
 KEYS = ("excess", "excess_inv", "big", "big_inv", "steps")  # in Learner.step's sums; added up over ranks and steps
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdtrain.recipe.growth import Growth
-from hvdtrain.recipe.noise import noise_variance
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.recipe.batch_growth import Growth
+from hvdtrain.recipe.gradient_noise import noise_variance
 from hvdtrain.recipe.schedule import Schedule
-from hvdtrain.state import Hyper, Progress
 
 Scale = Literal["linear", "sqrt", "none"]
 

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from hvdtrain.report import summary
-from hvdtrain.report.record import Fields, Record, number
+from hvdtrain.report.run import Fields, Record, number
 
 _PLACE = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")  # not what is trained
 _WATCH = ("log.", "guard.", "checkpoint.", "profile.")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain import __version__
 from hvdtrain.errors import UserError
+from hvdtrain.events.redaction import without_login
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import changed_places, comparisons, differing
-from hvdtrain.report.hidden import without_login
 from hvdtrain.report.page_tables import Table
-from hvdtrain.report.record import Record
+from hvdtrain.report.run import Record
+from hvdtrain.version import __version__
 
 _LAST_EVENTS, _LONGEST_LINE = 8, 300
 _MOST_LEADS = 4  # runs; the summary tells the same of many

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.report import hidden, summary
+from hvdtrain.events import redaction
+from hvdtrain.report import summary
 from hvdtrain.report.compare import Comparison, Spread, batch_of
-from hvdtrain.report.record import Record, number
+from hvdtrain.report.run import Record, number
 
 _MOST_RANKS = 32  # rows: the slowest
 _MOST_HOSTS = 8
@@ -86,7 +87,7 @@ def targets(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
-    rows = [[key, *(_text(hidden.shown({key: value})[key]) for value in values)] for key, values in keys]
+    rows = [[key, *(_text(redaction.shown({key: value})[key]) for value in values)] for key, values in keys]
     return Table(["key", *labels], rows)
 
 
@@ -150,7 +151,7 @@ def startup(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 def settings(record: Record) -> Table:
     """The whole configuration."""
-    return Table(["key", "value"], [[key, _text(value)] for key, value in hidden.shown(record.config).items()])
+    return Table(["key", "value"], [[key, _text(value)] for key, value in redaction.shown(record.config).items()])
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hvdtrain.report.record import Fields, Record, number, numbers
+from hvdtrain.report.run import Fields, Record, number, numbers
 
 LONGEST = 40  # characters of a run's name in a legend
 OWN_WORK = 1.1  # a rank whose own work takes so many times the median holds the others up

@@ -1,0 +1,1 @@
+"""The commands of `python -m hvdtrain`: one file or package each."""

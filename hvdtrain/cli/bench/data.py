@@ -1,0 +1,122 @@
+"""bench data: how fast samples come, alone, against how fast the step uses them. Every rank reads its own; rank 0 tells of itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cli.bench import tables
+from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
+from hvdtrain.cli.bench.tables import quartiles
+from hvdtrain.cli.bench.trainer import Trainer
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.progress import Hyper
+from hvdtrain.train.health.signals import Signals
+from hvdtrain.train.input.prefetch import Feed
+from hvdtrain.train.job import prepare
+
+MOST_STEPS = 20  # of one block
+
+
+def bench_data(words: Sequence[str]) -> int:
+    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 speaks."""
+    asked, rest = _parse(words)
+    config, origins = configure(asked.config, rest)
+
+    def work(engine: Engine, why: str) -> None:
+        with Signals(engine.rank) as signals:
+            tree = measure(config, origins, engine, signals, asked.rounds)
+        if engine.rank == 0:
+            tables.tell(asked.json, text(tree), tree)
+
+    return on_ranks((config, origins), work)
+
+
+def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, rounds: int) -> dict[str, Any]:
+    """Every rank calls it. All ways in turn in each round, the first of which warms up."""
+    began = time.perf_counter()
+    parts = prepare(config, origins)
+    tree: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "samples": len(parts.train), "shape": list(parts.train.shape)}
+    trainer = Trainer(config, origins, engine, signals, parts)
+    batch = trainer.job.recipe.at(trainer.now.progress).batch
+    share = max(1, batch // engine.size)
+    steps = max(1, min(MOST_STEPS, len(parts.train) // share))
+    feeds = {"feed": trainer.feed}
+    others = {f"feed, {n} reader{'s' * (n > 1)}": n for n in (1, 2) if n != trainer.feed.readers or not trainer.feed.ahead}
+    for name, readers in others.items() if not trainer.feed.held else ():
+        data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
+        changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
+        feeds[name] = Feed(changed, engine, trainer.job.recipe, parts.train, trainer.job.learner)
+    ways: dict[str, Callable[[], object]] = {"read": lambda: _read(parts.train, share, steps)}
+    ways |= {name: lambda feed=feed: _take(feed, trainer, steps) for name, feed in feeds.items()}  # type: ignore[misc]
+    ready = trainer.feed.prepare(trainer.now.progress)
+    ways["step"] = lambda: _train(trainer.job.learner, ready, steps)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        if engine.rank == 0 and turn:
+            print(f"bench data: round {turn} of {rounds}", file=sys.stderr, flush=True)
+        for name, act in ways.items():
+            engine.exchange(None)
+            start = time.perf_counter()
+            act()
+            seconds[name].append((time.perf_counter() - start) / (steps * share))
+            for feed in feeds.values():
+                feed.drain()
+    for feed in feeds.values():
+        feed.close()
+    rows = {name: [1 / s for s in reversed(quartiles(found[1:]))] for name, found in seconds.items()}
+    return tree | {"images_per_s": rows, "rounds": rounds, "batch_of_a_rank": share, "ranks": engine.size, "feed": trainer.feed.words}
+
+
+def _read(source: Any, share: int, steps: int) -> None:
+    """Random rows, as a shuffle gives them."""
+    order = np.random.default_rng(0).permutation(len(source))
+    for step in range(steps):
+        source.read(order[step * share : (step + 1) * share])
+
+
+def _take(feed: Feed, trainer: Trainer, steps: int) -> None:
+    """Samples as they come to the step: read, drawn for, on the device."""
+    p = trainer.now.progress
+    for _ in range(steps):
+        hyper, _ = feed.take(p)
+        p = p.advance(hyper.batch)
+
+
+def _train(learner: Any, ready: tuple[Hyper, list[Batch]], steps: int) -> None:
+    """The step on samples that are there already."""
+    for step in range(steps):
+        sums = learner.step(ready[1], ready[0], step)
+    float(sums["loss"])  # waits for the device
+
+
+def text(tree: dict[str, Any]) -> list[str]:
+    """For people."""
+    need = tree["images_per_s"]["step"][1]
+    where = f"{tree['samples']:,} samples of {'x'.join(map(str, tree['shape']))}"
+    lines = [
+        f"{where}, {tree['batch_of_a_rank']} a step on each of {tree['ranks']}, {tree['feed']}; prepared in {tree['prepared_s']:.1f} s"
+    ]
+    table = [["", "images/s", "quartiles", "x the step's need"]]
+    for name, (low, middle, high) in tree["images_per_s"].items():
+        table.append([name, f"{middle:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{middle / need:.2f}"])
+    return [
+        *lines,
+        *tables.aligned(table),
+        f"of one rank, median and quartiles of {tree['rounds']} rounds; a feed reads, draws and brings to the device",
+    ]
+
+
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser("data")
+    parser.add_argument("--rounds", type=rounds_of, default=5)
+    return parser.parse_known_args(words)

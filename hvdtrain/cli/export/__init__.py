@@ -1,0 +1,1 @@
+"""`export`: the weights of one checkpoint, for inference elsewhere."""

@@ -1,0 +1,6 @@
+"""python -m hvdtrain.cli.horovod: builds, installs and proves Horovod."""
+
+from hvdtrain.cli.horovod.build import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

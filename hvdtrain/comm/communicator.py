@@ -1,0 +1,155 @@
+"""What crosses processes: the Engine protocol, and Single, the one-process engine, which is its reference."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, Literal, NoReturn, Protocol
+
+from hvdtrain.comm.placement import Placement
+from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.errors import UserError
+
+# A numpy array or a torch tensor, C-contiguous. What an engine cannot take is a UserError that names dtype, engine and collective.
+Buffer = Any
+Op = Literal["sum", "min", "max", "adasum"]  # adasum: Horovod's alone
+
+NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Buffer:
+        """The result, once; handles may be waited for in any order."""
+
+
+class Engine(Protocol):
+    """The collectives between `size` ranks, and nothing else that they share.
+
+    `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
+    order. The result may be x's own memory, overwritten: use the returned buffer. Its type (array or tensor), dtype and device are x's.
+    All NUMBERS are reduced and moved, and bool is moved; integers that overflow wrap around. All but Horovod sum bfloat16 too.
+    """
+
+    name: str  # as in comm.engine=NAME
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this host
+    local_size: int
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        """Elementwise over all ranks; x has the same shape and dtype on every rank."""
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        """The same, under way while the caller goes on; leave x alone until wait()."""
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        """root's x on every rank; x has the same shape and dtype on every rank."""
+
+    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
+        """The sum over ranks, split along axis 0 as numpy.array_split does (the first ranks get one more): this rank's part."""
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
+
+    def exchange(self, thing: Any) -> list[Any]:
+        """One small object per rank, in rank order."""
+
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+        """From any thread, while the main one may hang in a collective. On rank 0 every rank's text in rank order, with None for
+        those that sent nothing within wait_s; on the others an empty list once theirs is there, or wait_s is over.
+
+        None where it cannot be done: with Horovod on Gloo, or with an MPI that lets one thread speak only.
+        """
+
+    def abort(self, code: int) -> NoReturn:
+        """Ends every rank at once, this one with exit code `code`."""
+
+    def close(self) -> None:
+        """Leaves in peace. Every rank calls it once, last."""
+
+
+class Done:
+    """The handle of a collective that is already over."""
+
+    def __init__(self, result: Buffer) -> None:
+        self._result = result
+
+    def wait(self) -> Buffer:
+        return self._result
+
+
+class Single:
+    """One process: every collective is the identity, on whatever it is given."""
+
+    name = "single"
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return x
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        return Done(x)
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        return x
+
+    def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
+        return x
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        return x
+
+    def exchange(self, thing: Any) -> list[Any]:
+        return [thing]
+
+    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+        return [text]
+
+    def abort(self, code: int) -> NoReturn:
+        leave(code)
+
+    def close(self) -> None:
+        pass
+
+
+def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
+    """The engine of one process; refuses to be run `size` times by a launcher."""
+    if place.size > 1:
+        what = f"{place.launcher} started {place.size} processes, but the single engine is for one"
+        raise UserError(what, "comm.engine=single", "comm.engine=auto, or start it without a launcher")
+    return Single()
+
+
+def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
+    """Refuses, in one wording for all engines, what they cannot take."""
+    dtype, where = str(x.dtype).removeprefix("torch."), f"comm.engine={engine}, {collective} {name!r}"
+    moves = collective in ("broadcast", "allgather")
+    sums = collective == "allreduce" and engine != "horovod"  # which has no bfloat16
+    if dtype not in NUMBERS and not (moves and dtype == "bool") and not (sums and dtype == "bfloat16"):
+        raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBERS)}")
+    if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
+        raise UserError(
+            f"{collective} of {dtype} {tuple(x.shape)}: the {engine} engine takes contiguous memory only", where, "copy it first"
+        )
+    if collective in ("reduce_scatter", "allgather") and not x.ndim:
+        raise UserError(f"{collective} of {dtype} (): the {engine} engine needs an axis 0", where, "reshape it to (1,)")
+
+
+def writable(x: Buffer) -> Buffer:
+    """x itself, or a copy of an array that is read-only, as numpy's view of a JAX array is."""
+    return x if not hasattr(x, "flags") or x.flags.writeable else x.copy()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, from any thread, without the clean-up at exit that would wait for other ranks."""
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not keep a rank alive
+            stream.flush()

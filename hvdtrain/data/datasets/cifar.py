@@ -1,0 +1,100 @@
+"""CIFAR-10 and CIFAR-100 in their binary version: never the pickled one, which could run code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.data.files.download import Wanted, data_root, download
+from hvdtrain.data.source import ArraySource, Source, Split
+from hvdtrain.errors import UserError
+
+_HOST = "https://www.cs.toronto.edu/~kriz/"
+_PIXELS = 3 * 32 * 32
+_MOST_BYTES = 2**28  # of a split: CIFAR has 154 million
+_FIX = "delete the file and fetch it again"
+
+
+class _Edition(NamedTuple):
+    archive: str
+    md5: str
+    folder: str
+    files: dict[Split, tuple[str, ...]]
+    label_bytes: int  # the last of them is the class
+    classes: int
+    pickled: str  # the folder of the version that is not read
+
+
+_EDITIONS = {
+    "cifar10": _Edition(
+        "cifar-10-binary.tar.gz",
+        "c32a1d4ab5d03f1284b67883e8d87530",
+        "cifar-10-batches-bin",
+        {"train": tuple(f"data_batch_{part}.bin" for part in range(1, 6)), "val": ("test_batch.bin",)},
+        1,
+        10,
+        "cifar-10-batches-py",
+    ),
+    "cifar100": _Edition(
+        "cifar-100-binary.tar.gz",
+        "03b5dce01913d631647c71ecec9e9cb8",
+        "cifar-100-binary",
+        {"train": ("train.bin",), "val": ("test.bin",)},
+        2,
+        100,
+        "cifar-100-python",
+    ),
+}
+
+
+def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
+    """cifar10 or cifar100 (its 100 fine classes): 50000 train and 10000 validate, 32x32x3.
+
+    The files lie in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or
+    ~/.cache/hvdtrain/data.
+
+    download: fetch missing files, by one process on a machine while the others wait (true or false)
+    """
+    if name not in _EDITIONS:
+        raise UserError(f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}")
+    edition = _EDITIONS[name]
+    home = data_root(root)
+    paths = [home / edition.folder / file for file in edition.files[split]]
+    if not all(path.is_file() for path in paths):
+        _fetch(name, home, download)
+    records = [_read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths]
+    x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
+    y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
+    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(home / edition.folder))
+
+
+def _fetch(name: str, root: Path, allowed: bool) -> None:
+    edition = _EDITIONS[name]
+    both = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
+    wanted = Wanted(name, root, both, f"unpack {_HOST}{edition.archive} in {root}")
+    if (root / edition.pickled).is_dir():
+        raise wanted.refusal(f"{edition.pickled} is not read: it holds pickles, which can run code")
+    if not allowed:
+        raise wanted.refusal("data.download is false")
+    download(wanted, lambda staging: _pull(edition, staging))
+
+
+def _pull(edition: _Edition, staging: Path) -> None:
+    torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(staging), md5=edition.md5)
+
+
+def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
+    """uint8 (n, label bytes + 3072), one row for each image; the file's length, at most `most`, is checked first."""
+    record = label_bytes + _PIXELS
+    try:
+        length = path.stat().st_size
+        if length == 0 or length % record:
+            raise UserError(f"found {length} bytes, expected a multiple of {record}, one record for each image", str(path), _FIX)
+        if length > most:
+            raise UserError(f"found {length} bytes, expected at most {most}", str(path), _FIX)
+        return np.fromfile(path, np.uint8, count=length).reshape(-1, record)
+    except OSError as error:
+        raise UserError(f"unreadable: {error}", str(path), _FIX) from error

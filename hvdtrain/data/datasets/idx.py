@@ -1,0 +1,123 @@
+"""The MNIST family in IDX files, read strictly."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.data.files.download import Wanted, data_root, download
+from hvdtrain.data.source import ArraySource, Source, Split
+from hvdtrain.errors import UserError
+
+
+class _Member(NamedTuple):
+    folder: str  # torchvision's name of its class, and of its folder
+    address: str  # for a download by hand
+
+
+_FAMILY = {
+    "mnist": _Member("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
+    "fashion_mnist": _Member("FashionMNIST", "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
+    "kmnist": _Member("KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
+}
+_FILES: dict[Split, tuple[str, str]] = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "val": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+_CLASSES = 10
+_BLOCK_BYTES = 2**20
+_MOST_BYTES = {3: 2**28, 1: 2**24}  # of images: six times MNIST; of labels, each of which takes eight bytes of memory
+_DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
+
+
+def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
+    """mnist, fashion_mnist or kmnist: 60000 train and 10000 validate, 28x28x1, 10 classes.
+
+    The files lie in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as .gz. Without a root:
+    $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
+
+    download: fetch missing files, by one process on a machine while the others wait (true or false)
+    """
+    if name not in _FAMILY:
+        raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")
+    images, labels = _locate(name, data_root(root), split, download)
+    x, y = _read_idx(images, 3), _read_idx(labels, 1)
+    if len(x) != len(y):
+        raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
+    return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images))
+
+
+def _locate(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
+    """Paths of the split's images and labels; a download brings both splits, so that the other one finds its own."""
+    member = _FAMILY[name]
+    if not all(_find(root, member, file) for file in _FILES[split]):
+        absent = [f"{member.folder}/raw/{file}" for files in _FILES.values() for file in files if not _find(root, member, file)]
+        fix = f"put them there, from {member.address} (.gz as they are), or set data.root to the folder that holds {member.folder}/raw"
+        wanted = Wanted(name, root, absent, fix)
+        if not allowed:
+            raise wanted.refusal("data.download is false")
+        download(wanted, lambda staging: _pull(member, staging))
+    return [path for file in _FILES[split] if (path := _find(root, member, file))]
+
+
+def _find(root: Path, member: _Member, file: str) -> Path | None:
+    places = (folder / f"{file}{suffix}" for folder in (root / member.folder / "raw", root) for suffix in ("", ".gz"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _pull(member: _Member, staging: Path) -> None:
+    getattr(torchvision().datasets, member.folder)(str(staging), download=True)  # knows addresses and checksums
+
+
+def _read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """The uint8 array of an IDX file with that many dimensions; its length is checked before any memory is taken."""
+    try:
+        with path.open("rb") as raw:
+            room = os.fstat(raw.fileno()).st_size
+            if path.suffix != ".gz":
+                return _parse(raw, room, path, dimensions)
+            with gzip.open(raw) as unpacked:
+                return _parse(unpacked, room * _DEFLATE_RATIO, path, dimensions)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _defect(path, f"unreadable: {error}", "an IDX file" + " in gzip" * (path.suffix == ".gz")) from error
+
+
+def _parse(file: IO[bytes] | gzip.GzipFile, room: int, path: Path, dimensions: int) -> np.ndarray:
+    """`room`: the most bytes that the file can hold; exactly that many for one that is not compressed."""
+    start = 4 + 4 * dimensions
+    header = file.read(start)
+    magic = bytes((0, 0, 8, dimensions))  # 8: unsigned bytes
+    if header[:4] != magic:
+        raise _defect(path, f"first bytes {header[:4].hex() or 'none'}", f"{magic.hex()} (unsigned bytes, {dimensions} dimensions)")
+    if len(header) < start:
+        raise _defect(path, f"a header of {len(header)} bytes", f"{start}")
+    shape = tuple(int(length) for length in np.frombuffer(header, ">u4", offset=4))
+    length = math.prod(shape)
+    claim = f"{start + length} bytes for the shape {shape} in its header"
+    if start + length > room or (path.suffix != ".gz" and start + length < room):
+        raise _defect(path, f"{'at most ' * (path.suffix == '.gz')}{room} bytes", claim)
+    if not 0 < length <= _MOST_BYTES[dimensions]:
+        raise _defect(path, f"{length} bytes in the shape {shape} of its header", f"1 to {_MOST_BYTES[dimensions]}")
+    body = _read_blocks(file, length + 1)
+    if len(body) != length:
+        raise _defect(path, f"{'more than ' * (len(body) > length)}{start + min(len(body), length)} bytes", claim)
+    return np.frombuffer(body, np.uint8).reshape(shape)
+
+
+def _read_blocks(file: IO[bytes] | gzip.GzipFile, limit: int) -> bytearray:
+    """At most `limit` bytes; memory grows with what is really there."""
+    body = bytearray()
+    while len(body) < limit and (block := file.read(min(_BLOCK_BYTES, limit - len(body)))):
+        body += block
+    return body
+
+
+def _defect(path: Path, found: str, expected: str) -> UserError:
+    return UserError(f"not a sound IDX file: found {found}, expected {expected}", str(path), "delete the file and fetch it again")

@@ -1,0 +1,1 @@
+"""Images: decoded, packed, resized, augmented."""

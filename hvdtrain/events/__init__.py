@@ -1,0 +1,1 @@
+"""One stream of events, and where it goes: terminal, events.jsonl, log files of ranks, trackers."""

@@ -1,0 +1,1 @@
+"""The trackers that log.trackers knows: one file each."""

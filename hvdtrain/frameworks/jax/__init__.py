@@ -1,0 +1,1 @@
+"""The framework JAX: model, compiled step, learner."""

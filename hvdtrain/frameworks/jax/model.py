@@ -1,0 +1,104 @@
+"""A JAX model: a leaf of jax_models/ or the user's own pair (init, apply), checked, its parameters named and in one order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.config.read import Origins
+from hvdtrain.config.schema import Config
+from hvdtrain.core.seeds import fold
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Task, make_model
+
+
+class Place(NamedTuple):
+    """Where JAX computes, and in which numbers."""
+
+    device: jax.Device
+    dtype: np.dtype  # float32 or float64
+
+    def numbers(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside it, in this thread alone, JAX makes float64 arrays if that is our dtype; nothing global changes."""
+        return jax.enable_x64(self.dtype == np.float64)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """The array on the device, which may keep a view of its memory: give one that nobody writes into."""
+        with self.numbers():
+            return jax.device_put(array, self.device)
+
+
+class Model(NamedTuple):
+    """Parameters in one order, and the function of them."""
+
+    title: str
+    names: list[str]  # "fc.weight", of each parameter
+    start: list[np.ndarray]
+    structure: Any  # of the user's own tree of parameters
+    apply: Callable[[Any, jax.Array], jax.Array]
+
+    def logits(self, weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        """x (n, H, W, C), normalized -> (n, classes)"""
+        return self.apply(jax.tree_util.tree_unflatten(self.structure, weights), x)
+
+
+def key_data(seed: int) -> np.ndarray:
+    """64 bits of seed as the two words of a threefry key: jax.random.key() itself would drop the upper 32 without float64."""
+    return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+
+
+def key_of(data: Any) -> jax.Array:
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def build_model(config: Config, origins: Origins, task: Task, place: Place) -> Model:
+    """The model with its initial weights, equal on all ranks; what is no model of JAX's kind is a UserError."""
+    name, where = config.model.name, origins.where("model.name")
+    init, apply = _make(config, origins, task)
+    with place.numbers(), jax.default_device(place.device):
+        paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+        _check_parameters(name, names, [array for _, array in paths], where)
+        model = Model(name, names, [np.array(array, place.dtype) for _, array in paths], structure, apply)
+        _check_logits(model, task, place, where)
+    return model
+
+
+def _make(config: Config, origins: Origins, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(init, apply) of a leaf by name, or of the user's own function."""
+    name, where = config.model.name, origins.where("model.name")
+    made = make_model(config, origins, task, "jax_models")
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and callable(made[1])):
+        what = f"{name} gave a {type(made).__name__}, not a pair of functions (init, apply)"
+        raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
+    init, apply = made
+    return init, apply
+
+
+def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:
+    if not names:
+        raise UserError(f"{model} has no parameter to train", where, "let init(key) give a dict of arrays")
+    for name, array in zip(names, arrays, strict=True):
+        if not isinstance(array, (np.ndarray, jax.Array)) or not jnp.issubdtype(array.dtype, jnp.floating):
+            kind = f"an array of {array.dtype}" if hasattr(array, "dtype") else f"a {type(array).__name__}"
+            raise UserError(f"parameter {name} of {model} is {kind}", where, "let init(key) give arrays of real numbers alone")
+        if names.count(name) > 1 or not name:
+            raise UserError(
+                f"{names.count(name)} parameters of {model} are named {name!r}", where, "give each a name of its own, in a dict"
+            )
+
+
+def _check_logits(model: Model, task: Task, place: Place, where: str) -> None:
+    """Shapes alone, nothing is computed: the model gives a row of logits for each of two images."""
+    images = jax.ShapeDtypeStruct((2, *task.shape), place.dtype)
+    found = jax.eval_shape(model.logits, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start], images)
+    fits = isinstance(found, jax.ShapeDtypeStruct) and found.ndim == 2 and len(found) == 2 and found.shape[1] >= task.classes
+    if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
+        shape = f"{found.dtype} {found.shape}" if isinstance(found, jax.ShapeDtypeStruct) else type(found).__name__
+        what = f"for images {images.shape} the model gives {shape}, not logits (2, {task.classes})"
+        raise UserError(what, where, "end the model with one output for each class")

@@ -1,0 +1,1 @@
+"""The models that model.name knows with framework=jax: one file each."""

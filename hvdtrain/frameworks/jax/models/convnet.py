@@ -1,0 +1,34 @@
+"""A small convolutional network without norms: the one of models/convnet.py with norm=false."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.layers import Apply, Init, Params, convolve, dense, start
+
+
+def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (16, 32, 64)) -> tuple[Init, Apply]:
+    """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
+
+    widths: channels of each convolution
+    """
+    if min(widths, default=0) < 1:
+        raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
+    layers = [f"conv{i}" for i in range(1, len(widths) + 1)]
+    sizes = itertools.pairwise((shape[2], *widths))
+    shapes: dict[str, tuple[int, ...]] = {
+        layer: (outputs, inputs, 3, 3) for layer, (inputs, outputs) in zip(layers, sizes, strict=True)
+    } | {"fc": (classes, widths[-1])}
+
+    def init(key: jax.Array) -> Params:
+        return start(key, shapes)
+
+    def apply(params: Params, x: jax.Array) -> jax.Array:
+        for layer in layers:
+            x = jax.nn.relu(convolve(params, layer, x, stride=2))  # (n, ceil(H / 2), ceil(W / 2), width)
+        return dense(params, "fc", x.mean((1, 2)))
+
+    return init, apply

@@ -1,0 +1,22 @@
+"""One linear layer from zero weights: softmax regression, or least squares with model.loss=squared_error."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+
+from hvdtrain.frameworks.jax.layers import Apply, Init, Params, dense, flatten
+
+
+def build(name: str, shape: tuple[int, int, int], classes: int) -> tuple[Init, Apply]:
+    """It has no options."""
+
+    def init(key: jax.Array) -> Params:
+        return {"fc.weight": np.zeros((classes, math.prod(shape))), "fc.bias": np.zeros(classes)}
+
+    def apply(params: Params, x: jax.Array) -> jax.Array:
+        return dense(params, "fc", flatten(x))
+
+    return init, apply

@@ -1,0 +1,36 @@
+"""A multi-layer perceptron with ReLU: the one of models/mlp.py, without dropout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.layers import Apply, Init, Params, dense, flatten, start
+
+
+def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,)) -> tuple[Init, Apply]:
+    """Images flattened, hidden layers, logits.
+
+    widths: neurons of each hidden layer
+    """
+    if min(widths, default=1) < 1:
+        raise UserError(f"widths {widths} make no network", "model.widths", "widths of 1 or more")
+    hidden = [f"fc{i}" for i in range(1, len(widths) + 1)]
+    sizes = itertools.pairwise((math.prod(shape), *widths, classes))
+    shapes: dict[str, tuple[int, ...]] = {
+        layer: (outputs, inputs) for layer, (inputs, outputs) in zip([*hidden, "head"], sizes, strict=True)
+    }
+
+    def init(key: jax.Array) -> Params:
+        return start(key, shapes)
+
+    def apply(params: Params, x: jax.Array) -> jax.Array:
+        x = flatten(x)
+        for layer in hidden:
+            x = jax.nn.relu(dense(params, layer, x))
+        return dense(params, "head", x)
+
+    return init, apply

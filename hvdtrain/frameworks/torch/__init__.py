@@ -1,0 +1,1 @@
+"""The framework PyTorch: model, precision, inputs, gradients of one rank."""

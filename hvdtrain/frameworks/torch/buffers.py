@@ -1,0 +1,62 @@
+"""A model's buffers, of every dtype: remembered and put back around a step, and made equal on all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.comm.communicator import Engine, Handle
+from hvdtrain.frameworks.torch.parallel.strategy import meeting_place
+
+Table = dict[str, torch.Tensor | None]  # a module's own, live: a forward pass may put another tensor under a name
+RUNNING = ("running_mean", "running_var")
+
+
+class Buffers:
+    """The running statistics of norms, and all others; a module that is added to the model later is not seen."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._tables: list[Table] = [module._buffers for module in model.modules()]
+        self._device = device
+        self._remembered: list[tuple[Table, Table, dict[str, torch.Tensor]]] = []
+
+    def remember(self) -> None:
+        """Costs a copy of each."""
+        self._remembered = [
+            (table, dict(table), {name: b.detach().clone() for name, b in table.items() if b is not None})
+            for table in self._tables
+            if table
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """To the last bit, in the tensors that were there."""
+        for table, before, copies in self._remembered:
+            table.clear()
+            table.update(before)
+            for name, copy in copies.items():
+                live = before[name]
+                assert live is not None, name
+                live.copy_(copy)
+
+    @torch.no_grad()
+    def settle(self, engine: Engine) -> None:
+        """Running statistics become their mean over ranks, the others rank 0's: one collective for each kind that there is."""
+        if engine.size == 1:
+            return
+        here = meeting_place(self._device, engine)
+        named = [(name, b) for table in self._tables for name, b in table.items() if b is not None and b.numel()]
+        running = [b for name, b in named if name in RUNNING]
+        others = [b for name, b in named if name not in RUNNING]
+        others.sort(key=torch.Tensor.element_size, reverse=True)  # so that each begins at a multiple of its element's size
+        under_way: Handle | None = None
+        if running:
+            flat = torch.cat([b.to(self._device).flatten() for b in running]) / engine.size
+            under_way = engine.start_allreduce(flat.to(here), "settle")
+        if others:
+            flat = torch.cat([b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others])
+            flat = engine.broadcast(flat.to(here), "settle.others").to(self._device)
+            parts = flat.split([b.nbytes for b in others])
+            torch._foreach_copy_(others, [part.view(b.dtype).view_as(b) for b, part in zip(others, parts, strict=True)])
+        if under_way:
+            parts = under_way.wait().to(self._device).split([b.numel() for b in running])
+            torch._foreach_copy_(running, [part.view_as(b) for b, part in zip(running, parts, strict=True)])

@@ -1,0 +1,71 @@
+"""What happens to gradients between backward and update: measured, cut, and noise added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.optim.clipping import clip
+from hvdtrain.recipe.noise_scale import shares_of_keys
+
+
+class NoMeter:
+    """Measures nothing."""
+
+    def last_pass(self) -> None:
+        pass
+
+    def read(self, hyper: Hyper, count: int) -> Sums:
+        return {}
+
+
+class Meter:
+    """The squared norms from which recipe/noise_scale.py reads the gradient noise scale, at no extra pass over the data.
+
+    Make it before the reducer: its hooks then see a rank's own gradient before the reducer's send it off.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], ranks: int) -> None:
+        self._parameters, self._ranks = parameters, ranks
+        self._last, self._own = False, torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self._see)
+
+    def last_pass(self) -> None:
+        """The gradients after the next backward are those of all the rank's samples of the step."""
+        self._last = True
+        self._own.zero_()
+
+    def read(self, hyper: Hyper, count: int) -> Sums:
+        """This rank's part of noise_scale.KEYS, as device scalars; p.grad is the whole batch's mean by now, `count` the rank's samples."""
+        self._last = False
+        whole = sum(_square(p) for p in self._parameters)
+        return shares_of_keys(self._own, whole, count, hyper.batch, self._ranks)
+
+    def _see(self, p: torch.Tensor) -> None:
+        if self._last:
+            self._own += _square(p)
+
+
+def _square(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad.square().sum(dtype=torch.float64)
+
+
+def clip_(parameters: list[torch.nn.Parameter], norm: float | None, value: float | None) -> None:
+    """optim/gradient.py's clip on p.grad."""
+    if norm is not None or value is not None:
+        for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch), strict=True):
+            p.grad = g
+
+
+def add_noise_(parameters: list[torch.nn.Parameter], variance: float, seed: int) -> None:
+    """Adds normal noise of this variance to each number of p.grad; the same on every rank, since the seed is."""
+    if variance:
+        generator: Any = torch.Generator(parameters[0].device).manual_seed(seed & (2**63 - 1))
+        for p in parameters:
+            assert p.grad is not None
+            p.grad += torch.empty_like(p.grad).normal_(0.0, variance**0.5, generator=generator)

@@ -1,0 +1,70 @@
+"""The torch model that model.name means, with its norms, its first weights, and a proof that it gives logits."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.config import plugins
+from hvdtrain.config.read import Origins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Task, make_model
+from hvdtrain.frameworks.torch.classifier_init import init_classifier
+from hvdtrain.frameworks.torch.norm.ghost import use_norm
+
+
+def normed_model(config: Config, origins: Origins, task: Task, engine: Engine) -> torch.nn.Module:
+    """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
+    model = build_model(config, origins, task)
+    if config.model.classifier_std is not None:
+        init_classifier(model, task.classes, config.model.classifier_std, origins.where("model.classifier_std"))
+    norm = config.norm
+    return use_norm(model, norm.kind, norm.ghost, norm.statistics, engine)
+
+
+def check_logits(model: torch.nn.Module, config: Config, origins: Origins, task: Task) -> None:
+    """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
+    first, where = next(model.parameters()), origins.where("model.name")
+    for count in (2, 0) if config.norm.kind == "sync" else (2,):
+        images = black(count, task, first)
+        try:
+            with torch.no_grad():
+                logits = model.eval()(images)
+        except UserError:
+            raise
+        except Exception as error:
+            inner = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"the model fails for images {tuple(images.shape)}: {type(error).__name__}: {error}"
+            fix = "x.flatten(1) takes a batch of none, which norm.kind=sync may give a rank" if not count else "try the model alone"
+            raise UserError(what, f"{where}; {inner.filename}:{inner.lineno}", fix) from error
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < task.classes:
+            shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            what = f"for images {tuple(images.shape)} the model gives {shape}, not logits ({count}, {task.classes})"
+            raise UserError(what, where, "end the model with one output for each class")
+
+
+def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
+    """Images of zeros, (count, C, H, W)."""
+    return torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=like.dtype, device=like.device)
+
+
+def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+    """A leaf of models/ by name, or the user's own package.module:Class."""
+    name, where = config.model.name, origins.where("model.name")
+    model: torch.nn.Module = make_model(config, origins, task, "models")
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
+    return model
+
+
+def checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+    """The model of one rank; a user's own class is tried."""
+    model = normed_model(config, origins, task, Single())
+    if plugins.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
+        check_logits(model, config, origins, task)
+    return model

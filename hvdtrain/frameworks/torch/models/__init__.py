@@ -1,0 +1,1 @@
+"""The models that model.name knows with framework=torch: one file each."""

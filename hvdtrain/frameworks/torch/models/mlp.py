@@ -1,0 +1,34 @@
+"""A multi-layer perceptron with ReLU: no batch statistics, so that any number of ranks computes the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+
+from torch import nn
+
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
+
+
+def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
+    """Images flattened, hidden layers, logits.
+
+    widths: neurons of each hidden layer
+    dropout: share of hidden activations dropped in training, 0 to 1
+    """
+    if min(widths, default=1) < 1 or not 0 <= dropout < 1:
+        raise UserError(
+            f"widths {widths} with dropout {dropout} make no network",
+            "model.widths, model.dropout",
+            "widths of 1 or more, 0 <= dropout < 1",
+        )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    for i, (inputs, outputs) in enumerate(itertools.pairwise((math.prod(shape), *widths)), start=1):
+        layers[f"fc{i}"] = nn.Linear(inputs, outputs)
+        layers[f"relu{i}"] = nn.ReLU()
+        if dropout:
+            layers[f"dropout{i}"] = SparseDropout(dropout)
+    layers["head"] = nn.Linear((math.prod(shape), *widths)[-1], classes)
+    return nn.Sequential(layers)

@@ -1,0 +1,1 @@
+"""Batch norm over ghost batches, and over all ranks."""

@@ -1,0 +1,137 @@
+"""In which number types a torch model computes, and the scale that keeps fp16 gradients from vanishing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.config.read import Origins
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import UserError
+
+FIRST_SCALE = 2.0**16
+NAME = "s.loss scale"  # of the scale in a state; no parameter's name has a space
+GROW_AFTER = 2000  # good steps, as in torch.amp.GradScaler
+
+
+class Precision(NamedTuple):
+    """Weights, gradients and optimizer slots are of one type; with `layers` matrix products and convolutions compute in another."""
+
+    weights: torch.dtype
+    layers: torch.dtype | None
+    words: str
+
+    def around(self, device: torch.device) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=self.layers is not None)
+
+
+def pick_precision(config: Config, origins: Origins, device: torch.device, engine: Engine) -> Precision:
+    """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
+    name, why = config.speed.precision, ""
+    if name == "auto":
+        able = all(engine.exchange(is_built_for_bf16(device)))
+        name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
+    if name == "fp16" and config.log.noise_scale:
+        what = "log.noise_scale reads each rank's own gradients, which fp16 scales"
+        raise UserError(what, origins.where("speed.precision"), "speed.precision=bf16, or log.noise_scale=false")
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    weights = torch.float64 if name == "fp64" else torch.float32
+    words = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
+    return Precision(weights, half, words)
+
+
+def is_built_for_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 faster than float32: AVX512-BF16 or AMX, or tensor cores of 2020 and later."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: Precision, where: str) -> None:
+    """A UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient on a CPU is memory that nobody wrote.
+
+    Of oneDNN as torch 2.13 brings it; 3x3 and larger, found by tests that compare gradients with those in float32.
+    """
+    if precision.layers is not torch.bfloat16 or images.device.type != "cpu":
+        return
+    found: list[str] = []
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv2d) and max(module.stride) > 1 and max(module.kernel_size) > 1:
+            note = lambda _, inputs, name=name: found.append(name) if max(inputs[0].shape[2:]) == 1 else None  # noqa: E731
+            hooks.append(module.register_forward_pre_hook(note))
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        what = f"{found[0]} strides over an image of 1x1, for which this torch computes a wrong bf16 gradient on a CPU"
+        raise UserError(what, where, "larger images, a model that halves them less often, or speed.precision=fp32")
+
+
+class NoScale:
+    """For types whose gradients need no scale."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def up(self, slope: torch.Tensor) -> torch.Tensor:
+        return slope
+
+    def down(self, parameters: list[torch.nn.Parameter]) -> None:
+        pass
+
+    def overflowed(self, bad: torch.Tensor) -> bool:
+        """Whether this step is only to be left out, the scale having been too large. May wait for the device."""
+        return False
+
+
+class LossScale:
+    """Gradients are computed of the loss times a power of two, which halves where they overflow and doubles after GROW_AFTER good steps.
+
+    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. All ranks see the same mean gradient, so their scales stay equal. A step that
+    overflows is left out and does not count as one with bad numbers, unless the scale cannot become smaller.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.tensor(FIRST_SCALE, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
+        self.tensors = {NAME: self._scale, f"{NAME} steps": self._good}
+
+    def up(self, slope: torch.Tensor) -> torch.Tensor:
+        return slope * self._scale
+
+    def down(self, parameters: list[torch.nn.Parameter]) -> None:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
+
+    def overflowed(self, bad: torch.Tensor) -> bool:
+        if bad:  # the host waits for the device here, in each step: bf16 needs none of this
+            hopeless = bool(self._scale <= 1.0)
+            self._scale.mul_(0.5).clamp_(min=1.0)
+            self._good.zero_()
+            return not hopeless
+        self._good += 1
+        if self._good >= GROW_AFTER:
+            self._scale.mul_(2.0).clamp_(max=2.0**24)
+            self._good.zero_()
+        return False
+
+
+def loss_scale(precision: Precision, device: torch.device) -> NoScale | LossScale:
+    """What scales the loss of a model of this precision."""
+    return LossScale(device) if precision.layers is torch.float16 else NoScale()
+
+
+def take_scale(scale: NoScale | LossScale | None, state: Arrays) -> Arrays:
+    """The state without a loss scale; where it has one and this job too, it is taken over: a job may go on in another precision."""
+    for name, tensor in (scale.tensors if scale else {}).items():
+        if name in state:
+            tensor.copy_(torch.from_numpy(np.asarray(state[name])))
+    return {name: array for name, array in state.items() if not name.startswith(NAME)}

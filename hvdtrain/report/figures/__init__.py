@@ -1,0 +1,1 @@
+"""The figures of `report`, `plan` and `bench scaling`."""

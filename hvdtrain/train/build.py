@@ -1,0 +1,133 @@
+"""Config -> live objects."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.select_engine import choose, found_here
+from hvdtrain.config import plugins
+from hvdtrain.config.read import Origins
+from hvdtrain.config.schema import Config
+from hvdtrain.data.files.staging import near
+from hvdtrain.data.source import Source, Split
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Learner, Task, momentum
+from hvdtrain.recipe.compose import compose
+from hvdtrain.recipe.conflicts import check
+from hvdtrain.recipe.recipe import Recipe
+
+
+def build_source(config: Config, origins: Origins, split: Split) -> Source:
+    """One part of the data set; needs no engine, so that missing data is told before any rank waits for another."""
+    make = plugins.load("data/datasets", config.data.name, origins.where("data.name")).build
+    options = plugins.check_options(make, config.data.options, "data", origins)
+    root = Path(config.data.root).expanduser() if config.data.root else None
+    if config.data.stage is not None:
+        root, options = near(config.data.name, root, options, config.data.stage, origins.where("data.stage"))
+    source: Source = make(config.data.name, root, split, **options)
+    return source
+
+
+def unstaged(config: Config) -> Config:
+    """For commands that train nothing: data are read where they are, nothing is copied."""
+    return replace(config, data=replace(config.data, stage=None))
+
+
+def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine, str]:
+    """The engine, and why it is this one."""
+    name, why = config.comm.engine, "as asked"
+    if name == "auto":
+        name, why = choose(place, os.environ, found_here(config))
+    engine: Engine = plugins.load("comm", name, origins.where("comm.engine")).connect(place, config.comm)
+    return engine, why
+
+
+def check_watching(config: Config, origins: Origins) -> None:
+    """What is to be seen of a job can be seen; told before any rank waits for another."""
+    profiled(config.profile.steps, config.frame, origins.where("profile.steps"))
+    odd = [target for target in config.log.targets if not 0 <= target <= 1]
+    if odd:
+        raise UserError(f"log.targets has {odd[0]:g}: accuracies are 0 to 1", origins.where("log.targets"), "log.targets=[0.9] for 90 %")
+
+
+def profiled(steps: str | None, frame: str, where: str) -> tuple[int, int] | None:
+    """The steps of profile.steps=A:B."""
+    if steps is None:
+        return None
+    if frame == "numpy":
+        raise UserError("frame=numpy has no profiler", where, "frame=torch or jax, or leave profile.steps out")
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(
+            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
+        )
+    return int(found[1]), int(found[2])
+
+
+def check_batch(config: Config, origins: Origins, size: int) -> None:
+    """Every rank has a sample of every step, in a recipe without contradictions; what ranks are compared for has ranks to compare."""
+    check(config, origins)
+    if config.log.noise_scale and size == 1:
+        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
+        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
+    for key, batch in {"batch.size": config.batch.size, "recipe.grow_to": min(config.recipe.grow_to, default=size)}.items():
+        if batch < size:
+            what = f"batch {batch} does not split over {size} ranks: some would have no sample"
+            raise UserError(what, origins.where(key), f"{size} or more, or fewer ranks")
+
+
+def build_task(train: Source, val: Source, origins: Origins) -> Task:
+    """What both parts of the data set ask of a model; channels are normalized by the training set's statistics."""
+    if (train.shape, train.classes) != (val.shape, val.classes):
+        what = f"training images are {train.shape} with {train.classes} classes, validation images {val.shape} with {val.classes}"
+        raise UserError(what, origins.where("data.root"), "both parts need the same shape (H, W, C) and the same classes")
+    mean, std = train.stats()
+    return Task(train.shape, train.classes, mean, std)
+
+
+def build_learner(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
+    """The model and optimizer of config.frame on this rank."""
+    learner: Learner = plugins.load("frameworks", config.frame, origins.where("frame")).build(config, origins, task, engine)
+    return learner
+
+
+def build_recipe(config: Config, origins: Origins, dataset: int) -> Recipe:
+    """Every number of every step of a job on `dataset` training samples."""
+    return compose(config, origins, dataset, momentum(config, origins))
+
+
+def make_run_folder(config: Config, origins: Origins, resumed: Path | None = None) -> Path:
+    """Where rank 0 writes: made anew, or the resumed run's own. A folder that holds another run is refused, never overwritten."""
+    try:
+        if config.run is not None:
+            run = Path(config.run).expanduser()
+            if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
+                fix = f"resume=auto or resume={run} goes on with it; or give another run="
+                raise UserError(f"{run} holds another run", origins.where("run"), fix)
+            run.mkdir(parents=True, exist_ok=True)
+            return run
+        return resumed or _new_folder(config)
+    except OSError as error:
+        raise UserError(f"cannot write the run folder: {error}", origins.where("run"), "give run= a folder that can be written") from None
+
+
+def _holds_a_run(run: Path) -> bool:
+    return any((run / name).exists() for name in ("config.yaml", "events.jsonl", "checkpoints"))
+
+
+def _new_folder(config: Config) -> Path:
+    """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same second."""
+    name = f"{config.data.name}-{config.model.name.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            run = Path("runs") / f"{name}{suffix}"
+            run.mkdir(parents=True)
+            return run
+    raise FileExistsError(f"runs/{name} and 998 more")

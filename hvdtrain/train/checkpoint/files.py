@@ -1,0 +1,225 @@
+"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; whole or not there, never a pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import UserError
+from hvdtrain.train.progress import train_state as standings
+from hvdtrain.train.progress.train_state import Standing
+
+FORMAT = 2
+ARRAYS = ("weights.safetensors", "slots.safetensors")
+NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+_STRANGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # what files of others do to their reader
+_HEADER_BYTES = 10**8  # safetensors' own limit
+ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
+_NUMBERS_BYTES = 2**22  # more is no progress.json of ours
+
+Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
+
+
+class Checkpoint(NamedTuple):
+    folder: Path
+    standing: Standing
+    identity: Identity
+    names: dict[str, str]  # as Learner.published(); empty where "p." and "b." are all that differs
+
+
+class Damaged(UserError):
+    """A checkpoint that is not as it was written."""
+
+
+def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
+    """Writes checkpoints/step-00000120/; OSError where it cannot, and then nothing of it stays.
+
+    Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
+    """
+    folder = run / "checkpoints" / name_of(standing.progress.step)
+    unfinished, aside = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f"{folder.name}{ASIDE}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True)
+            sync(run)
+            sync(run.parent)
+        unfinished.mkdir()
+        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(standing)}
+        _write_files(unfinished, arrays, numbers)
+        for name in (*ARRAYS, NUMBERS, CHECKSUMS):
+            sync(unfinished / name)
+        sync(unfinished)
+        if folder.exists():  # damaged, or of the same step before its evaluation: until the new one is there it counts, under this name
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+        os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets its room back
+        raise
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    slots = {name: array for name, array in arrays.items() if name.startswith("s.")}
+    try:
+        save_file({name: array for name, array in arrays.items() if name not in slots}, folder / ARRAYS[0])
+        save_file(slots, folder / ARRAYS[1])
+    except SafetensorError as error:  # its form of an OSError
+        raise OSError(str(error)) from error
+    (folder / NUMBERS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    for name in ARRAYS:  # safetensors lets nobody but the owner read them; a group shares its runs
+        (folder / name).chmod((folder / NUMBERS).stat().st_mode)
+    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, NUMBERS)]
+    (folder / CHECKSUMS).write_text("".join(sums))
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_numbers(folder: Path) -> Checkpoint:
+    """What a checkpoint says of itself, its arrays unread and unchecked; Damaged where that cannot be read."""
+    try:
+        tree = json.loads(_small_text(folder / NUMBERS))
+        if tree["format"] != FORMAT:
+            raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
+        if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
+            raise TypeError("identity or names are no mapping")
+        if not all(isinstance(name, str) for name in tree["names"].values()):
+            raise TypeError("names are no texts")
+        return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"], tree["names"])
+    except (OSError, *_STRANGE) as error:
+        raise _damaged(folder, NUMBERS, error) from None
+
+
+def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -> Arrays:
+    """The arrays of these files, after every file has its checksum; Damaged where one has not. More than limit_bytes are not read."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    name = CHECKSUMS
+    try:
+        lines = (line.partition("  ") for line in _small_text(folder / CHECKSUMS).splitlines())
+        told = {of: checksum for checksum, _, of in lines}
+        for name in (*ARRAYS, NUMBERS):
+            size, most = (folder / name).stat().st_size, _NUMBERS_BYTES if name == NUMBERS else limit_bytes
+            if size > most:
+                raise ValueError(f"{size} bytes, where this model and optimizer have at most {most}")
+            if name != NUMBERS:
+                _check_length(folder / name, size)
+            if told.get(name) != _checksum(folder / name):
+                raise ValueError("its checksum is not the one in SHA256SUMS")
+        arrays: Arrays = {}
+        for name in names:
+            arrays |= load_file(folder / name)
+    except (OSError, *_STRANGE, SafetensorError) as error:
+        raise _damaged(folder, name, error) from None
+    return arrays
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def finished(run: Path) -> list[Path]:
+    """Folders of checkpoints, by step; each was whole when it was written."""
+    found = {path.name: path for path in (run / "checkpoints").glob("step-*") if _number(path.name).isdecimal()}
+    alone = [path for name, path in found.items() if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
+    return sorted(alone, key=lambda path: int(_number(path.name)))
+
+
+def _number(name: str) -> str:
+    return name.removeprefix("step-").removesuffix(ASIDE)
+
+
+def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
+    """Removes all but the newest, the best, and the one that was just written; what an end in mid-write left, too."""
+    folders = finished(run)
+    older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
+    keep = {*older[-keep_last:], *_best(folders, keep_best)}
+    every = (run / "checkpoints").glob
+    for left in {*every(".step-*"), *every(f"step-*{ASIDE}")} - {*folders}:
+        shutil.rmtree(left, ignore_errors=True)
+    for folder in older:
+        if folder not in keep:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: a half-removed checkpoint must not look like one."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _best(folders: list[Path], count: int) -> list[Path]:
+    """Those with the highest validation accuracies, the earlier first among equals; only where one was just evaluated."""
+    rated = []
+    for folder in folders if count else ():
+        try:
+            standing = read_numbers(folder).standing
+        except Damaged:
+            continue
+        if standing.evaluated == standing.progress.step and not math.isnan(standing.accuracy):
+            rated.append((-standing.accuracy, standing.progress.step, folder))
+    return [folder for _, _, folder in sorted(rated)[:count]]
+
+
+def _checksum(path: Path) -> str:
+    with _open(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_length(path: Path, size: int) -> None:
+    """A safetensors file that is longer or shorter than its header says is not read to its end, which may be far."""
+    with _open(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, _HEADER_BYTES))
+    try:
+        header = json.loads(text)
+    except ValueError:
+        raise ValueError("it has no header of safetensors") from None
+    ends = [array["data_offsets"][1] for name, array in header.items() if name != "__metadata__"]
+    if size != 8 + length + max(ends, default=0):
+        raise ValueError("its length is not the one that its header tells")
+
+
+def _open(path: Path) -> BufferedReader:
+    """A pipe or a device may have no end, or no beginning."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a plain file")
+    return path.open("rb")
+
+
+def _small_text(path: Path) -> str:
+    with _open(path) as file:
+        raw = file.read(_NUMBERS_BYTES + 1)
+    if len(raw) > _NUMBERS_BYTES:
+        raise ValueError(f"more than {_NUMBERS_BYTES} bytes")
+    return raw.decode()
+
+
+def _damaged(folder: Path, name: str, error: Exception) -> Damaged:
+    kind = "" if isinstance(error, (OSError, ValueError)) and str(error) else f"{type(error).__name__}: "
+    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{kind}{error}"
+    return Damaged(f"the checkpoint is damaged: {name}: {what}", str(folder), "use the checkpoint before it, or another run folder")

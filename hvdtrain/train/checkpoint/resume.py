@@ -1,0 +1,108 @@
+"""What a job goes on from: the newest good checkpoint of a run folder, if it belongs to this job."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdtrain.config.read import Origins, read_file, resolve
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import UserError
+from hvdtrain.events import redaction
+from hvdtrain.train.build import make_run_folder
+from hvdtrain.train.checkpoint import files
+from hvdtrain.train.checkpoint.files import Checkpoint, Damaged, Identity
+from hvdtrain.train.progress.train_state import Standing
+
+_OWN = ("run", "resume")  # where a job is, not what it is
+
+
+class Beginning(NamedTuple):
+    """What rank 0 found, and tells the others."""
+
+    run: Path
+    standing: Standing
+    notes: list[str]  # lines for the user
+
+
+def begin(config: Config, origins: Origins, identity: Identity, total: int, limit_bytes: int) -> tuple[Beginning, Arrays | None]:
+    """On rank 0: the run folder, and the state to go on from, None where the job begins anew; `total` samples are the whole job."""
+    source = former_run(config)
+    if source is None:
+        fresh = Standing(Progress(identity["data"]["samples"], total))
+        return Beginning(make_run_folder(config, origins), fresh, []), None
+    found, arrays, notes = newest_good(source, limit_bytes)
+    check_identity(found, identity)
+    standing = dataclasses.replace(found.standing, progress=dataclasses.replace(found.standing.progress, total=total))
+    if standing.target != config.stop.target_accuracy:  # epochs at another target do not count
+        standing = dataclasses.replace(standing, at_target=0)
+    return Beginning(make_run_folder(config, origins, source), standing, notes + changes(source, config)), arrays
+
+
+def former_run(config: Config) -> Path | None:
+    """The run folder to go on from: run's own once it has a checkpoint of this command, else resume's."""
+    run = Path(config.run).expanduser() if config.run is not None else None
+    if config.resume == "no":
+        return None
+    if run is not None and files.finished(run) and (config.resume == "auto" or _resumed(run) == config.resume):
+        return run
+    return None if config.resume == "auto" else Path(config.resume).expanduser()
+
+
+def _resumed(run: Path) -> str:
+    """What the command of a run said of resume=; empty where that cannot be read."""
+    try:
+        return next((str(a.value) for a in read_file(str(run / "config.yaml")) if a.key == "resume"), "")
+    except UserError:
+        return ""
+
+
+def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[str]]:
+    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not."""
+    notes: list[str] = []
+    for folder in reversed(files.finished(run)):
+        try:
+            found = files.read_numbers(folder)
+            return found, files.read_arrays(folder, limit_bytes), notes
+        except Damaged as error:
+            notes.append(f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}")
+    if notes:
+        fix = f"mend or remove {run / 'checkpoints'}; without it the job begins anew"
+        raise UserError(f"no checkpoint of {run} is good: {notes[0]}", str(run / "checkpoints"), fix)
+    raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
+
+
+def check_identity(found: Checkpoint, mine: Identity) -> None:
+    """A UserError where a checkpoint is of another data set or another shuffle."""
+    theirs = _flat(found.identity)
+    for name, value in _flat(mine).items():
+        if theirs.get(name) != value or (name == "data.samples" and found.standing.progress.dataset != value):
+            fix = "give the data and seed that the run folder's config.yaml names; or begin another job: run=ANOTHER resume=no"
+            what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
+            raise UserError(what, str(found.folder), fix)
+
+
+def changes(run: Path, config: Config) -> list[str]:
+    """A line for each key that is not what the run's config.yaml says; secrets are hidden, since trackers keep these lines."""
+    try:
+        former, _ = resolve(list(read_file(str(run / "config.yaml"))))
+    except UserError as error:
+        return [f"changed keys are unknown: {error.what}"]
+    before, after = _flat(dataclasses.asdict(former)), _flat(dataclasses.asdict(config))
+    told, now = redaction.shown(before), redaction.shown(after)
+    return [
+        f"changed {key.replace('.options.', '.')}: {told.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in _OWN
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"data.name": ..., "model.options.widths": ...}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,143 @@
+"""When rank 0 writes a checkpoint, and the thread that writes it: training waits for a copy of the state only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.config.schema import CheckpointConfig
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.errors import Diverged
+from hvdtrain.events.log import Log
+from hvdtrain.frameworks.learner import Learner, plain_names
+from hvdtrain.train.checkpoint import files
+from hvdtrain.train.checkpoint.files import Identity
+from hvdtrain.train.progress.train_state import Standing
+
+RETRY_S = 30.0  # after a write that failed
+
+
+class Written(NamedTuple):
+    """One write, over."""
+
+    step: int
+    evaluated: int  # as Standing's
+    pause_s: float  # that training waited
+    write_s: float
+    megabytes: float
+    failure: str = ""  # why it is not there
+
+
+def check_finite(arrays: Arrays) -> None:
+    """Diverged where a weight or a slot is not finite: its update overflowed. A buffer may hold infinity on purpose, as a mask does."""
+    for name, array in arrays.items():
+        if not name.startswith("b.") and array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise Diverged(f"{name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+
+
+class Saver:
+    """Of rank 0 alone. offer() at every meeting of the ranks; it holds no collective. Speaks through the log, in the main thread."""
+
+    def __init__(
+        self, run: Path, config: CheckpointConfig, identity: Identity, log: Log, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run, self._config, self._identity, self._log, self._clock = run, config, identity, log, clock
+        self._thread: threading.Thread | None = None
+        self._result: Written | None = None
+        self._tried = clock()  # when the last write began
+        self._failed = False
+        self._wanted = -1  # the step that wants() said yes to
+        self.newest = (-1, 0)  # the step of the newest checkpoint on the disk, of this run's, and that of the evaluation it knows
+        self.longest_s = 0.0  # pause and write together
+
+    def go_on(self, now: Standing) -> None:
+        """The checkpoint that the job goes on from is not written again, where it is this run's: there would be a moment without it."""
+        if any(folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)):
+            self.newest = (now.progress.step, now.evaluated)
+
+    def wants(self, step: int) -> bool:
+        """Whether the meeting at this step should end in a checkpoint; asked before it, so that the ranks can be compared there."""
+        if self._thread and not self._thread.is_alive():
+            self._collect()
+        every_steps, every_minutes = self._config.every_steps, self._config.every_minutes
+        waited_s = self._clock() - self._tried
+        wanted = (
+            (every_steps is not None and step % every_steps == 0)
+            or (every_minutes is not None and waited_s >= 60 * every_minutes)
+            or (self._failed and waited_s >= RETRY_S)
+        )
+        self._wanted = step if wanted else self._wanted
+        return wanted
+
+    def offer(self, now: Standing, learner: Learner) -> None:
+        """Writes in the background, where it was wanted and at the end of an epoch."""
+        if now.progress.step in (self._wanted, now.evaluated):
+            self.save(now, learner)
+
+    def save(self, now: Standing, learner: Learner) -> None:
+        """Waits for the write before, takes a copy, and goes on; what is on the disk already is not written again."""
+        began = time.perf_counter()
+        self._collect()
+        if (now.progress.step, now.evaluated) == self.newest:
+            return
+        arrays = learner.state()  # the host copy, and on a GPU the wait for the device
+        names = learner.published()
+        self._tried = self._clock()
+        pause_s = time.perf_counter() - began
+        self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
+        self._thread.start()
+
+    def finish(self, now: Standing, learner: Learner) -> str:
+        """The last checkpoint is on the disk when this returns; else why it is not."""
+        for _ in range(2):
+            self.save(now, learner)
+            self._collect(training=False)
+            if self.newest == (now.progress.step, now.evaluated):
+                return ""
+        return self._result.failure if self._result else ""
+
+    def close(self) -> None:
+        """Waits for a write that is under way."""
+        self._collect()
+
+    def _write(self, now: Standing, arrays: Arrays, names: dict[str, str], pause_s: float) -> None:
+        """In the thread: the only place that touches the disk."""
+        began, step = time.perf_counter(), now.progress.step
+        megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
+        failure = ""
+        try:
+            check_finite(arrays)
+            folder = files.write(self._run, now, arrays, self._identity, {} if names == plain_names(arrays) else names)
+            with contextlib.suppress(OSError):  # what could not be removed now is removed after the next one
+                files.prune(self._run, self._config.keep_last, self._config.keep_best, folder)
+        except Diverged as error:
+            failure = error.what
+        except OSError as error:
+            failure = f"{error.strerror or error}"
+        except Exception as error:  # told in the main thread, as a failed write: training must not lose its writer in silence
+            failure = f"{type(error).__name__}: {error}"
+        self._result = Written(step, now.evaluated, pause_s, time.perf_counter() - began, megabytes, failure)
+
+    def _collect(self, training: bool = True) -> None:
+        """The result of the last write, told once; what follows from it for the training, only while that goes on."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, done = None, self._result
+        assert done is not None
+        self._failed = bool(done.failure)
+        self.longest_s = max(self.longest_s, done.pause_s + done.write_s)
+        if done.failure:
+            last = f"the newest is of step {self.newest[0]}" if self.newest[0] >= 0 else "there is none of this run yet"
+            line = f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and tries again after {RETRY_S:.0f} s"
+            self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[line] * training)
+            return
+        self.newest = (done.step, done.evaluated)
+        sizes = {"pause_s": round(done.pause_s, 6), "write_s": round(done.write_s, 6), "megabytes": round(done.megabytes, 3)}
+        self._log.emit("checkpoint", done.step, **sizes)

@@ -1,0 +1,1 @@
+"""What ends a job before its time: signals, time limits, stalls, numbers that are not finite, replicas that differ."""

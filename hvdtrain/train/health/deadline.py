@@ -1,0 +1,116 @@
+"""When a job must be over: guard.max_time, or the end that SLURM has set."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import NamedTuple
+
+from hvdtrain.config.read import Origins
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError
+
+STEPS_LEFT = 1.5  # of the longest interval between two meetings of the ranks: the next one must be in time
+SAVES_LEFT = 2.0  # of the longest checkpoint: file systems are busy when many jobs end
+MAX_TIME_MARGIN_S, SLURM_MARGIN_S = 2.0, 10.0  # SLURM kills, and its clock is not ours
+ASK_S = 5.0  # for one answer of SLURM
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_NUMBER = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
+_CLOCK = re.compile(r"([0-9]{1,9}):([0-5][0-9])(?::([0-5][0-9]))?")  # MM:SS, H:MM:SS
+_DAYS = re.compile(r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?")  # D-HH, D-HH:MM, D-HH:MM:SS
+_EXAMPLES = "90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"
+
+
+def parse_duration(text: str, where: str) -> float:
+    """Seconds, more than 0, from what people and SLURM write; `where` is for the UserError."""
+    words = text.strip()
+    seconds = _seconds(words)
+    if seconds is None:
+        shown = repr(words if len(words) <= 40 else f"{words[:37]}...")
+        raise UserError(f"{shown} is not a length of time", where, f"write {_EXAMPLES}")
+    if not seconds:
+        raise UserError(f"{words!r} leaves no time at all", where, f"more than 0: {_EXAMPLES}")
+    return seconds
+
+
+def _seconds(words: str) -> float | None:
+    if match := _NUMBER.fullmatch(words):
+        return float(match[1]) * _UNITS[match[2]]
+    if match := _DAYS.fullmatch(words):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    if match := _CLOCK.fullmatch(words):
+        first, second, third = match.groups()
+        return 60.0 * int(first) + int(second) if third is None else 3600.0 * int(first) + 60 * int(second) + int(third)
+    return None
+
+
+def check_time(config: Config, origins: Origins) -> None:
+    """A UserError where guard.max_time is no length of time; before any rank waits for another."""
+    if config.guard.max_time is not None:
+        parse_duration(config.guard.max_time, origins.where("guard.max_time"))
+
+
+class Limit(NamedTuple):
+    words: str
+    left_s: float  # now
+    margin_s: float
+
+
+class Deadline:
+    """The earlier of max_time after started_s and the end that SLURM has set; made on rank 0, which is the one to ask it.
+
+    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()). What SLURM says in the time of day is
+    turned into the monotonic clock here, once: a clock that is set later changes nothing.
+    """
+
+    def __init__(
+        self, max_time: str | None, environ: Mapping[str, str], started_s: float, now_s: float, clock: Callable[[], float]
+    ) -> None:
+        limits: list[Limit] = []
+        if max_time is not None:
+            left_s = parse_duration(max_time, "guard.max_time") - (clock() - started_s)
+            limits.append(Limit(f"guard.max_time={max_time}", left_s, MAX_TIME_MARGIN_S))
+        end_s = slurm_end(environ, now_s)
+        if end_s is not None:
+            when = datetime.fromtimestamp(end_s).strftime("%Y-%m-%d %H:%M:%S")
+            words = f"SLURM ends job {environ.get('SLURM_JOB_ID', '?')} at {when}"
+            limits.append(Limit(words, end_s - now_s, SLURM_MARGIN_S))
+        first = min(limits, key=lambda limit: limit.left_s - limit.margin_s, default=None)
+        self.words = first.words if first else ""
+        self._clock = clock
+        self._end_s = clock() + first.left_s - first.margin_s if first else None
+
+    def near(self, longest_s: float, save_s: float) -> bool:
+        """Whether the job should stop now: longest_s between two meetings of the ranks, save_s for a checkpoint, the longest seen."""
+        if self._end_s is None:
+            return False
+        return self._end_s - self._clock() < STEPS_LEFT * longest_s + SAVES_LEFT * save_s
+
+
+def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
+    """Seconds since the epoch; None without SLURM, without a limit, or where SLURM does not tell.
+
+    An end that is over by now belongs to a job whose shell this process was started from, not to this one.
+    """
+    told = environ.get("SLURM_JOB_END_TIME", "")
+    end_s = float(told) if re.fullmatch(r"[0-9]{1,10}", told) else _ask_slurm(environ)
+    return end_s if end_s is not None and end_s > now_s else None
+
+
+def _ask_slurm(environ: Mapping[str, str]) -> float | None:
+    """squeue's answer: "2026-11-21T10:00:00" in local time, or a word where there is no end."""
+    job = environ.get("SLURM_JOB_ID", "")
+    if not re.fullmatch(r"[0-9]{1,12}", job):
+        return None
+    command = ["squeue", "-h", "-j", job, "-o", "%e"]
+    try:
+        asked = subprocess.run(
+            command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False
+        )
+        return None if asked.returncode else datetime.strptime(asked.stdout.strip(), "%Y-%m-%dT%H:%M:%S").timestamp()
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # no squeue here, "N/A", a controller that is down: no limit is known
+        return None

@@ -1,0 +1,1 @@
+"""What steps take beside samples: seconds by phase, memory, energy, the time of the start."""

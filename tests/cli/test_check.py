@@ -1,0 +1,187 @@
+"""python -m hvdtrain check: under real launchers, with ranks that are really different, alone, and late."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
+
+import hvdtrain
+
+CHECK = ["-m", "hvdtrain", "check"]
+SMALL = ["frame=numpy", "model.name=linear"]  # needs no torch
+MNIST = [*SMALL, "data.name=mnist", "data.root=data", "data.download=false", "batch.size=4"]
+
+# Becomes `check` with the words, after each rank has done what it was told: {rank: [Python to run, more words, environment]}
+WRAPPER = """
+import json, os, sys, time
+rank, told, words = os.environ["OMPI_COMM_WORLD_RANK"], json.loads(sys.argv[1]), sys.argv[2:]
+code, more, environ = told.get(rank, ["", [], {}])
+exec(code)
+os.environ.update(environ)
+os.execv(sys.executable, [sys.executable, "-m", "hvdtrain", "check", *words, *more])
+"""
+
+
+def wrapped(told: dict[int, tuple[str, list[str], dict[str, str]]], words: list[str]) -> list[str]:
+    return ["-c", WRAPPER, json.dumps(told), *words]
+
+
+def findings(tree: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
+    return {finding["what"]: (finding["level"], finding["where"], finding["fix"]) for finding in tree["findings"]}
+
+
+def write_mnist(folder: Path, samples: int) -> None:
+    for prefix in ("train", "t10k"):
+        raw = folder / "data/MNIST/raw"
+        raw.mkdir(parents=True, exist_ok=True)
+        images = bytes.fromhex("00000803") + samples.to_bytes(4, "big") + bytes.fromhex("0000000400000003")
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(images + bytes(range(12)) * samples)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801") + samples.to_bytes(4, "big") + bytes(samples))
+
+
+def test_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = python([*CHECK, *SMALL, "--json", str(out), f"run={tmp_path}/run/of/mine"])
+    assert result.returncode == 0, result
+    lines = result.stdout.splitlines()
+    assert lines[0] == "hvdtrain check: 1 rank: nothing to compare"
+    assert lines[2].split() == ["rank", "host", "local", "device", "cores", "threads", "engine", "launcher", "pid"]
+    assert lines[3].split()[0] == "0" and "single" in lines[3] and "none" in lines[3]
+    assert f"run       {tmp_path}/run/of/mine, " in result.stdout and "data      1,437 training samples" in result.stdout
+    tree = json.loads(out.read_text())
+    assert set(tree) == {"exit_code", "engine", "findings", "speed", "run", "ranks"} and tree["exit_code"] == 0
+    assert tree["engine"] == "single: no launcher" and tree["run"]["locks"] is True and tree["speed"] == {"engine": None, "mpi": None}
+    rank = tree["ranks"][0]
+    assert rank["versions"]["hvdtrain"] == hvdtrain.__version__ and rank["cores"] == sorted(os.sched_getaffinity(0))
+    assert rank["data"] | {"seconds": 0, "mean of the pixels": 0} == {
+        **{"training samples": 1437, "validation samples": 360, "image shape": [8, 8, 1], "classes": 10},
+        **{"seconds": 0, "mean of the pixels": 0},
+    }
+    assert not list(tmp_path.glob("**/.hvdtrain-check*")) and not (tmp_path / "run").exists(), "a check leaves nothing behind"
+
+
+def test_what_is_wrong_on_one_process(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = [*SMALL, "data.name=mnist", f"data.root={tmp_path}/nowhere", "data.download=false", f"run={tmp_path}/file/run"]
+    result = python([*CHECK, *words, "--json", "-"], env={"XDG_CACHE_HOME": f"{tmp_path}/file"})
+    assert result.returncode == 2, result
+    tree = json.loads(result.stdout)
+    told = findings(tree)
+    assert tree["exit_code"] == 2
+    assert [finding["level"] for finding in tree["findings"]] == ["error", "error", "warning"]
+    run = f"cannot write the run folder {tmp_path}/file/run: Not a directory"
+    assert told[run] == ("error", "run, command line", "give run= a folder that can be written")
+    assert told[f"cannot write in {tmp_path}/file/hvdtrain: Not a directory"][2].startswith(
+        "XDG_CACHE_HOME=DIR with a folder on a local disk"
+    )
+    assert any(str(tmp_path / "nowhere") in what + where for what, (_, where, _) in told.items())
+
+
+@needs_mpirun
+def test_ranks_that_differ(tmp_path: Path) -> None:
+    """One start of four ranks, each with a mistake of its own: every one is named, with its rank, and the code is 2."""
+    write_mnist(tmp_path / "most", 8)
+    write_mnist(tmp_path / "fewer", 6)
+    (tmp_path / "none").mkdir()
+    shutil.copytree(ROOT / "hvdtrain", tmp_path / "code/hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "code/hvdtrain/core/seeds.py").open("a") as file:
+        file.write("# another line\n")
+    (tmp_path / "code/hvdtrain/mine.py").write_text('"""Mine."""\n')
+    stay, pin = f"os.chdir({str(tmp_path / 'most')!r})", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
+    told = {
+        0: (stay, [], {}),
+        1: (f"{stay}; {pin}", ["seed=2"], {}),
+        2: (f"os.chdir({str(tmp_path / 'fewer')!r}); {pin}", [], {"PYTHONPATH": str(tmp_path / "code")}),
+        3: (f"os.chdir({str(tmp_path / 'none')!r})", [], {"OMP_NUM_THREADS": "64"}),
+    }
+    result = mpirun(4, wrapped(told, ["comm.engine=mpi", *MNIST, "--json", str(tmp_path / "out.json")]), timeout_s=90)
+    assert result.returncode == 2, result
+    tree = json.loads((tmp_path / "out.json").read_text())
+    found, host = findings(tree), os.uname().nodename
+    code = found["code of hvdtrain differs: mine.py (only there), state.py"]
+    assert code[:2] == ("error", f"rank 2 on {host}; 3 ranks are alike")
+    assert found["configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 ranks are alike")
+    assert found["training samples: 6 instead of 8"][:2] == ("error", f"rank 2 on {host}")
+    missing = next(where for what, (_, where, _) in found.items() if "MNIST" in what + where)
+    assert missing.startswith(f"rank 3 on {host}")
+    assert any(what.startswith("OMP_NUM_THREADS=64 makes 67 threads") for what in found)
+    if len(os.sched_getaffinity(0)) > 1:
+        assert any(what.startswith("2 ranks share 1 core (") for what in found)
+    assert [facts["rank"] for facts in tree["ranks"]] == [0, 1, 2, 3] and len({facts["pid"] for facts in tree["ranks"]}) == 4
+    assert [bool(facts["data"]) for facts in tree["ranks"]] == [True, True, True, False]
+    assert tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None  # the mpi engine is plain MPI
+    for what in found:
+        assert f": {what}\n  where: " in result.stdout
+    assert "5 errors" in result.stdout and "the job would not run as it should" in result.stdout
+
+
+@needs_mpirun
+@needs_horovod
+def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
+    result = mpirun(2, [*CHECK, *SMALL, "comm.engine=horovod", "--json", "-"], timeout_s=90)
+    assert result.returncode == 0, result
+    tree = json.loads(result.stdout)
+    assert not [finding for finding in tree["findings"] if finding["level"] == "error"]
+    assert tree["engine"] == "horovod: as asked" and [facts["engine"] for facts in tree["ranks"]] == ["horovod"] * 2
+    for name in ("engine", "mpi"):
+        told = tree["speed"][name]
+        assert 0 < told["latency_s"] < told["seconds"] and told["bytes_per_s"] == pytest.approx(2**24 / told["seconds"])
+    for facts in tree["ranks"]:
+        assert facts["libraries"]["horovod"] == facts["libraries"]["mpi4py"] and facts["launcher_mpi"] in facts["libraries"][
+            "mpi4py"
+        ].replace(" v", " ")
+        assert facts["launcher"] == "Open MPI's mpirun" and facts["local_size"] == 2
+
+
+STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"}
+
+
+def test_n_jobs_of_one_rank() -> None:
+    """srun without --mpi: every process would train alone. Rank 0 tells it, the others are silent."""
+    words = [*CHECK, *SMALL, "comm.engine=mpi"]
+    first = python(words, env={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert first.returncode == 2, first
+    assert first.stdout.startswith("hvdtrain check: rank 0 alone\n") and "MPI       started by srun without PMI" in first.stdout
+    where = f"  where: rank 0 on {os.uname().nodename}; comm.engine=mpi; mpi4py uses "
+    assert f"error: srun started 4 processes, but the mpi engine sees only itself (size 1)\n{where}" in first.stdout
+    assert "  fix: srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or " in first.stdout
+    other = python(words, env={**STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})
+    assert (other.returncode, other.stdout, other.stderr) == (2, "", "")
+
+
+def test_a_launcher_that_contradicts_itself() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
+    result = python([*CHECK, "--json", "-"], env={**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"})
+    assert (result.returncode, result.stdout) == (2, "") and "torchrun set some of its variables" in result.stderr  # rank 1 in short
+    result = python([*CHECK, "--json", "-"], env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert result.returncode == 2 and "LOCAL_RANK=0 LOCAL_WORLD_SIZE=1" in json.loads(result.stdout)["findings"][0]["fix"]
+
+
+@needs_mpirun
+def test_a_rank_that_cannot_start_or_does_not_come(tmp_path: Path) -> None:
+    """The one speaks for itself; the other is missed, and nobody waits for ever."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("raise ImportError('not on this host')\n")
+    result = mpirun(2, wrapped({1: ("", [], {"PYTHONPATH": f"{tmp_path}:{ROOT}"})}, [*SMALL, "comm.engine=mpi", "--limit", "30"]))
+    assert result.returncode == 2 and result.seconds < 45, result
+    assert f"the mpi engine cannot load mpi4py: not on this host (rank 1 on {os.uname().nodename}; comm.engine=mpi); fix: " in result.stderr
+    result = mpirun(2, wrapped({1: ("time.sleep(60)", [], {})}, [*SMALL, "comm.engine=mpi", "--limit", "4"]))
+    assert result.returncode == 2 and result.seconds < 45, result
+    assert "hvdtrain check: error: rank 0 waited 4 s for other ranks to connect\n" in result.stderr
+
+
+def test_the_command_line() -> None:
+    result = python([*CHECK, "--json"])
+    assert (
+        result.returncode == 2 and "expected one argument" in result.stderr and "python -m hvdtrain check [--json FILE|-]" in result.stderr
+    )
+    result = python([*CHECK, "batch.sise=3"])
+    assert result.returncode == 2 and "1 error: " in result.stdout and "batch.size" in result.stdout
+    result = python([*CHECK, *SMALL, "--json", "/nowhere/out.json"])
+    assert result.returncode == 2 and "cannot write /nowhere/out.json: No such file or directory" in result.stderr

@@ -1,0 +1,259 @@
+"""What `export` writes, against the learner that was saved; what it prints; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import python
+from safetensors import safe_open
+from safetensors.numpy import load_file as load_numpy
+from safetensors.torch import load_file
+
+from hvdtrain import __version__
+from hvdtrain.cli.export.command import USAGE, export
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config import plugins
+from hvdtrain.config.read import configure, to_yaml
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.errors import UserError
+from hvdtrain.events.log import Log
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.train.build import build_learner
+from hvdtrain.train.checkpoint import files
+from hvdtrain.train.checkpoint.saver import Saver
+from hvdtrain.train.progress.train_state import Standing
+
+TASK = Task((8, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+DATA = {"samples": 40, "shape": [8, 4, 2], "classes": 3, "mean": [0.4, 0.5], "std": [0.2, 0.3]}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluated: int | None = None) -> Path:
+    """A checkpoint of `run`: weight w is the step."""
+    standing = Standing(Progress(40, 400, step, 20 * step), evaluated=step if evaluated is None else evaluated, accuracy=accuracy)
+    arrays = arrays or {"p.w": np.full(2, step, np.float32), "b.n": np.array(7), "s.w.0": np.zeros(2, np.float32)}
+    return files.write(Path("run"), standing, arrays, {"seed": 5, "data": DATA})
+
+
+def trained(*words: str) -> Learner:
+    """After one step; its checkpoint and its config.yaml are in `run`."""
+    config, origins = configure(None, words)
+    one = build_learner(config, origins, TASK, Single())
+    one.step([one.put(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
+    save(1, one.state())
+    Path("run/config.yaml").write_text(to_yaml(config))
+    return one
+
+
+def images() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {"x": rng.integers(0, 256, (6, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, 3, 6)}
+
+
+def exported(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines of an export."""
+    assert export(["run", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(*words: str) -> str:
+    """Words of export; nothing is left behind."""
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(UserError) as caught:
+        export(words)
+    assert sorted(Path().rglob("*")) == before
+    assert caught.value.where and caught.value.fix
+    return str(caught.value)
+
+
+def about(path: str = "m.safetensors") -> dict[str, str]:
+    with safe_open(path, "np") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("wide_resnet", {"widths": (4, 4, 8, 8)}, ["model.widths=[4,4,8,8]", "norm.kind=ghost", "norm.ghost=2"]),
+        ("wide_resnet", {"widths": (4, 4, 8, 8)}, ["model.widths=[4,4,8,8]", "norm.kind=sync"]),
+        ("mlp", {"dropout": 0.1}, ["model.dropout=0.1", "speed.precision=fp64", "optim.name=torch.optim.Adam"]),
+    ],
+    ids=["ghost", "sync", "fp64"],
+)
+def test_the_files_give_the_logits_of_the_learner(name: str, options: dict, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A new model, strict, on images normalized by what the file tells; its loss is that of the learner's evaluation."""
+    learner = trained(f"model.name={name}", *words)
+    dtype = torch.float64 if "speed.precision=fp64" in words else torch.float32
+    lines = [exported(capsys, "--to", file) for file in ("m.safetensors", "m.pt")]
+    told, batch = about(), images()
+    assert {key: json.loads(told[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
+        **{"mean": [0.4, 0.5], "std": [0.2, 0.3], "image_shape": [8, 4, 2], "classes": 3, "step": 1, "epochs": 0.5}
+    }
+    assert (told["format"], told["hvdtrain"], told["frame"], told["accuracy"]) == ("pt", __version__, "torch", "0.5")
+    assert json.loads(told["model"]) == {"name": name, "options": {key: list(v) if key == "widths" else v for key, v in options.items()}}
+    mean, std = (torch.tensor(json.loads(told[key]), dtype=dtype).view(1, -1, 1, 1) for key in ("mean", "std"))
+    x = (torch.from_numpy(batch["x"]).permute(0, 3, 1, 2).to(dtype) / 255 - mean) / std
+    for printed in lines:  # the two lines of Python that export printed
+        model = plugins.load("frameworks/torch/models", name, "here").build(name, TASK.shape, TASK.classes, **options).to(dtype)
+        exec("\n".join(line[9:] for line in printed[-2:]), {"model": model})
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), learner.model.eval()(x))
+            loss = torch.nn.functional.cross_entropy(model(x).double(), torch.from_numpy(batch["y"]), reduction="sum")
+        assert float(loss) == pytest.approx(float(learner.evaluate(learner.put(batch))["loss"]), rel=1e-6)
+
+
+def test_both_formats_hold_the_state_dict_and_nothing_else() -> None:
+    state = {name: t.clone() for name, t in trained("model.name=wide_resnet", "model.widths=[4,4,8,8]").model.state_dict().items()}
+    for to in ("m.safetensors", "m.pt"):
+        assert export(["run", "--to", to]) == 0
+    for weights in (load_file("m.safetensors"), torch.load("m.pt", weights_only=True)):
+        assert type(weights) is dict
+        assert weights.keys() == state.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, state[name]) and tensor.is_contiguous()
+            assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape)
+
+
+@pytest.mark.parametrize("frame", ["jax", "numpy"])
+def test_other_frames_keep_their_names(frame: str, capsys: pytest.CaptureFixture[str]) -> None:
+    state = trained(f"frame={frame}", "model.name=linear").state()
+    lines = exported(capsys, "--to", "m.safetensors")
+    found: dict = {}
+    exec("\n".join(line[9:] for line in lines[-2:]), found)
+    for weights in (found["weights"], load_numpy("m.safetensors")):
+        assert weights.keys() == {"fc.weight", "fc.bias"}
+        np.testing.assert_array_equal(weights["fc.weight"], state["p.fc.weight"])
+    assert about()["frame"] == frame
+    assert exported(capsys, "--to", "m.pt")[-1] == '         weights = torch.load("m.pt", weights_only=True)'
+
+
+def test_the_lines_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
+    trained("frame=numpy", "model.name=linear")
+    save(30, accuracy=0.75, evaluated=20)
+    assert exported(capsys, "--to", "m.safetensors")[:3] == [
+        "step-00000030 of run (epoch 15.00, validation accuracy 0.7500 of step 20) -> m.safetensors: 2 arrays, 3 numbers, 0.0 MB",
+        'model    {"name": "linear", "options": {}} of frame \'numpy\'',
+        "input    (pixels / 255 - mean) / std: mean [0.4, 0.5], std [0.2, 0.3], image_shape [8, 4, 2], classes 3",
+    ]
+    assert (about()["accuracy"], about()["accuracy_of_step"]) == ("0.75", "20")
+    save(31, accuracy=math.nan, evaluated=0)
+    assert "(epoch 15.50, not evaluated yet)" in exported(capsys, "--to", "m.safetensors", "--force")[0]
+    assert "accuracy" not in about()
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["run", "-h"]])
+def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(words) == 0
+    assert capsys.readouterr().out == f"{USAGE}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--to", "m.pt"], ["RUN is missing\n  where: command line of export\n  fix: python -m hvdtrain export RUN --to FILE"]),
+        (["run"], ["--to is missing\n", "fix: python -m hvdtrain export RUN"]),
+        (["run", "--to"], ["argument --to: expected one argument\n", "fix: python -m hvdtrain export RUN"]),
+        (["run", "--too", "m.pt"], ["cannot read the word '--too'\n", "fix: did you mean --to?; python -m hvdtrain export RUN"]),
+        (["run", "more", "--to", "m.pt"], ["cannot read the word 'more'\n", "fix: known: --to, --checkpoint, --force; python"]),
+        (["run", "--to", "m.onnx"], ["m.onnx ends neither in .safetensors nor in .pt\n  where: --to\n  fix: as in --to model.safetensors"]),
+        (["run", "--to", "no/m.pt"], ["there is no folder no\n  where: --to\n  fix: mkdir -p no"]),
+        (["run", "--to", "old.pt"], ["old.pt is there already\n  where: --to\n  fix: --force replaces it"]),
+        (["run", "--to", "link.pt"], ["link.pt is there already\n"]),
+        (["run", "--to", "folder.pt", "--force"], ["folder.pt is a folder\n"]),
+        (["nowhere", "--to", "m.pt"], ["no checkpoint in nowhere\n  where: RUN\n  fix: give the run folder"]),
+        (["run", "--to", "m.pt", "--checkpoint", "bets"], ["run has no checkpoint bets\n  where: --checkpoint\n  fix: did you mean best?"]),
+        (["run", "--to", "m.pt", "--checkpoint", "120"], ["has no checkpoint 120\n", "fix: known: newest, best, step-00000003"]),
+        (
+            ["run", "--to", "m.pt", "--checkpoint", "best"],
+            ["no checkpoint of run was evaluated at its own step\n", "fix: --checkpoint newest"],
+        ),
+        (["run", "--to", f"{'m' * 250}.pt"], ["File name too long\n", "fix: give a folder that can be written, with room"]),
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_mistakes(words: list[str], says: list[str]) -> None:
+    save(3, evaluated=2)
+    Path("old.pt").write_text("old")
+    Path("link.pt").symlink_to("gone.pt")
+    Path("folder.pt").mkdir()
+    text = refused(*words)
+    for part in says:
+        assert part in text, text
+
+
+@pytest.mark.parametrize("to", ["m.safetensors", "m.pt"])
+def test_a_full_disk_leaves_the_file_as_it_was_and_another_run_replaces_it(to: str) -> None:
+    save(1, {"p.w": np.zeros(10000)})
+    Path(to).write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        text = refused("run", "--to", to, "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"cannot write {to}: " in text and "File too large" in text
+    assert Path(to).read_text() == "old"
+    assert export(["run", "--to", to, "--force"]) == 0
+    assert Path(to).stat().st_size > 80000
+    Path("plain").touch()
+    assert Path(to).stat().st_mode == Path("plain").stat().st_mode
+    assert sorted(os.listdir()) == sorted([to, "plain", "run"])
+
+
+def test_a_whole_job_is_exported_without_torch() -> None:
+    words = ["frame=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
+    code = f"""
+import sys
+from hvdtrain.__main__ import main
+from hvdtrain.cli.export.command import export
+assert main({words!r}) == 0
+assert export([{str(Path("job").absolute())!r}, "--to", {str(Path("m.safetensors").absolute())!r}, "--checkpoint", "best"]) == 0
+loaded = [m for m in ("torch", "jax", "sklearn.linear_model") if m in sys.modules]
+assert not loaded, loaded
+"""
+    done = python(["-c", code])
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in Path("job/events.jsonl").read_text().splitlines()]
+    best = max(event["val_accuracy"] for event in events if event["kind"] == "epoch")
+    assert float(about()["accuracy"]) == best and json.loads(about()["model"])["name"] == "linear"
+    assert {name: a.shape for name, a in load_numpy("m.safetensors").items()} == {"fc.weight": (10, 64), "fc.bias": (10,)}
+
+
+def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    one = trained("model.name=faulty:Tied")
+    assert one.published()["two.weight"] == one.published()["one.weight"] == "p.one.weight"
+    shutil.rmtree("run/checkpoints")
+    saver = Saver(Path("run"), configure(None, [])[0].checkpoint, {"seed": 5, "data": DATA}, Log([]))
+    assert saver.finish(Standing(Progress(40, 400, 3, 60)), one) == ""
+    exported(capsys, "--to", "model.safetensors")
+    from faulty import Tied
+
+    there = Tied(TASK.shape, TASK.classes)
+    there.load_state_dict(load_file("model.safetensors"), strict=True)
+    assert there.two.weight is there.one.weight
+    assert torch.equal(there.one.weight, torch.from_numpy(one.state()["p.one.weight"]))
+
+
+def test_published_names_that_are_not_there_are_refused() -> None:
+    folder = save(3)
+    tree = json.loads((folder / "progress.json").read_text())
+    (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
+    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.NUMBERS)]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+    assert "the checkpoint publishes names that it has not" in refused("run", "--to", "model.pt")

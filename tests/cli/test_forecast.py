@@ -1,0 +1,105 @@
+"""The numbers of a plan against a walk over every step of the job, and against what the learner really holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.cli.plan.forecast import Forecast, forecast, memory, steps_until
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config import plugins
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.frameworks.learner import Task, build_rule
+from hvdtrain.train.build import build_learner
+from hvdtrain.train.input.micro_batches import rows_of_step
+
+GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
+
+
+def planned(*words: str, dataset: int, ranks: int = 1) -> Forecast:
+    found = forecast(*configure(None, words), dataset, ranks)
+    assert isinstance(found, Forecast), found
+    return found
+
+
+JOBS = [
+    ["batch.size=64", "epochs=3"],
+    ["batch.size=30", "epochs=2", "recipe.warmup_steps=7"],
+    ["batch.size=1000", "epochs=2", "recipe.warmup_epochs=2"],  # it ends with its warm-up
+    ["batch.size=64", "epochs=4", *GROWTH, "recipe.warmup_epochs=1.1"],
+    ["batch.size=7", "epochs=3", "recipe.growth=milestones", "recipe.grow_at=[0.007,0.3,0.301,2.9]", "recipe.grow_to=[9,100,3,50]"],
+    ["batch.size=10", "epochs=4", "recipe.schedule=steps", "recipe.milestones=[1,2,3]", "recipe.gamma=0.2", "recipe.growth=decays",
+     "recipe.batch_max=80"],
+    ["batch.size=64", "epochs=4", *GROWTH, "max_steps=18"],
+    ["batch.size=256", "optim.base_batch=100", "recipe.adapt_regime=true", "recipe.schedule=cosine", "recipe.warmup_epochs=0.7"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+def test_a_plan_is_a_walk_over_every_step(words: list[str]) -> None:
+    row = planned(*words, dataset=1000)
+    p, walked = Progress(1000, 1000 * row.recipe.epochs), []
+    while not p.done and p.step < (row.config.max_steps or 1e9):
+        assert row.progress(p.step) == p
+        walked.append((p, row.recipe.at(p)))
+        p = p.advance(walked[-1][1].batch)
+    assert row.steps == len(walked)
+    assert [row.hyper(step) for step in range(row.steps)] == [hyper for _, hyper in walked]
+    assert sum(s.steps * s.batch for s in row.stretches) == p.samples
+    warm = float(row.config.recipe.warmup_epochs or row.config.recipe.warmup_steps * row.config.batch.size / 1000)
+    if row.config.recipe.adapt_regime:
+        warm *= 3  # ceil(256 / 100)
+    assert row.warm() == next((hyper for p, hyper in walked if p.epochs >= warm), None)
+
+
+def test_an_epoch_is_reached_by_the_arithmetic_of_progress() -> None:
+    """Fractions of 1437 that, times 1437, lie above or below the whole number that they should be."""
+    samples = range(1, 3000)
+    assert any(n / 1437 * 1437 > n for n in samples) and any(n / 1437 * 1437 < n for n in samples)
+    assert [steps_until(n / 1437, 0, 1, 1437) for n in samples] == list(samples)
+    assert [steps_until(n / 1437, 1000, 7, 1437) for n in (900, 1000, 1001, 1007, 1008)] == [0, 0, 1, 1, 2]
+
+
+def test_a_job_of_many_steps_is_planned_at_once() -> None:
+    assert planned("batch.size=1", "epochs=1000000", dataset=10**9).steps == 10**15
+
+
+@pytest.mark.parametrize("words", [["batch.micro=4"], [], ["data.sampling=partition", "batch.micro=5"]], ids=" ".join)
+def test_passes_are_those_of_a_step(words: list[str]) -> None:
+    for ranks in (1, 3, 8):
+        row = planned("batch.size=64", *GROWTH, *words, dataset=1000, ranks=ranks)
+        for batch in (64, 300, 200):
+            engine: Any = Single()
+            engine.rank, engine.size = ranks - 1, ranks
+            passes = rows_of_step(row.config, Progress(1000, 9000), Hyper(0.1, 0.9, 0.0, batch), 64, engine)
+            assert row.passes(batch) == len(passes)
+
+
+FRAMES = [
+    ("torch", ["model.name=mlp", "norm.kind=batch"]),
+    ("torch", ["model.name=convnet", "norm.kind=ghost"]),
+    ("torch", ["model.name=wide_resnet", "norm.kind=sync", "model.classifier_std=0.01"]),
+    ("numpy", ["model.name=linear"]),
+    ("jax", ["model.name=convnet"]),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
+@pytest.mark.parametrize(("frame", "words"), FRAMES, ids=[f"{frame} {words[0]}" for frame, words in FRAMES])
+def test_shapes_and_memory_are_those_of_the_learner(frame: str, words: list[str], optimizer: str) -> None:
+    config, origins = configure(None, [f"frame={frame}", *words, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])
+    task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
+    shapes = plugins.load("frameworks", frame, "").shapes(config, origins, task)
+    state = build_learner(config, origins, task, Single()).state()
+    assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
+    held = memory(shapes, build_rule(config, origins), "fp64")
+    assert held.weights == held.gradients == held.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))
+    assert held.slots == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
+
+
+def test_memory_is_not_taken_by_telling_it() -> None:
+    held = memory({"huge": (10**6, 10**6)}, build_rule(*configure(None, ["optim.name=adam"])), "fp32")
+    assert (held.weights, held.slots) == (4 * 10**12, 8 * 10**12)

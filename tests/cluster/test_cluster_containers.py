@@ -1,0 +1,145 @@
+"""Containers: built without a registry, the tests run inside, and both ways to start ranks end as the job outside of a container."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_containers import apptainer, image, must, run, sif
+from cluster_hosts import Hosts
+from cluster_slurm import Slurm
+from faults import Tree, events, outcome
+from ranks import ENGINES, mpirun, mpirun_path
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]  # the first one builds the images
+
+# Everything that two ranks in two containers need of each other: the wire, shared memory and its processes, PMIx's files, the user.
+TOGETHER = ["--network=host", "--ipc=host", "--pid=host", "--volume=/tmp:/tmp", "--user=0:0"]
+SETTINGS = [f"--env={name}" for name in ("OMPI_*", "PMIX_*", "PRTE_*", "OMP_NUM_THREADS")]
+WORDS = ["-m", "hvdtrain", "epochs=2", "model.widths=[4,4,8,8]", "batch.size=33", "optim.base_lr=0.03"]
+
+
+def job(engine: str, folder: Path) -> list[str]:
+    folder.chmod(0o777)  # for the image's own user
+    return [*WORDS, f"comm.engine={engine}", f"run={folder / 'run'}"]
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
+    """What the job of each engine comes to without a container."""
+    outcomes = {}
+    for engine in ("mpi", "horovod"):
+        folder = tmp_path_factory.mktemp(engine)
+        result = mpirun(2, job(engine, folder))
+        assert result.returncode == 0, result
+        outcomes[engine] = outcome(folder / "run")
+    return outcomes
+
+
+def test_the_tests_run_inside_as_an_ordinary_user() -> None:
+    chosen = "abort or killed or not_installed or traceback or job_says or short_message or micro_batches"
+    tests = ["tests/comm/test_communicators.py", "tests/train/test_train.py", "-k", chosen]
+    inside = f"id -u && hvdtrain --version && python -m pytest -q {tests[0]} {tests[1]} -k '{chosen}'"
+    ran = run(["podman", "run", "--rm", image("test"), "sh", "-c", inside], timeout_s=240)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr
+    assert ran.stdout.startswith("10001\nhvdtrain "), ran.stdout
+    assert int(re.findall(r"(\d+) passed", ran.stdout)[0]) >= 25, ran.stdout[-500:]
+    assert "skipped" not in ran.stdout, "Horovod and mpirun are there"
+
+
+def test_the_image_is_small_and_carries_nothing_of_the_machine_that_built_it() -> None:
+    name = image("runtime")
+    size = int(must(["podman", "image", "inspect", "--format", "{{.Size}}", name], timeout_s=60))
+    assert size < 1.4e9, f"{size / 1e6:.0f} MB"
+    assert "python -m hvdtrain [--config FILE]" in must(["podman", "run", "--rm", name], timeout_s=60)
+    look = "for name in g++ cmake make; do command -v $name; done; cat /etc/pip.conf; ls ~/.cache /root; hvdtrain --version; touch file"
+    said = run(["podman", "run", "--rm", "--user", "12345", name, "sh", "-c", look], timeout_s=60)
+    assert re.fullmatch(r"hvdtrain \S+\n", said.stdout), said
+    assert "touch" not in said.stderr, said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("launcher", ["host", "inside"])
+def test_podman(tmp_path: Path, outside: dict[str, Tree], engine: str, launcher: str) -> None:
+    podman = ["podman", "run", "--rm", *SETTINGS]
+    ranks = [str(mpirun_path()), "-np", "2"]
+    if launcher == "host":
+        command = [*ranks, *podman, *TOGETHER, image("runtime"), "python"]
+    else:
+        command = [*podman, f"--volume={tmp_path}:{tmp_path}", image("runtime"), "mpirun", "-np", "2", "python"]
+    as_outside([*command, *job(engine, tmp_path)], tmp_path, outside[engine])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("launcher", ["host", "inside"])
+def test_apptainer(tmp_path: Path, outside: dict[str, Tree], engine: str, launcher: str) -> None:
+    container = [str(apptainer()), "exec", str(sif("runtime"))]
+    ranks = [str(mpirun_path()), "-np", "2"]
+    command = [*ranks, *container, "python"] if launcher == "host" else [*container, "mpirun", "-np", "2", "python"]
+    as_outside([*command, *job(engine, tmp_path)], tmp_path, outside[engine])
+
+
+def as_outside(command: list[str], folder: Path, expected: Tree) -> None:
+    """One job of two ranks, not two of one, with the result of the job outside, to the last bit."""
+    ran = run(command, timeout_s=120, cwd=folder)
+    assert ran.returncode == 0, ran
+    assert re.findall(r"^ranks   \d+", ran.stdout, re.M) == ["ranks   2"], ran
+    assert outcome(folder / "run") == expected
+
+
+def test_the_sif_runs_the_code_that_is_in_it(tmp_path: Path) -> None:
+    code = "import hvdtrain, torch; print(hvdtrain.__file__, torch.__file__)"
+    said = run([apptainer(), "exec", sif("runtime"), "python", "-c", code], timeout_s=60, cwd=tmp_path)
+    assert [word.startswith("/opt/hvdtrain/lib/python3") for word in said.stdout.split()] == [True, True], said
+    said = run([apptainer(), "run", sif("runtime"), "--version"], timeout_s=60, cwd=tmp_path)
+    assert said.stdout.startswith("hvdtrain "), said
+    said = run([apptainer(), "run-help", sif("runtime")], timeout_s=60, cwd=tmp_path)
+    assert "apptainer exec hvdtrain.sif" in said.stdout, said
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with Hosts(2) as hosts, Slurm(hosts) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four_outside(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("four")
+    result = mpirun(4, job("mpi", folder))
+    assert result.returncode == 0, result
+    return losses(folder)
+
+
+def losses(folder: Path) -> list[float]:
+    return [event[key] for event in events(folder / "run") if event["kind"] == "epoch" for key in ("train_loss", "val_loss")]
+
+
+def test_srun_starts_one_job_of_containers(slurm: Slurm, four_outside: list[float], tmp_path: Path) -> None:
+    container = [str(apptainer()), "exec", str(sif("runtime")), "python"]
+    srun = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "-N2", "-n4", "--ntasks-per-node=2", f"--chdir={tmp_path}"]
+    said = slurm.must(*srun, *container, *job("mpi", tmp_path), env={"PYTHONPATH": ""}, timeout_s=120)
+    assert re.findall(r"^ranks   4 \(n1 x 2, n2 x 2\)", said, re.M), said
+    assert losses(tmp_path) == pytest.approx(four_outside, rel=1e-4)  # another order of the sums
+
+
+def test_the_batch_script_is_that_of_slurm_in_containers(slurm: Slurm, four_outside: list[float], tmp_path: Path) -> None:
+    path = f"{apptainer().parent}{os.pathsep}{os.environ['PATH']}"
+    env = {"PYTHONPATH": "", "PATH": path, "CONTAINER": str(sif("runtime")), "RUN": str(tmp_path / "run"), "PYTHON": "/no/such/python"}
+    submit = ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-t2", f"--chdir={tmp_path}", f"--output={tmp_path / 'log'}"]
+    ran = slurm.run(*submit, "jobs/apptainer.sbatch", *job("mpi", tmp_path)[2:-1], env=env, timeout_s=120)
+    log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
+    assert ran.returncode == 0, (ran, log)
+    assert re.findall(r"ranks   4 \(n1 x 2, n2 x 2\)", log), log
+    assert losses(tmp_path) == pytest.approx(four_outside, rel=1e-4)
+
+
+def test_the_batch_script_without_an_image() -> None:
+    script = "SLURM_SUBMIT_DIR=/no/folder bash jobs/apptainer.sbatch"
+    said = run(["env", "-u", "CONTAINER", "sh", "-c", script], timeout_s=20)
+    assert said.returncode == 2, said
+    assert said.stderr.startswith("no image: /no/folder/hvdtrain.sif on "), said
+    assert "make it as jobs/hvdtrain.def says, or set CONTAINER=" in said.stderr

@@ -1,0 +1,235 @@
+"""Ranks on several hosts: placed as asked, equal to one host; a host that is cut off ends the job, which goes on without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster_hosts import Hosts
+from faults import events, newest, reached, wait_for
+from ranks import ROOT, Job, needs_horovod, needs_mpirun
+from safetensors.numpy import load_file
+
+from hvdtrain.comm.placement import placement
+from hvdtrain.errors import LOST, REQUEUE, STALLED, UserError
+
+pytestmark = [pytest.mark.cluster, needs_mpirun]
+needs_torchdist = pytest.mark.skipif(not importlib.util.find_spec("hvdtrain.comm.torchdist"), reason="no torchdist engine here")
+ENGINES = ("mpi", pytest.param("horovod", marks=needs_horovod), pytest.param("torchdist", marks=needs_torchdist))
+
+# 300 steps, and a checkpoint at every second meeting; a batch of 24 is shared out to 8 ranks, to 4 and to 3.
+DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=1440", "data.val_samples=48", "batch.size=24", "batch.evaluate=12"]
+JOB = [
+    "-m",
+    "hvdtrain",
+    *DATA,
+    "model.name=linear",
+    "speed.precision=fp64",
+    "epochs=5",
+    "checkpoint.every_steps=20",
+    "guard.equal_steps=50",
+]
+STEPS = 300
+# mpirun and its daemons notice a dead wire after time + probes x intvl seconds, here 5, and take the ranks with them
+KEEPALIVE = {f"PRTE_MCA_oob_tcp_keepalive_{key}": value for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()}
+PROBE = """
+import os, socket, sys, json, numpy
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.read import configure
+from hvdtrain.train.build import connect
+engine, _ = connect(*configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
+total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
+table = engine.exchange([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist()])
+if engine.rank == 0:
+    print(json.dumps(table))
+engine.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one_host(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the job on 8 ranks of one host, which nothing interrupted."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    with hosts.mpirun("n1:8", [*JOB, *of("mpi"), f"run={run}"]) as job:
+        ended(job, run, ["n1"])
+    return run
+
+
+@pytest.fixture(autouse=True)
+def whole(hosts: Hosts) -> Iterator[None]:
+    """After each test the hosts are connected and empty again, however it ended."""
+    yield
+    hosts.heal("n2")
+    hosts.clear()
+
+
+def of(engine: str) -> list[str]:
+    """The words of an engine; numpy where the engine imports no torch either: 8 ranks start in 2 s instead of 17."""
+    return [f"comm.engine={engine}", f"frame={'numpy' if engine == 'mpi' else 'torch'}"]
+
+
+def ended(job: Job, run: Path, hosts: list[str]) -> None:
+    """The job went to its last step, on these hosts."""
+    result, told = job.wait(), events(run)
+    assert (result.returncode, told[-1]["kind"], told[-1]["step"]) == (0, "end", STEPS), result
+    assert [event["hosts"] for event in told if event["kind"] == "start"][-1] == hosts
+    assert re.search(r"^run folder: ", result.stdout, re.MULTILINE)
+
+
+def same(run: Path, other: Path) -> None:
+    """Final weights and slots, and the loss at every meeting and epoch."""
+    for name in ("weights", "slots"):
+        found, wanted = (load_file(path / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors") for path in (run, other))
+        assert found.keys() == wanted.keys() and wanted
+        for key, array in wanted.items():
+            np.testing.assert_allclose(found[key], array, rtol=1e-12, atol=1e-14, err_msg=key)
+    losses, expected = ({e["step"]: e["loss"] for e in events(path) if e["kind"] == "step"} for path in (run, other))
+    assert losses == pytest.approx(expected, rel=1e-12) and len(losses) >= STEPS / 10
+
+
+def local_ranks(hosts: Hosts) -> dict[str, dict[int, int]]:
+    """{host: {rank: local rank}}, by what each process that runs there was told."""
+    found: dict[str, dict[int, int]] = {}
+    for name in hosts.names:
+        for pid in hosts.pids(name):
+            with suppress(OSError, UserError):
+                pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                place = placement(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
+                if place.launcher != "none":
+                    found.setdefault(name, {})[place.rank] = place.local_rank
+    return found
+
+
+def ranks_left(hosts: Hosts) -> set[int]:
+    """The processes that are left, but for mpirun and its daemons."""
+    found = set()
+    for pid in hosts.pids():
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"{sys.executable}\0".encode()):
+                found.add(pid)
+    return found
+
+
+def gone(left: Callable[[], set[int]], limit_s: float = 25.0) -> float:
+    """Seconds until nothing is left."""
+    since_s = time.monotonic()
+    while pids := left():
+        assert time.monotonic() < since_s + limit_s, f"left after {limit_s:g} s: {pids}"
+        time.sleep(0.1)
+    return time.monotonic() - since_s
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_uneven_hosts(hosts: Hosts, engine: str) -> None:
+    """One rank here, two there: each knows its host, its place among the ranks of that host, and all others."""
+    with hosts.mpirun("n1:1,n2:2", ["-c", PROBE, engine]) as job:
+        result = job.wait()
+    assert result.returncode == 0, result
+    assert json.loads(result.stdout) == [["n1", 0, 1, [111.0]], ["n2", 0, 2, [111.0]], ["n2", 1, 2, [111.0]]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
+    run = tmp_path / "run"
+    with hosts.mpirun("n1:4,n2:4", [*JOB, *of(engine), f"run={run}"], timeout_s=120) as job:
+        wait_for(job, lambda: reached(run))
+        placed = local_ranks(hosts)
+        ended(job, run, ["n1", "n2"])
+    assert placed == {"n1": {0: 0, 1: 1, 2: 2, 3: 3}, "n2": {4: 0, 5: 1, 6: 2, 7: 3}}
+    same(run, one_host)
+    assert not hosts.pids()
+
+
+def test_through_sshd(one_host: Path, tmp_path: Path) -> None:
+    """mpirun starts the ranks of the other host as on any cluster: through ssh."""
+    run = tmp_path / "run"
+    with Hosts(2, ssh=True) as hosts, hosts.mpirun("n1:2,n2:2", [*JOB, *of("mpi"), f"run={run}"]) as job:
+        ended(job, run, ["n1", "n2"])
+    same(run, one_host)
+
+
+def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
+    """On the hosts that PBS names; after a signal, and after the loss of a host, it submits itself again, and ends as if nothing had been.
+
+    PBS itself is not here: its variables are set by hand, and qsub is a program that writes down what it was asked.
+    """
+    run, asked, nodes = tmp_path / "run", tmp_path / "asked", tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n")
+    qsub = tmp_path / "bin" / "qsub"
+    qsub.parent.mkdir()
+    qsub.write_text(f'#!/bin/sh\necho "$RESTARTS $RUN $*" >> {asked}\n')
+    qsub.chmod(0o755)
+    env = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT), "PYTHON": sys.executable, "RESTARTS": "3"}
+    env |= {"QSUB": "-q long", "WORDS": " ".join([*JOB[2:], *of("mpi")]), "RUN": str(run), "PATH": f"{qsub.parent}:{os.environ['PATH']}"}
+    with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
+        wait_for(job, lambda: reached(run) >= 20)
+        (script,) = (pid for pid in hosts.pids("n1") if Path(f"/proc/{pid}/cmdline").read_bytes() == b"bash\0jobs/pbs.sh\0")
+        os.kill(script, signal.SIGUSR2)
+        result = job.wait()
+    assert (result.returncode, events(run)[-1]["kind"]) == (REQUEUE, "stop"), result
+    assert asked.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,WORDS,QSUB jobs/pbs.sh\n"
+    with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env | KEEPALIVE) as job:
+        before = reached(run)
+        wait_for(job, lambda: reached(run) >= before + 20)
+        hosts.cut("n2")
+        result = job.wait()
+    hosts.heal("n2")
+    assert result.returncode == LOST and "the launcher ended with 0, but the job did not: a node was lost" in result.stderr, result
+    nodes.write_text("n1\nn1\n")
+    with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
+        ended(job, run, ["n1"])
+    same(run, one_host)
+    assert len(asked.read_text().splitlines()) == 2 and not hosts.pids()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
+    """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host alone goes on to the same end."""
+    run = tmp_path / "run"
+    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=8"]  # ranks without MPI outlive their daemon until then
+    ranks = 4 if engine == "mpi" else 2  # on each host; torch takes 2 s of a core to start
+    with hosts.mpirun(f"n1:{ranks},n2:{ranks}", words, timeout_s=120, env=KEEPALIVE) as job:
+        wait_for(job, lambda: reached(run) >= 40)
+        hosts.cut("n2")
+        seconds = gone(hosts.pids)
+        result = job.wait()
+    print(f"{engine}: all gone {seconds:.1f} s after the cut, mpirun's exit code {result.returncode}")
+    assert "lost communication with a remote daemon" in result.stderr and re.search(r"Remote daemon.*on node n2", result.stderr)
+    hosts.heal("n2")
+    assert 40 <= newest(run) < STEPS and events(run)[-1]["kind"] not in ("end", "stop")
+    with hosts.mpirun(f"n1:{ranks}", words) as job:
+        ended(job, run, ["n1"])
+    same(run, one_host)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_lost_host_is_reported(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+    """Where mpirun notices nothing, the watch of hvdtrain does: it names host and ranks, and ends the ranks on both sides."""
+    run = tmp_path / "run"
+    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=3"]
+    with hosts.mpirun("n1:2,n2:2", words, timeout_s=60) as job:
+        wait_for(job, lambda: reached(run) >= 40)
+        hosts.cut("n2")
+        seconds = gone(lambda: ranks_left(hosts))
+        hosts.clear()  # mpirun waits for the other host's daemon until TCP gives up, about 15 minutes
+        text = job.wait().stderr
+    print(f"{engine}: all ranks gone {seconds:.1f} s after the cut")
+    assert f"no progress for 3 s (guard.stall_s); the job ends with exit code {STALLED}" in text
+    assert re.search(r"no answer .*its host is down.*:\n +ranks 2-3 on n2\n", text), text
+    assert re.search(r"waiting: ranks 0-1 at step", text)

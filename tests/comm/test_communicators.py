@@ -1,0 +1,176 @@
+"""Every engine keeps the promises of the Engine protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conformance
+import pytest
+import ranks
+from ranks import ENGINES, needs_horovod, needs_mpirun
+
+from hvdtrain import errors
+from hvdtrain.comm.communicator import Single
+
+ENDS_WITHIN_S = 10
+
+# What a rank does in the tests below; the exit code and the words of a UserError are those of the real commands.
+PRELUDE = """
+import os, sys, time
+import numpy as np
+from hvdtrain import errors
+from hvdtrain.config import plugins
+from hvdtrain.comm.placement import NOBODY, placement
+def connect(place):
+    try:
+        return plugins.load("comm", sys.argv[1], "tests").connect(place)
+    except errors.UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(errors.USER)
+"""
+WHO = PRELUDE + "engine = connect(placement(os.environ)); print('rank', engine.rank, 'of', engine.size)"
+ABORT = """
+engine = connect(placement(os.environ))
+engine.allreduce(np.ones(3), "first")
+if engine.rank == 1:
+    time.sleep(0.5)  # rank 0 is inside its allreduce
+    print("aborted at", time.time(), end="")  # without a newline: abort flushes it
+    engine.abort(7)
+engine.allreduce(np.ones(3), "second")
+print("a rank went on")
+"""
+# Without the launcher's word: local rank and local size are the library's.
+WAIT = """
+engine = connect(NOBODY)
+engine.allreduce(np.ones(3), "first")
+print(f"rank {engine.rank} of {engine.size}, local size {engine.local_size}, waits", flush=True)
+if engine.rank == 0:
+    engine.allreduce(np.ones(3), "second")
+time.sleep(60)
+"""
+
+
+@functools.cache
+def conformance_of(engine: str, size: int) -> dict[str, str]:
+    """{check: "" or its failure}; MPI starts once for all checks, and not at all for one rank, which no launcher starts."""
+    if engine == "single":
+        return conformance.failures(Single())
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        argv = ["tests/support/conformance.py", engine, str(out)]
+        result = ranks.mpirun(size, argv, timeout_s=120) if size > 1 else ranks.python(argv, timeout_s=120)
+        if result.returncode or not out.exists():
+            why = f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
+            return dict.fromkeys(conformance.checks_of(engine), why)
+        return dict(json.loads(out.read_text()))
+
+
+def pairs() -> list[Any]:
+    """Every check of every engine at every size, an id for each."""
+    marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod], "torchdist": [needs_mpirun]}
+    sizes = [("single", 1), *((engine, size) for engine in ("mpi", "horovod", "torchdist") for size in (1, 2, 4))]
+    return [
+        pytest.param(engine, size, check, id=f"{engine}-x{size}-{check}", marks=[*marks[engine], *([pytest.mark.ranks4] * (size == 4))])
+        for engine, size in sizes
+        for check in conformance.checks_of(engine)
+    ]
+
+
+@pytest.mark.parametrize(("engine", "size", "check"), pairs())
+def test_conformance(engine: str, size: int, check: str) -> None:
+    assert conformance_of(engine, size)[check] == ""
+
+
+class Idle(Single):
+    """An engine of two ranks whose collectives do nothing."""
+
+    name = "idle"
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = rank, 2, rank, 2
+
+
+@functools.cache
+def idle_failures() -> dict[str, list[str]]:
+    by_rank = [conformance.failures(Idle(rank)) for rank in range(2)]
+    return {check: [found[check] for found in by_rank if found[check]] for check in by_rank[0]}
+
+
+@pytest.mark.parametrize("check", conformance.checks_of("idle"))
+def test_every_check_fails_on_an_engine_that_does_nothing(check: str) -> None:
+    assert idle_failures()[check]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_sees_itself_only_is_not_run_four_times(engine: str) -> None:
+    """The variables say 4 processes, but this one was started alone, as with an MPI library that is not the launcher's."""
+    told = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    result = ranks.python(["-c", WHO, engine], env=told)
+    assert result.returncode == errors.USER
+    assert f"Open MPI's mpirun started 4 processes, but the {engine} engine sees only itself (size 1)" in result.stderr
+    assert f"where: comm.engine={engine}; {'mpi4py' if engine == 'mpi' else 'Horovod'} uses Open MPI v" in result.stderr
+    assert f"fix: {'use the mpirun of that library' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}" in result.stderr
+    assert "rank" not in result.stdout
+
+
+@needs_mpirun
+@needs_horovod
+def test_horovod_that_runs_on_gloo_under_mpirun_is_refused() -> None:
+    result = ranks.mpirun(2, ["-c", WHO, "horovod"], env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    assert result.returncode == errors.USER
+    assert "started 2 processes, but the horovod engine sees only itself (size 1)" in result.stderr
+    assert "Horovod uses Gloo, not MPI" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ["mpi", "horovod"])
+def test_a_library_that_is_not_installed_is_named(engine: str, tmp_path: Path) -> None:
+    package = "mpi4py" if engine == "mpi" else "horovod"
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package} here')")
+    result = ranks.python(["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WHO}", engine])
+    assert result.returncode == errors.USER
+    assert f"no {package} here" in result.stderr
+    assert f"fix: {'pip install mpi4py' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_abort_ends_every_rank(engine: str) -> None:
+    result = ranks.mpirun(2, ["-c", PRELUDE + ABORT, engine])
+    seconds = time.time() - float(result.stdout.split()[2])
+    assert result.returncode == 7
+    assert "a rank went on" not in result.stdout
+    assert seconds < ENDS_WITHIN_S
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_rank_ends_every_rank(engine: str) -> None:
+    with ranks.Job(2, ["-c", PRELUDE + WAIT, engine]) as job:
+        until(lambda: job.output().count("of 2, local size 2, waits") == 2, 30)
+        os.kill(job.pids()[1], signal.SIGKILL)
+        seconds = until(lambda: not job.processes(), ENDS_WITHIN_S)
+        assert job.wait().returncode != 0
+    assert seconds < ENDS_WITHIN_S
+
+
+def test_abort_of_a_single_process() -> None:
+    program = (
+        "from hvdtrain.comm.communicator import Single\nprint('last words', end='')\ntry: Single().abort(7)\nfinally: print('went on')"
+    )
+    result = ranks.python(["-c", program])
+    assert (result.returncode, result.stdout) == (7, "last words")
+
+
+def until(done: Callable[[], bool], limit_s: float) -> float:
+    """Seconds until done()."""
+    start = time.monotonic()
+    while not done():
+        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - start

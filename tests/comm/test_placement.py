@@ -1,0 +1,216 @@
+"""One launcher's variables, whole, or a message that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.comm.communicator import Single, connect
+from hvdtrain.comm.placement import LAUNCHERS, NOBODY, Binding, Placement, confirm, library_name, placement, suits
+from hvdtrain.errors import UserError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "1"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "n1"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "5",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+}
+SRUN = {
+    **BATCH,
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, NOBODY),
+        ({"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_btl": "self", "PMIX_MCA_mca_base_component_show_load_errors": "1"}, NOBODY),
+        (OPEN_MPI, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
+        (HOROVODRUN, Placement(3, 8, 1, 2, "horovodrun")),
+        (HYDRA, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
+        (TORCHRUN, Placement(3, 8, 1, 2, "torchrun")),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, NOBODY),  # anyone may call a variable of his own RANK
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NOBODY),
+        ({**TORCHRUN, **SRUN, "SLURM_PROCID": "1"}, Placement(3, 8, 1, 2, "torchrun")),  # srun starts a torchrun on each node
+        ({**OPEN_MPI, **TORCHRUN}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # a wrapper that translates
+        ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "8"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
+        ({**SRUN, "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}, Placement(3, 5, 1, 2, "srun")),
+        (SRUN, Placement(3, 5, 1, 2, "srun")),
+        ({**SRUN, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, Placement(4, 5, 0, 1, "srun")),
+        (BATCH, NOBODY),
+        ({**BATCH, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "1"}, NOBODY),
+        ({**OPEN_MPI, **HOROVODRUN}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
+        ({**OPEN_MPI, **SRUN, "SLURM_PROCID": "0"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
+        ({**OPEN_MPI, **SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
+        ({**HYDRA, **BATCH}, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
+        ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "5", "PMI_FD": "9"}, Placement(3, 5, 1, 2, "srun")),  # srun --mpi=pmi2
+    ],
+)
+def test_placement(environ: dict[str, str], expected: Placement) -> None:
+    assert placement(environ) == expected
+
+
+def without(environ: dict[str, str], key: str) -> dict[str, str]:
+    return {k: v for k, v in environ.items() if k != key}
+
+
+def test_a_pod_that_tells_no_local_rank_is_told_what_to_set() -> None:
+    """Kubernetes' PyTorchJob: RANK and WORLD_SIZE of each pod."""
+    with pytest.raises(UserError) as caught:
+        placement({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"})
+    what, where, fix = str(caught.value).splitlines()
+    assert what == "torchrun set some of its variables, but not LOCAL_RANK, LOCAL_WORLD_SIZE" and where == "  where: the environment"
+    assert fix.startswith(
+        "  fix: torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one"
+    )
+    with pytest.raises(UserError, match="but not LOCAL_WORLD_SIZE"):
+        placement(without(TORCHRUN, "LOCAL_WORLD_SIZE"))
+
+
+RECORDED = sorted((Path(__file__).parents[1] / "support" / "launchers").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=[path.stem for path in RECORDED])
+def test_a_recorded_launcher(path: Path) -> None:
+    """Real environments (record_launcher.py): the placements are those that the processes and their hosts allow, and no others."""
+    recorded = json.loads(path.read_text())
+    processes = recorded["processes"]
+    hosts = [process["host"] for process in processes]
+    for process in processes:
+        place = placement({**recorded["environ"], **process["environ"]})
+        assert [place.rank, place.size, place.local_rank, place.local_size] == process["place"]
+        assert place.launcher == recorded["launcher"]
+        assert (place.size, place.local_size) == (len(processes), hosts.count(process["host"]))
+    assert [process["place"][0] for process in processes] == list(range(len(processes)))
+    for host in set(hosts):
+        assert sorted(p["place"][2] for p in processes if p["host"] == host) == list(range(hosts.count(host)))
+
+
+def test_the_launchers_that_were_recorded() -> None:
+    assert {path.stem for path in RECORDED} >= {
+        *("openmpi4", "openmpi5", "openmpi5-by-node", "mpich4", "mpich5", "intelmpi", "torchrun", "horovodrun"),
+        *("srun-none", "srun-pmi2", "srun-pmix", "srun-cyclic", "srun-torchrun"),
+        *("sbatch-batch", "sbatch-mpirun", "sbatch-mpich5", "sbatch-intelmpi"),
+    }
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HOROVODRUN, HYDRA], ids=["mpirun", "horovodrun", "mpiexec"])
+def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
+    variables = next(launcher.variables for launcher in LAUNCHERS if launcher.rank in environ)
+    assert set(variables) <= set(environ)
+    for key in variables:
+        with pytest.raises(UserError, match=f"set some of its variables, but not {key}"):
+            placement(without(environ, key))
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (without(SRUN, "SLURM_LOCALID"), "srun set some of its variables, but not SLURM_LOCALID"),
+        (without(SRUN, "SLURM_NODEID"), "but not SLURM_NODEID"),
+        (without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "but not SLURM_STEP_TASKS_PER_NODE"),
+        ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "1"}, "Hydra's mpiexec set some of its variables, but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole number"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "8"}, "rank 8 of 8, .* cannot be"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "rank -1 of 8, .* cannot be"),
+        ({**HYDRA, "MPI_LOCALRANKID": "2"}, "local rank 2 of 2, cannot be\n.*Hydra's mpiexec"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "9"}, "local rank 1 of 9, cannot be"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(2),1"}, r"SLURM_STEP_TASKS_PER_NODE='2\(2\),1' is not like 2\(x2\),1"),
+        ({**SRUN, "SLURM_NODEID": "3"}, "SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE tells of 3 nodes"),
+        ({**OPEN_MPI, **HYDRA, "PMI_SIZE": "4"}, "Open MPI's mpirun says rank 3 of 8, but Hydra's mpiexec says rank 3 of 4"),
+        ({**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "4"}, "Open MPI's mpirun says rank 3 of 8, but torchrun says rank 3 of 4"),
+        ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, "torchrun set some of its variables, but not LOCAL_RANK, LOCAL_WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a whole number"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2, cannot be\n.*torchrun"),
+        ({**OPEN_MPI, **HOROVODRUN, "HOROVOD_RANK": "2"}, "Open MPI's mpirun says rank 3 of 8, but horovodrun says rank 2 of 8"),
+    ],
+)
+def test_nonsense_is_refused(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        placement(environ)
+
+
+MPICH, OPEN = Binding("mpi", "mpi4py uses MPICH Version: 5.0.2", "mend it"), Binding("mpi", "mpi4py uses Open MPI v5.0.11", "mend it")
+
+
+def test_an_engine_alone_under_a_launcher_is_refused() -> None:
+    with pytest.raises(UserError) as caught:
+        confirm(placement(OPEN_MPI), MPICH, size=1)
+    assert str(caught.value).splitlines() == [
+        "Open MPI's mpirun started 8 processes, but the mpi engine sees only itself (size 1)",
+        "  where: comm.engine=mpi; mpi4py uses MPICH Version: 5.0.2; the launcher is Open MPI's mpirun",
+        "  fix: mend it",
+    ]
+
+
+def test_srun_without_an_mpi_plugin_is_told_which() -> None:
+    with pytest.raises(
+        UserError, match=r"srun started 5 processes, .*\n.*\n  fix: srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 .*; or mend it"
+    ):
+        confirm(placement(SRUN), OPEN, size=1)
+
+
+def test_horovodrun_starts_horovod_only() -> None:
+    with pytest.raises(UserError, match=r"horovodrun started 8 processes, .*\n.*\n  fix: comm.engine=horovod; or mend it"):
+        confirm(placement(HOROVODRUN), OPEN, size=1)
+
+
+def test_torchrun_starts_torch_only() -> None:
+    with pytest.raises(UserError, match=r"torchrun started 8 processes, .*\n.*\n  fix: comm.engine=torchdist; or mend it"):
+        confirm(placement(TORCHRUN), OPEN, size=1)
+
+
+def test_a_library_is_named_in_few_words() -> None:
+    assert library_name("Open MPI v5.0.11, package: Open MPI user@localhost, ident: 5.0.11\0") == "Open MPI v5.0.11"
+    assert library_name("MPICH Version:      5.0.2\nMPICH Release date: ...") == "MPICH Version: 5.0.2"
+
+
+def test_other_sizes() -> None:
+    confirm(placement(OPEN_MPI), OPEN, size=8)
+    confirm(NOBODY, OPEN, size=1)
+    confirm(NOBODY, OPEN, size=4)  # a launcher that we do not know: the library is believed
+    with pytest.raises(UserError, match="started 8 processes, but the mpi engine sees 2"):
+        confirm(placement(OPEN_MPI), OPEN, size=2)
+
+
+def test_a_library_of_another_launcher_is_refused_before_it_starts() -> None:
+    for environ, good, bad in ((OPEN_MPI, OPEN, MPICH), (HYDRA, MPICH, OPEN)):
+        suits(placement(environ), good)
+        with pytest.raises(UserError, match=r"started 8 processes, but the mpi engine uses another MPI library\n.*mpi4py uses"):
+            suits(placement(environ), bad)
+    for place in (placement(SRUN), placement(HOROVODRUN), placement(TORCHRUN), NOBODY):
+        suits(place, OPEN)
+        suits(place, MPICH)
+
+
+def test_the_single_engine_is_not_run_many_times() -> None:
+    assert isinstance(connect(NOBODY), Single)
+    with pytest.raises(UserError, match="Open MPI's mpirun started 8 processes, but the single engine is for one"):
+        connect(placement(OPEN_MPI))
+
+
+@pytest.mark.parametrize("sign", ["PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"])
+def test_an_unknown_launcher_is_refused(sign: str) -> None:
+    """prterun, for one: N processes would each train alone."""
+    with pytest.raises(UserError, match=f"a launcher that is not known here started this process: it set {sign}"):
+        placement({sign: "1"})
+    assert placement({**OPEN_MPI, sign: "3"}).launcher == "Open MPI's mpirun"

@@ -1,0 +1,330 @@
+"""The torchdist engine without MPI: where ranks meet, started by hand and by torchrun, and how they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Job, mpirun, needs_mpirun, python
+
+from hvdtrain import errors
+from hvdtrain.cli.launch.by_hand import Nodes, take
+from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.placement import NOBODY, Placement
+from hvdtrain.comm.rendezvous import (
+    LOOPBACK,
+    PORTS,
+    Meeting,
+    address_among,
+    address_here,
+    host_to_call,
+    hosts_of,
+    interface_of,
+    listen,
+    meeting,
+    own_address,
+    split_address,
+)
+from hvdtrain.comm.select_engine import Found, choose
+from hvdtrain.config.read import configure
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
+
+DATA = ["data.name=synthetic", "data.shape=[8,8,3]", "data.samples=96", "data.val_samples=30"]
+DATA += ["model.name=mlp", "batch.size=16", "speed.precision=fp64"]
+TORCHRUN = Placement(1, 4, 1, 2, "torchrun")
+SRUN = Placement(1, 4, 1, 2, "srun")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],gpu3", ["n08", "n09", "n10", "n12", "gpu3"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+        ("", []),
+    ],
+)
+def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
+    assert hosts_of(nodes) == hosts
+
+
+def test_where_torchrun_srun_and_the_user_say() -> None:
+    told = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
+    assert meeting(TORCHRUN, told, None) == Meeting("n1", 29500, hosted=True, job="hvdtrain/7/0")
+    assert meeting(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Meeting("n1", 29500, job="hvdtrain/7/0")
+    slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
+    met = meeting(SRUN, slurm, None)
+    assert met is not None and (met.host, met.peer, met.job) == ("n1", "n2", "hvdtrain/12/0/0") and met.port in PORTS
+    ports = {m.port for step in range(20) if (m := meeting(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
+    assert len(ports) > 17, "steps of one job meet at different ports"
+    assert meeting(SRUN, slurm, "n1:4000") == Meeting("n1", 4000, "n2")
+    assert meeting(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "environ", "address", "words"),
+    [
+        (TORCHRUN, {"MASTER_ADDR": "n1"}, None, ["torchrun did not set MASTER_PORT", "comm.address=HOST:PORT"]),
+        (SRUN, {}, None, ["srun did not set SLURM_STEP_NODELIST"]),
+        (Placement(0, 2, 0, 2, "horovodrun"), {}, None, ["horovodrun tells its processes nothing", "comm.engine=horovod"]),
+        (TORCHRUN, {}, "n1", ["'n1' is not HOST:PORT", "comm.address=n1:29500"]),
+        (TORCHRUN, {}, "n1:70000", ["'n1:70000' is not HOST:PORT"]),
+    ],
+)
+def test_no_place_to_meet(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        meeting(place, environ, address)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_addresses() -> None:
+    assert split_address("[fe80::1]:29500") == ("fe80::1", 29500)
+    assert own_address(LOOPBACK) == LOOPBACK and own_address("no-such-host.invalid") is None
+    assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.9") is None
+    assert address_among(["a", "a"], "a") == LOOPBACK
+    with pytest.raises(UserError, match=r"a does not find the network to no-such-host.invalid: its name has no address"):
+        address_among(["a", "no-such-host.invalid"], "a")
+
+
+def test_rank_0_listens_on_one_address_only() -> None:
+    with listen(Meeting(LOOPBACK, 0), one_host=True) as listener:
+        host, port = listener.getsockname()
+        assert host == LOOPBACK
+        with pytest.raises(UserError, match="the ranks cannot meet there: Address already in use"):
+            listen(Meeting(LOOPBACK, port), one_host=True)
+    with pytest.raises(UserError, match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it"):
+        listen(Meeting(LOOPBACK, 0), one_host=False)
+
+
+def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
+    routes = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}  # from n1 to there: by which of its own addresses
+    monkeypatch.setattr("hvdtrain.comm.rendezvous.own_address", routes.get)
+    by_name, alone = Meeting("n1", 4000, "n2"), Meeting("n1", 4000)
+    assert address_here(by_name, False) == "10.0.0.1" and host_to_call(by_name, False) == "10.0.0.1"
+    assert address_here(by_name, True) == LOOPBACK and host_to_call(by_name, True) == "n1"
+    assert address_here(Meeting("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
+    assert address_here(alone, False) is None and host_to_call(alone, False) == "n1"
+    assert host_to_call(alone._replace(hosted=True), False) == "n1"
+    with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
+        listen(alone, one_host=False)
+
+
+BOARD = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from hvdtrain.comm.side_channel.store import Board
+rank, port, late = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "late"
+limit = timedelta(seconds=30)
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit)
+board = Board(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
+if rank and late:
+    time.sleep(60)
+board.close(2.0)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("both", 0), ("late", errors.LOST)])
+def test_ranks_leave_a_board_together(how: str, code: int) -> None:
+    """Rank 0, which keeps the store, does not wait for ever; who has not closed by then does not end as if all were well."""
+    port = str(free_port())
+    with Job(0, ["-c", BOARD, "0", port, how]) as keeper, Job(0, ["-c", BOARD, "1", port, how]) as other:
+        kept, left = keeper.wait(), other.wait()
+    assert left.returncode == code and left.seconds < 30, left
+    assert ("the connection to rank 0 broke" in left.stderr) == (how == "late"), left
+    if how == "both":
+        assert (kept.returncode, kept.stderr, left.stderr) == (0, "", ""), (kept, left)
+
+
+def test_two_ranks_on_one_gpu_are_refused_where_nccl_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here: what the others are, and this one's card, are said by the test."""
+
+    class OfTwo(Single):
+        name, size = "torchdist", 2
+        cards = ("a", "b")
+
+        def exchange(self, thing: Any) -> list[Any]:
+            return [(thing[0], card, thing[2]) for card in self.cards]
+
+    origins = configure(None, [])[1]
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr("hvdtrain.comm.torchdist.has_nccl", lambda: True)
+    engine, card = OfTwo(), torch.device("cuda", 0)
+    check_shared(card, engine, origins)
+    engine.cards = ("a", "a")
+    with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):
+        check_shared(card, engine, origins)
+    engine.name = "mpi"
+    check_shared(card, engine, origins)
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    assert shared_gpu([("n1", "a"), ("n1", "b"), ("n2", "a"), ("n2", None), ("n2", None)]) == ""
+    assert shared_gpu([("n1", "a"), ("n1", "b"), ("n1", "a")]) == "ranks 0, 2 on n1 train on one GPU"
+
+
+def test_what_auto_means() -> None:
+    def chosen(
+        launcher: str, *, horovod: bool, horovod_nccl: bool = False, nccl: bool = False, environ: tuple[str, ...] = ()
+    ) -> tuple[str, str]:
+        place = NOBODY if launcher == "none" else Placement(0, 2, 0, 2, launcher)
+        return choose(place, dict.fromkeys(environ, "0"), Found(lambda: horovod, lambda: horovod_nccl, lambda: nccl))
+
+    mpirun = "Open MPI's mpirun"
+    assert chosen("none", horovod=True) == ("single", "no launcher")
+    assert chosen(mpirun, horovod=True) == ("horovod", f"started by {mpirun}, Horovod is installed")
+    assert chosen(mpirun, horovod=True, horovod_nccl=True, nccl=True)[0] == "horovod"
+    assert chosen(mpirun, horovod=True, nccl=True) == (
+        "torchdist",
+        f"started by {mpirun}, there are GPUs, and Horovod was built without NCCL (python -m hvdtrain.cli.horovod --nccl builds it)",
+    )
+    assert chosen(mpirun, horovod=False, nccl=True)[0] == "torchdist"
+    assert chosen(mpirun, horovod=False)[0] == "mpi"
+    assert chosen("torchrun", horovod=True)[0] == "torchdist"
+    assert chosen("srun", horovod=True)[0] == "torchdist"
+    assert chosen("srun", horovod=True, environ=("PMIX_RANK",))[0] == "horovod"
+    assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
+
+
+def test_nodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, words = take(["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"])
+    assert (nodes, words) == (Nodes(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
+    first, second = nodes.environments("n1:29500")
+    assert first == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "29500",
+    }
+    assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert take([])[0].ranks == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert take([])[0].ranks == 1
+    for wrong in (["--num-nodes", "x"], ["--num-gpus"], ["--num-nodes", "2", "--node-id", "2"], ["--num-gpus=0"]):
+        with pytest.raises(UserError):
+            take(wrong)
+
+
+def test_two_nodes_need_an_address() -> None:
+    result = python(["-m", "hvdtrain", "--num-nodes", "2", "--node-id", "0", "--num-gpus", "1"])
+    assert result.returncode == errors.USER
+    assert "2 nodes need a place to meet" in result.stderr and "comm.address=n1:29500" in result.stderr
+
+
+def test_by_hand_and_by_torchrun_train_what_one_process_does(tmp_path: Path) -> None:
+    words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]
+    by_hand = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'hand'}"]
+    by_torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", LOOPBACK, "--master-port", str(free_port())]
+    by_torchrun += ["-m", "hvdtrain", *words, "comm.reduce=ddp", f"run={tmp_path / 'torchrun'}"]
+    losses = {}
+    for name, argv in {"one": ["-m", "hvdtrain", *words, f"run={tmp_path / 'one'}"], "hand": by_hand, "torchrun": by_torchrun}.items():
+        result = python(argv, timeout_s=120)
+        assert result.returncode == errors.DONE, result.stderr
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        losses[name] = [event["loss"] for event in events if event["kind"] == "step"]
+        ranks = next(event["ranks"] for event in events if event["kind"] == "start")
+        assert ranks == (1 if name == "one" else 2)
+    assert losses["one"] and losses["hand"] == pytest.approx(losses["one"], rel=1e-12)
+    assert losses["torchrun"] == pytest.approx(losses["one"], rel=1e-12)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+LONG = ["-m", "hvdtrain", "--num-gpus", "2", *DATA, "epochs=100000", "log.every_steps=5", "guard.stall_s=3"]
+
+
+KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends first
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("number", "whom", "codes"),
+    [
+        (signal.SIGUSR2, "launcher", (errors.REQUEUE,)),
+        (signal.SIGKILL, 1, KILLED),
+        (signal.SIGKILL, 0, KILLED),
+        (signal.SIGKILL, "launcher", ()),
+        (signal.SIGSTOP, 1, (errors.STALLED,)),
+    ],
+)
+def test_ranks_started_by_hand_end_together(tmp_path: Path, number: signal.Signals, whom: int | str, codes: tuple[int, ...]) -> None:
+    with Job(0, [*LONG, f"run={tmp_path / 'run'}"], timeout_s=90) as job:
+        wait_for(lambda: (tmp_path / "run" / "checkpoints").exists() and len(job.pids()) == 2, 60)
+        pids = job.pids()
+        parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        began = time.monotonic()
+        os.kill(parent if whom == "launcher" else pids[int(whom)], number)
+        result = job.wait()
+        wait_for(lambda: not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()], 5)
+    assert time.monotonic() - began < 30, result
+    assert not codes or result.returncode in codes, result
+    if errors.STALLED in codes:
+        assert "no answer" in result.stderr and f"rank 1 on {socket.gethostname()}" in result.stderr, result.stderr
+    if (number, whom) == (signal.SIGKILL, 1):
+        assert "the connection to another rank broke" in result.stderr, result.stderr
+
+
+def wait_for(done: object, limit_s: float) -> None:
+    start = time.monotonic()
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
+        time.sleep(0.05)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    told = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port()),
+    }
+    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told)
+    assert result.returncode == errors.USER
+    assert "rank 1 did not come within 1 s" in result.stderr, result.stderr
+    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told | {"RANK": "1", "LOCAL_RANK": "1"})
+    assert result.returncode == errors.USER
+    assert "nobody answers where the ranks meet within 1 s" in result.stderr, result.stderr
+
+
+def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
+    words = [*DATA, "model.name=faulty:Faulty", "comm.reduce=ddp", "epochs=1"]
+    result = python(
+        ["-m", "hvdtrain", "--num-gpus", "2", *words],
+        env={"PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path(__file__).parents[1] / "support")])},
+    )
+    assert result.returncode == errors.USER, result
+    assert "no loss reaches" in result.stderr and "comm.reduce=auto" in result.stderr
+
+
+@needs_mpirun
+def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
+    """MPI runs by then, and would keep the others waiting."""
+    wrong = 'if [ "$OMPI_COMM_WORLD_RANK" = 1 ]; then export GLOO_SOCKET_IFNAME=nosuch0; fi; exec "$@"'
+    words = ["sh", "-c", wrong, "sh", sys.executable, "-m", "hvdtrain", *DATA, "comm.engine=torchdist", f"run={tmp_path / 'run'}"]
+    result = mpirun(2, ["-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words])
+    assert result.returncode == errors.USER and "Traceback" not in result.stderr, result
+    assert "there is no such network interface\n  where: GLOO_SOCKET_IFNAME=nosuch0, rank 1 on " in result.stderr, result
+    assert result.seconds < 30

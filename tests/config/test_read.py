@@ -1,0 +1,192 @@
+"""YAML and key=value: what is read, and what each mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import schema
+from hvdtrain.config.limits import LIMITS
+from hvdtrain.config.read import configure, known_keys, to_yaml
+from hvdtrain.errors import UserError
+
+
+def read(*words: str, text: str = "", tmp: Path | None = None) -> schema.Config:
+    path = None
+    if tmp is not None:
+        path = tmp / "x.yaml"
+        path.write_text(text)
+    return configure(str(path) if path else None, words)[0]
+
+
+def error(*words: str, text: str = "", tmp: Path | None = None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read(*words, text=text, tmp=tmp)
+    return caught.value
+
+
+def test_defaults_are_the_schema() -> None:
+    assert read() == schema.Config()
+
+
+def test_words_win_over_the_file_and_the_last_word_wins(tmp_path: Path) -> None:
+    text = "epochs: 3\nbatch:\n  size: 12\noptim: {base_lr: 1e-3}\n"
+    c = read("batch.size=13", "--batch.size=14", text=text, tmp=tmp_path)
+    assert (c.epochs, c.batch.size, c.optim.base_lr) == (3, 14, 0.001)
+
+
+def test_unknown_keys_of_open_sections_are_options() -> None:
+    c = read("model.widths=[1,2,3,4]", "data.samples=100")
+    assert c.model.options == {"widths": [1, 2, 3, 4]}
+    assert c.data.options == {"samples": 100}
+
+
+def test_the_printed_configuration_reads_back_equal(tmp_path: Path) -> None:
+    c = read("model.name=mlp", "model.widths=[3]", "stop.target_accuracy=0.85", "data.root=/a b/c", "seed=9223372036854775807")
+    assert read(text=to_yaml(c), tmp=tmp_path) == c
+
+
+def test_keys_may_be_dotted_and_sections_empty(tmp_path: Path) -> None:
+    c = read(text="stop.target_accuracy: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n", tmp=tmp_path)
+    assert (c.stop.target_accuracy, c.batch.micro, c.model.options) == (0.9, 3, {"widths": [3]})
+
+
+@pytest.mark.parametrize("text", ["no", "007", "1e3", "null and void", "~/x", "a: b"])
+def test_a_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
+    assert read(f"run={text}").run == text
+    if ":" not in text:
+        assert read(text=f"run: {text}", tmp=tmp_path).run == text
+
+
+def test_null_and_nothing_leave_out() -> None:
+    assert read("run=null", "stop.target_accuracy=", "batch.micro=null") == schema.Config()
+
+
+def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> None:
+    former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
+    (tmp_path / "config.yaml").write_text(to_yaml(former))
+    now, origins = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
+    assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
+    assert (now.run, now.resume) == (None, str(tmp_path))
+    assert origins["optim.base_lr"].startswith(f"{tmp_path}/config.yaml:")
+    with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere/config\.yaml"):
+        configure(None, ["resume=nowhere"])
+
+
+def test_origins_name_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
+    _, origins = configure(str(path), ["seed=2"])
+    assert origins.where("batch.size") == f"batch.size, {path}:5"
+    assert origins.where("seed") == "seed, command line"
+    assert origins.where("run") == "run, default"
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "fix"),
+    [
+        ("bach.size=3", "no such key: bach.size", "did you mean batch.size?"),
+        ("size=3", "no such key: size", "did you mean batch.size?"),
+        ("epoch=3", "no such key: epoch", "did you mean epochs?"),
+        ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
+        ("zzz=3", "no such key: zzz", "known: frame, run"),
+        ("model=3", "no such key: model", "model is a section: write model.<key>=value"),
+        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes int"),
+        ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes int"),
+        ("epochs=[1]", "wrong value for epochs", "epochs takes int"),
+        ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes float"),
+        ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
+        ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes int, or null"),
+        ("stop.target_accuracy=85", "stop.target_accuracy is 85.0", "give 0 to 1"),
+        ("optim.base_lr=nan", "optim.base_lr is nan", "give 0 or more"),
+        ("batch.size=0", "batch.size is 0", "give 1 or more"),
+        ("seed=-1", "seed is -1", "give 0 or more"),
+        ("--fast", "cannot read the word '--fast'", "write key=value"),
+        ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
+        ("model..x=3", "no such key: model..x", "did you mean"),
+        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes int"),
+    ],
+)
+def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
+    e = error(word)
+    assert what in e.what
+    assert "command line" in e.where
+    assert fix in e.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line", "fix"),
+    [
+        ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
+        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes int"),
+        ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
+        ("epochs: [\n", "not YAML", 2, "mend that line"),
+        ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "mend that line"),
+        ("epochs: 3\nepochs: 4\n", "epochs is given twice, in lines 1 and 2", 2, "keep one of them"),
+        ("batch.size: 3\nbatch:\n  size: 4\n", "batch.size is given twice, in lines 1 and 3", 3, "keep one of them"),
+        ("model: &x\n  b: *x\n", "not YAML: model.b holds itself", 2, "mend that line"),
+        ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "mend the ${...}"),
+        ("run: runs/${nothing}\n", "cannot resolve a value", 1, "mend the ${...}"),
+        (
+            "seed: 2\nrun: !!python/object/apply:os.system ['echo hacked']",
+            "cannot read the value of run: could not determine",
+            2,
+            "mend that",
+        ),
+        ("seed: 2\nmodel:\n  widths: &x [*x]\n", "cannot read the value of model.widths: YAML recursive aliases", 3, "mend that line"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, what: str, line: int, fix: str) -> None:
+    e = error(text=text, tmp=tmp_path)
+    assert what in e.what
+    assert f"x.yaml:{line}" in e.where
+    assert fix in e.fix
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere\.yaml"):
+        configure("nowhere.yaml", [])
+
+
+def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
+    from hvdtrain.config import help
+
+    assert set(LIMITS) <= set(known_keys())
+    page = help.help_text(None)
+    for key in known_keys():
+        assert f"  {key}=" in page, f"{key} has no text under it in config.py"
+
+
+def test_a_mapping_where_a_list_belongs_is_told() -> None:
+    told = error("recipe.chain={kind: cosine}")
+    assert told.what.startswith("wrong value for recipe.chain")
+    assert told.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
+
+
+def test_sections_are_those_of_config() -> None:
+    built = schema.Config()
+    assert {name: type(getattr(built, name)) for name in schema.SECTIONS} == schema.SECTIONS
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
+    from hvdtrain.config.plugins import check_names
+
+    check_names(*configure(str(path), []))
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
+
+
+def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model:\n  name: torch.hub:load\n  repo_or_dir: stranger/evil\n")
+    with pytest.raises(UserError) as caught:
+        configure(None, [f"resume={tmp_path}"])
+    assert str(caught.value).splitlines() == [
+        "model.name=torch.hub:load imports code, and only the run folder names it",
+        f"  where: {tmp_path}/config.yaml:2",
+        "  fix: if you trust it, say so: model.name=torch.hub:load",
+    ]
+    assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"])[0].model.name == "mine:Net"
+    (tmp_path / "config.yaml").write_text("optim:\n  name: torch.optim.RMSprop\n")
+    assert configure(None, [f"resume={tmp_path}"])[0].optim.name == "torch.optim.RMSprop"

@@ -1,0 +1,241 @@
+"""Augmentation: what it does by hand, the laws of its draws, whose they are, one result on every frame, and the loss of a mixture."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import AugmentConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.progress import Hyper
+from hvdtrain.core.torchvision import torchvision
+from hvdtrain.data.images import augment
+from hvdtrain.data.images.augment import Drawn
+from hvdtrain.data.images.resize import resized
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Task
+from hvdtrain.frameworks.torch import augment as torch_augment
+from hvdtrain.train.build import build_learner
+
+ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)
+BOXES = AugmentConfig(resized_crop=0.1, flip=True, cutout=5)
+SHAPES = [(32, 32, 3), (28, 20, 1), (9, 13, 4)]
+PICTURE = np.arange(1, 17, dtype=np.uint8).reshape(1, 4, 4, 1)  # 1 2 3 4 / 5 6 7 8 / 9 10 11 12 / 13 14 15 16
+
+
+def drawn(config: AugmentConfig, n: int, shape: tuple[int, int, int] = (32, 32, 3), seed: int = 1, epoch: int = 3) -> Drawn:
+    return augment.draw(config, seed, np.full(n, epoch), np.arange(n), shape)
+
+
+def images(n: int, shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
+
+
+def taken(d: Drawn, rows: np.ndarray | slice) -> Drawn:
+    return Drawn(*(None if part is None else part[rows] for part in d))
+
+
+def table(x: np.ndarray) -> list[list[int]]:
+    result: list[list[int]] = x[0, :, :, 0].tolist()
+    return result
+
+
+def test_each_change_by_hand() -> None:
+    moved = augment.apply(PICTURE, Drawn(shift=np.array([[1, -1]])))
+    assert table(moved) == [[0, 5, 6, 7], [0, 9, 10, 11], [0, 13, 14, 15], [0, 0, 0, 0]]
+    turned = augment.apply(PICTURE, Drawn(mirrored=np.array([True])))
+    assert table(turned) == [[4, 3, 2, 1], [8, 7, 6, 5], [12, 11, 10, 9], [16, 15, 14, 13]]
+    blackened = augment.apply(PICTURE, Drawn(square=np.array([[0, 1, 2, 4]])))
+    assert table(blackened) == [[1, 2, 0, 0], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    both = Drawn(shift=np.array([[1, -1]]), mirrored=np.array([True]), square=np.array([[0, 2, 0, 1]]))  # in this order
+    assert table(augment.apply(PICTURE, both)) == [[0, 6, 5, 0], [0, 10, 9, 0], [15, 14, 13, 0], [0, 0, 0, 0]]
+    assert table(PICTURE) == np.arange(1, 17).reshape(4, 4).tolist(), "nothing is changed in place"
+
+
+def test_a_box_by_hand() -> None:
+    """Two pixels over four points lie at -1/4, 1/4, 3/4, 5/4, and end at the box, not at the image."""
+    x = np.array([[0, 100, 250, 7], [80, 180, 9, 9], [5, 5, 5, 5], [5, 5, 5, 5]], np.uint8).reshape(1, 4, 4, 1)
+    assert table(resized(x, np.array([[0, 0, 2, 2]]))) == [[0, 25, 75, 100], [20, 45, 95, 120], [60, 85, 135, 160], [80, 105, 155, 180]]
+    assert table(resized(x, np.array([[0, 0, 4, 4]]))) == table(x)
+    turned = augment.apply(x, Drawn(box=np.array([[0, 0, 2, 2]]), mirrored=np.array([True]), square=np.array([[1, 4, 0, 4]])))
+    assert table(turned) == [[100, 75, 25, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_mixing_is_exact_and_rounds_half_up() -> None:
+    shares = np.array([0.0, 1.0, 0.5, 0.25, 40000 / 65536, 1 / 65536])
+    x, other = (np.broadcast_to(a, (6, 16, 16, 256)).astype(np.uint8) for a in (np.arange(256).reshape(16, 16, 1), np.arange(256)))
+    mixed = augment.mix(x, other, shares)
+    for place, share in enumerate(map(Fraction, shares)):
+        top = share.numerator * x[place].astype(np.int64) + (share.denominator - share.numerator) * other[place].astype(np.int64)
+        np.testing.assert_array_equal(mixed[place], (2 * top + share.denominator) // (2 * share.denominator))
+    assert mixed[2, 0, 1, 2] == 2, "1 and 2 in halves"
+    tensors = [torch.from_numpy(a).permute(0, 3, 1, 2) for a in (x, other)]
+    for found in (torch_augment.mix(*tensors, shares), torch_augment.blended(*tensors, torch.from_numpy(shares))):
+        np.testing.assert_array_equal(found.permute(0, 2, 3, 1).numpy(), mixed)
+
+
+def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
+    n = 20_000
+    d = drawn(ALL, n)
+    assert d.shift is not None and d.mirrored is not None and d.square is not None and d.share is not None
+    counts = np.bincount((d.shift + 4) @ [9, 1], minlength=81)
+    assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8  # chi-square, 80 degrees of freedom, 99.9 %
+    assert d.mirrored.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
+    others = augment.partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
+    each = np.column_stack([d.shift, d.mirrored, d.square[:, ::2], d.share, abs(d.share - 0.5), others])
+    assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "no draw tells of another"
+
+
+def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
+    n = 8000
+    square = drawn(AugmentConfig(cutout=2), n, (4, 5, 3)).square
+    assert square is not None
+    edges, counts = np.unique(square, axis=0, return_counts=True)
+    rows, columns = [(0, 1), (0, 2), (1, 3), (2, 4)], [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
+    assert edges.tolist() == sorted([*r, *c] for r in rows for c in columns)
+    assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # chi-square, 19 degrees of freedom, 99.9 %
+    odd = drawn(AugmentConfig(cutout=3), n, (9, 9, 3)).square
+    assert odd is not None and (odd[:, 1] - odd[:, 0]).max() == 3 == (odd[:, 3] - odd[:, 2]).max()
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 0.5, 1.0, 4.0, 1000.0])
+def test_shares_follow_the_beta_law(alpha: float) -> None:
+    """Variance 1 / (4 (2 alpha + 1)), kurtosis 3 - 6 / (2 alpha + 3), and the quantiles of numpy's own draws."""
+    n = 100_000
+    share = drawn(AugmentConfig(mixup=alpha), n).share
+    assert share is not None and share.min() >= 0 and share.max() <= 1 and (share * 65536 % 1 == 0).all()
+    deviation = (4 * (2 * alpha + 1)) ** -0.5
+    assert share.mean() == pytest.approx(0.5, abs=4 * deviation / n**0.5)
+    assert share.std() == pytest.approx(deviation, rel=0.01)
+    assert ((share - 0.5) ** 4).mean() / share.var() ** 2 == pytest.approx(3 - 6 / (2 * alpha + 3), rel=0.03)
+    other = np.random.default_rng(0).beta(alpha, alpha, n)
+    for edge in 0.5 + deviation * np.array([-0.95, -0.6, -0.2, 0.4, 0.8]):
+        assert (share < edge).mean() == pytest.approx((other < edge).mean(), abs=4 * (0.5 / n) ** 0.5)
+
+
+def test_partners_are_any_sample() -> None:
+    n = 10_000
+    others = augment.partners(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
+    assert others is not None and others.dtype == np.int64
+    assert ((np.bincount(others, minlength=10) - n / 10) ** 2 / (n / 10)).sum() < 27.9  # chi-square, 9 degrees of freedom, 99.9 %
+    assert augment.partners(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
+
+
+def test_boxes_follow_the_law_of_torchvision() -> None:
+    torchvision()
+    from torchvision.transforms import RandomResizedCrop
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = np.array([RandomResizedCrop.get_params(torch.zeros(1, 40, 50), [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(3000)])
+    box = drawn(AugmentConfig(resized_crop=0.2), 20_000, (40, 50, 3)).box
+    assert box is not None
+    for ours, other in ((box, theirs), (box[:, 2:].prod(1, keepdims=True), theirs[:, 2:].prod(1, keepdims=True))):
+        np.testing.assert_allclose(ours.mean(0), other.mean(0), atol=5 * (other.std(0) / 3000**0.5).max())
+        np.testing.assert_allclose(ours.std(0), other.std(0), rtol=0.05)
+    for shape, middle in (((10, 100, 3), [0, 43, 10, 13]), ((100, 10, 3), [43, 0, 13, 10])):  # the whole area fits in no try
+        assert (drawn(AugmentConfig(resized_crop=1.0), 5, shape).box == middle).all()
+
+
+@pytest.mark.parametrize("config", [ALL, BOXES], ids=["crop", "box"])
+def test_draws_belong_to_seed_epoch_and_sample(config: AugmentConfig) -> None:
+    epochs, rows = np.array([3, 3, 4, 4, 4, 5]), np.array([7, 50_000, 7, 0, 31, 7])
+    whole, order = augment.draw(config, 9, epochs, rows, (32, 32, 3)), np.array([4, 0, 5, 2, 1, 3])
+    parts = [augment.draw(config, 9, epochs[part], rows[part], (32, 32, 3)) for part in (order[:1], order[1:1], order[1:])]
+    for name, found in zip(Drawn._fields, zip(*parts, strict=True), strict=True):
+        if found[0] is not None:
+            np.testing.assert_array_equal(np.concatenate(found), getattr(taken(whole, order), name))
+    base = drawn(config, 500)
+    for other in (
+        drawn(config, 500, seed=2),
+        drawn(config, 500, epoch=4),
+        augment.draw(config, 1, np.full(500, 3), np.arange(1, 501), (32, 32, 3)),
+    ):
+        for a, b in zip(base, other, strict=True):
+            assert a is None or (a == b).all(axis=tuple(range(1, a.ndim))).mean() < 0.6, "a half of the mirrorings agrees"
+    alone = drawn(AugmentConfig(flip=True), 500)
+    np.testing.assert_array_equal(alone.mirrored, base.mirrored, err_msg="what is drawn beside it changes nothing")
+    assert alone.shift is alone.box is alone.square is alone.share is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("config", [ALL, BOXES, AugmentConfig(crop=2), AugmentConfig(cutout=3)], ids=["all", "box", "crop", "cutout"])
+@pytest.mark.parametrize("n", [0, 9])
+def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int, int, int], n: int) -> None:
+    x, d = images(n, shape), drawn(config, n, shape)
+    host = augment.apply(x, d)
+    assert host.shape == x.shape and host.dtype == np.uint8 and (n == 0 or (host != x).any())
+    np.testing.assert_array_equal(torch_augment.gathered(torch.from_numpy(x), d).numpy(), host)
+    there = torch_augment.apply(torch.from_numpy(x).permute(0, 3, 1, 2), d)
+    assert n == 0 or there.is_contiguous(memory_format=torch.channels_last)
+    np.testing.assert_array_equal(there.permute(0, 2, 3, 1).numpy(), host)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> None:
+    torchvision()
+    from torchvision.transforms import functional
+
+    x, box = images(40, shape), drawn(AugmentConfig(resized_crop=0.08), 40, shape).box
+    assert box is not None
+    tensors = torch.from_numpy(x).permute(0, 3, 1, 2).double()
+    theirs = [functional.resized_crop(image, *b, list(shape[:2]), antialias=False) for image, b in zip(tensors, box.tolist(), strict=True)]
+    assert np.abs(resized(x, box) - torch.stack(theirs).permute(0, 2, 3, 1).numpy()).max() < 0.5 + 0.13
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["augment.crop=4", "augment.resized_crop=0.5"], "a crop and a resized crop of the same image"),
+        (["augment.crop=8"], "crop=8 may keep nothing of images of 8 x 9 pixels"),
+        (["augment.cutout=9"], "cutout=9 may blacken all of images of 8 x 9 pixels"),
+    ],
+)
+def test_what_leaves_nothing_of_an_image_is_refused(words: list[str], what: str) -> None:
+    config, origins = configure(None, words)
+    with pytest.raises(UserError) as caught:
+        augment.check(config.augment, (8, 9, 3), origins)
+    assert caught.value.what == what and caught.value.fix and words[0].split("=")[0] in caught.value.where
+    augment.check(AugmentConfig(crop=7, cutout=8), (8, 9, 3), origins)
+    assert augment.is_on(config.augment) and not augment.is_on(AugmentConfig())
+
+
+def mixture(n: int) -> Batch:
+    rng, d = np.random.default_rng(4), drawn(ALL, n, (7, 6, 2))
+    partners = augment.draw(ALL, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
+    labels = {"y": rng.integers(0, 3, n), "y2": rng.integers(0, 3, n), "share": d.share, "w": np.linspace(-0.5, 2.0, n)}
+    return labels | {"x": images(n, (7, 6, 2)), "x2": images(n, (7, 6, 2), 1), "drawn": d, "drawn2": partners}
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+def test_one_step_along_a_mixture_is_the_same_in_every_frame(loss: str) -> None:
+    """The losses of two smoothed labels, each by its own formula, and their gradient (softmax or logits less the mixed label) times x."""
+    words = ["model.name=linear", f"model.loss={loss}", "model.label_smoothing=0.3", "speed.precision=fp64", "batch.size=8"]
+    data, task = mixture(7), Task((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+    share, parts = data["share"][:, None], (augment.apply(data["x"], data["drawn"]), augment.apply(data["x2"], data["drawn2"]))
+    x = np.floor(share[:, None, None] * parts[0] + (1 - share[:, None, None]) * parts[1] + 0.5)
+    x = ((x / 255 - task.mean) / task.std).transpose(0, 3, 1, 2).reshape(7, -1)
+    weights = {"p.fc.weight": np.random.default_rng(5).normal(size=(3, 84)) / 9, "p.fc.bias": np.array([0.3, -0.2, 0.1])}
+    logits = x @ weights["p.fc.weight"].T + weights["p.fc.bias"]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    label, label2 = (np.eye(3)[data[y]] * 0.7 + 0.1 for y in ("y", "y2"))
+    if loss == "cross_entropy":
+        error, each, each2 = p, -(label * np.log(p)).sum(1), -(label2 * np.log(p)).sum(1)
+    else:
+        error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
+    error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
+    for frame in ("numpy", "torch", "jax"):
+        config, origins = configure(None, [*words, f"frame={frame}"])
+        one = build_learner(config, origins, task, Single())
+        one.load(one.state() | weights)
+        sums = one.step([one.put(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
+        assert float(sums["loss"]) == pytest.approx((data["share"] * each + (1 - data["share"]) * each2).sum(), rel=1e-12), frame
+        assert (float(sums["right"]), int(sums["count"])) == ((logits.argmax(1) == data["y"]).sum(), 7)
+        moved = {name: array - one.state()[name] for name, array in weights.items()}
+        np.testing.assert_allclose(moved["p.fc.weight"], error.T @ x, rtol=1e-12, atol=1e-14, err_msg=frame)
+        np.testing.assert_allclose(moved["p.fc.bias"], error.sum(0), rtol=1e-12, atol=1e-14, err_msg=frame)

@@ -1,0 +1,320 @@
+"""Image folders: decoded once, by one process, and every defect named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hvdtrain.data.datasets import folder
+from hvdtrain.data.source import ArraySource, Source, Split
+from hvdtrain.errors import UserError
+
+PROJECT = Path(__file__).parents[2]
+
+
+def colour(value: int, height: int = 6, width: int = 5) -> np.ndarray:
+    """uint8 (H, W, 3), each pixel unlike its neighbours."""
+    rows, columns, channels = np.ogrid[:height, :width, :3]
+    return ((value + 20 * rows + 3 * columns + 50 * channels) % 256).astype(np.uint8)
+
+
+def save(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def fill(root: Path, val: str = "val") -> None:
+    """Class ant: 1, 2, 3; class bee: 4. Validation: ant 5, bee 6 and 7."""
+    for path, value in [("ant/a.png", 1), ("ant/b.bmp", 2), ("ant/c.PNG", 3), ("bee/z.png", 4)]:
+        save(root / "train" / path, colour(value))
+    for path, value in [("ant/a.png", 5), ("bee/a.png", 6), ("bee/b.png", 7)]:
+        save(root / val / path, colour(value))
+
+
+def build(root: Path, split: Split = "train", size: int | None = None, channels: int = 3) -> Source:
+    return folder.build("folder", root, split, size=size, channels=channels, cache=root / "cache")
+
+
+def refusal(root: Path, split: Split = "train", size: int | None = None, channels: int = 3) -> str:
+    with pytest.raises(UserError) as caught:
+        build(root, split, size, channels)
+    return str(caught.value)
+
+
+def arrays(root: Path) -> list[Path]:
+    return sorted((root / "cache").glob("*/images.npy"))
+
+
+def test_classes_follow_sorted_names_and_pixels_are_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".hidden").mkdir()
+    (tmp_path / "train" / "ant" / "._a.png").write_text("no image either")
+    source = build(tmp_path)
+    batch = source.read(np.arange(4))
+    assert (len(source), source.shape, source.classes) == (4, (6, 5, 3), 2)
+    assert batch["y"].tolist() == [0, 0, 0, 1] and batch["y"].dtype == np.int64
+    np.testing.assert_array_equal(batch["x"], np.stack([colour(value) for value in (1, 2, 3, 4)]))
+    batch["x"][:] = 0  # the caller's own memory, not the file
+    assert source.read(np.arange(4))["x"].any()
+    val = build(tmp_path, "val").read(np.arange(3))
+    assert val["y"].tolist() == [0, 1, 1] and (val["x"][2] == colour(7)).all()
+    told = capsys.readouterr().err
+    assert f"decoded {tmp_path / 'train'}: 4 / 4 images, " in told and f"kept in {tmp_path / 'cache'}" in told
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "jpeg", "webp"])
+def test_formats_that_lose_a_little(tmp_path: Path, suffix: str) -> None:
+    smooth = np.broadcast_to(np.arange(0, 128, 4, dtype=np.uint8)[:, None, None], (32, 32, 3)).copy()
+    save(tmp_path / "train" / "a" / f"1.{suffix}", smooth)
+    read = build(tmp_path).read(np.array([0]))["x"][0]
+    assert np.abs(read.astype(int) - smooth).max() < 8
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "test"])
+def test_names_of_the_validation_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    fill(tmp_path, name)
+    source = build(tmp_path, "val")
+    assert isinstance(source, ArraySource) and source.where == str(tmp_path / name)
+    assert f"decoded {tmp_path / name}: 3 / 3 images" in capsys.readouterr().err
+
+
+def test_the_second_start_decodes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path)
+    first = build(tmp_path).read(np.arange(4))["x"]
+    stat = arrays(tmp_path)[0].stat()
+    capsys.readouterr()
+    again = build(tmp_path)
+    assert capsys.readouterr().err == ""
+    assert arrays(tmp_path)[0].stat().st_mtime_ns == stat.st_mtime_ns
+    np.testing.assert_array_equal(again.read(np.arange(4))["x"], first)
+    assert stat.st_size == 4 * 6 * 5 * 3 + 128  # one array file, header and pixels
+    np.testing.assert_array_equal(np.load(arrays(tmp_path)[0], allow_pickle=False), first)
+    assert sorted(os.listdir(arrays(tmp_path)[0].parent)) == [".hvdtrain.lock", "images.npy"]
+
+
+def test_a_changed_file_or_option_makes_a_new_array(tmp_path: Path) -> None:
+    fill(tmp_path)
+    build(tmp_path)
+    assert len(arrays(tmp_path)) == 1
+    save(tmp_path / "train" / "bee" / "z.png", colour(200))
+    os.utime(tmp_path / "train" / "bee" / "z.png", ns=(1, 1))
+    assert (build(tmp_path).read(np.array([3]))["x"][0] == colour(200)).all()
+    assert len(arrays(tmp_path)) == 2
+    os.utime(tmp_path / "train" / "bee" / "z.png", ns=(2, 2))
+    build(tmp_path)
+    assert len(arrays(tmp_path)) == 3
+    build(tmp_path, size=5)
+    assert len(arrays(tmp_path)) == 4
+    assert build(tmp_path, channels=1).shape == (6, 5, 1)
+    assert len(arrays(tmp_path)) == 5
+    os.rename(tmp_path / "train" / "bee" / "z.png", tmp_path / "train" / "bee" / "y.png")
+    build(tmp_path)
+    assert len(arrays(tmp_path)) == 6
+
+
+def test_archives_with_equal_times_and_sizes_are_told_apart(tmp_path: Path) -> None:
+    for name, value in [("one", 1), ("two", 2)]:
+        save(tmp_path / name / "train" / "a" / "1.bmp", colour(value))
+        os.utime(tmp_path / name / "train" / "a" / "1.bmp", ns=(0, 0))
+    for name, value in [("one", 1), ("two", 2)]:
+        source = folder.build("folder", tmp_path / name, "train", cache=tmp_path / "cache")
+        assert (source.read(np.array([0]))["x"][0] == colour(value)).all()
+
+
+def test_the_cache_lies_under_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    fill(tmp_path)
+    folder.build("folder", tmp_path, "train")
+    assert len(list((tmp_path / "xdg" / "hvdtrain" / "folders").glob("*/images.npy"))) == 1
+
+
+def whole(content: bytes) -> list[bytes]:
+    """Ways for an array file to be damaged."""
+    header = content.replace(b"(4, 6, 5, 3)", b"(9, 6, 5, 3)")
+    return [
+        content[:-1],
+        content + b"x",
+        content[:60],
+        b"",
+        b"not an array",
+        header,
+        content.replace(b"'|u1'", b"'|i1'"),
+        b"PK\3\4" + content,
+    ]
+
+
+@pytest.mark.parametrize("damage", range(8))
+def test_a_damaged_cache_is_made_again_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: int) -> None:
+    fill(tmp_path)
+    build(tmp_path)
+    path = arrays(tmp_path)[0]
+    sound = path.read_bytes()
+    path.write_bytes(whole(sound)[damage])
+    capsys.readouterr()
+    source = build(tmp_path)
+    told = capsys.readouterr().err
+    assert f"the cached array {path} is damaged: decoding again\n" in told and "4 / 4 images" in told
+    assert path.read_bytes() == sound
+    assert (source.read(np.array([3]))["x"][0] == colour(4)).all()
+
+
+def test_an_array_of_pickles_is_never_loaded(tmp_path: Path) -> None:
+    fill(tmp_path)
+    build(tmp_path)
+    np.save(arrays(tmp_path)[0], np.array([print] * 4), allow_pickle=True)
+    assert build(tmp_path).shape == (6, 5, 3)
+
+
+def test_size_takes_the_centre_square(tmp_path: Path) -> None:
+    wide = np.full((4, 10, 3), 9, np.uint8)
+    wide[:, 3:7] = colour(100, 4, 4)
+    tall = np.ascontiguousarray(wide.transpose(1, 0, 2))
+    for name, pixels in [
+        ("wide", wide),
+        ("tall", tall),
+        ("square", colour(30, 4, 4)),
+        ("double", colour(40, 4, 4).repeat(2, 0).repeat(2, 1)),
+    ]:
+        save(tmp_path / "train" / "a" / f"{name}.png", pixels)
+    source = build(tmp_path, size=4)
+    double, square, tall_read, wide_read = source.read(np.arange(4))["x"]
+    assert source.shape == (4, 4, 3)
+    np.testing.assert_array_equal(wide_read, colour(100, 4, 4))
+    np.testing.assert_array_equal(tall_read, colour(100, 4, 4).transpose(1, 0, 2))
+    np.testing.assert_array_equal(square, colour(30, 4, 4))
+    assert np.abs(double[1:3, 1:3].astype(int) - colour(40, 4, 4)[1:3, 1:3]).max() <= 3  # halved, with a filter over 4 pixels
+
+
+def test_grey_images_in_colour_and_colour_in_grey(tmp_path: Path) -> None:
+    save(tmp_path / "train" / "a" / "1.png", np.arange(30, dtype=np.uint8).reshape(5, 6))
+    grey = np.arange(30).reshape(5, 6)
+    np.testing.assert_array_equal(build(tmp_path).read(np.array([0]))["x"][0], np.stack([grey] * 3, 2))
+    np.testing.assert_array_equal(build(tmp_path, channels=1).read(np.array([0]))["x"][0, ..., 0], grey)
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    save(tmp_path / "store" / "x.png", colour(8))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.png").symlink_to(tmp_path / "store" / "x.png")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a").symlink_to(tmp_path / "elsewhere")
+    assert (build(tmp_path).read(np.array([0]))["x"][0] == colour(8)).all()
+
+
+def test_images_that_differ_in_size(tmp_path: Path) -> None:
+    fill(tmp_path)
+    save(tmp_path / "train" / "bee" / "zz.png", colour(1, 9, 8))
+    told = refusal(tmp_path)
+    assert "the images differ in size: 5 x 6 and 8 x 9 pixels" in told
+    assert f"{tmp_path / 'train/ant/a.png'} and {tmp_path / 'train/bee/zz.png'}" in told
+    assert "fix: data.size=5 brings all to a centre square" in told
+    assert not arrays(tmp_path)  # nothing half done is taken for a cache
+    assert len(build(tmp_path, size=5)) == 5
+
+
+def test_validation_of_another_size_than_train(tmp_path: Path) -> None:
+    for part, height in [("train", 6), ("val", 7)]:
+        save(tmp_path / part / "a" / "1.png", colour(1, height, 5))
+    assert "the images differ in size: 5 x 6 and 5 x 7 pixels" in refusal(tmp_path, "val")
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A header that claims so many pixels, and no more."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 0, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("default")  # as in a run
+@pytest.mark.parametrize("side", [10000, 60000])  # PIL only warns of the first, and refuses the second
+@pytest.mark.parametrize("name", ["a.png", "z.png"])  # the first image, whose header is read beforehand, and a later one
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_decompression_bomb(tmp_path: Path, side: int, name: str, size: int | None) -> None:
+    fill(tmp_path)
+    (tmp_path / "train" / "ant" / name).write_bytes(png_of(side, side))
+    told = refusal(tmp_path, size=size)
+    assert "the image is too large to be decoded safely: Image size" in told
+    assert f"where: {tmp_path / 'train' / 'ant' / name}" in told and "fix: make it smaller, or remove it" in told
+
+
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+    fill(tmp_path)
+    victim = tmp_path / "train" / "bee" / "z.png"
+    sound = victim.read_bytes()
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n"
+    for content, said in [(sound[:-30], ""), (b"", "UnidentifiedImageError"), (postscript, "UnidentifiedImageError"), (sound[:40] * 2, "")]:
+        victim.write_bytes(content)
+        told = refusal(tmp_path)
+        assert f"the image cannot be read: {said}" in told
+        assert f"where: {victim}" in told and "fix: mend or remove the file" in told
+
+
+def test_sixteen_bits_are_not_cut_to_eight(tmp_path: Path) -> None:
+    save(tmp_path / "train" / "a" / "1.png", np.arange(30, dtype=np.uint16).reshape(5, 6) * 2000)
+    assert "the image has more than 8 bits a channel (mode I" in refusal(tmp_path, channels=1)
+
+
+def test_folders_that_are_not_as_they_should_be(tmp_path: Path) -> None:
+    assert "no folder train\n" in refusal(tmp_path) and f"where: {tmp_path}" in refusal(tmp_path)
+    (tmp_path / "train").mkdir()
+    assert "no class folders" in refusal(tmp_path)
+    save(tmp_path / "train" / "ant" / "1.png", colour(1))
+    assert "no folder val or validation or test" in refusal(tmp_path, "val")
+    assert "DIR/val/<class>/" in refusal(tmp_path, "val")
+    save(tmp_path / "val" / "ant" / "1.png", colour(1))
+    save(tmp_path / "val" / "wasp" / "1.png", colour(1))
+    assert f"only one of train and val has class wasp\n  where: {tmp_path / 'val'}" in refusal(tmp_path, "val")
+    (tmp_path / "train" / "wasp").mkdir()
+    told = refusal(tmp_path)
+    assert "no images (.jpg .jpeg .png .bmp .webp) in class wasp" in told and "the images directly in it" in told
+    (tmp_path / "train" / "wasp" / "1.png").symlink_to(tmp_path / "nowhere")
+    told = refusal(tmp_path)
+    assert "cannot list the images: [Errno 2] No such file or directory" in told and "wasp/1.png" in told
+
+
+def test_options_that_are_not_as_they_should_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"an image folder needs its place\n  where: data.root\n  fix: data.root=DIR"):
+        folder.build("folder", None, "train")
+    assert "images of size None with 2 channels are impossible" in refusal(tmp_path, channels=2)
+    assert "images of size 0 with 3 channels" in refusal(tmp_path, size=0)
+
+
+def test_a_cache_that_cannot_be_kept(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    told = refusal(tmp_path)
+    assert "cannot keep the decoded images: [Errno 20] Not a directory" in told
+    assert "fix: data.cache=DIR, with room for 0 MB" in told
+
+
+ONE_OF_MANY = """
+import sys
+from pathlib import Path
+import numpy as np
+from hvdtrain.data.datasets import folder
+source = folder.build("folder", Path(sys.argv[1]), "train", cache=Path(sys.argv[1]) / "cache")
+print(int(source.read(np.arange(len(source)))["x"].sum()))
+"""
+
+
+def test_of_three_processes_one_decodes(tmp_path: Path) -> None:
+    for number in range(300):
+        save(tmp_path / "train" / str(number % 2) / f"{number:03}.png", colour(number, 32, 32))
+    command = [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)]
+    running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [process.communicate(timeout=60) for process in running]
+    total = sum(int(colour(number, 32, 32).sum()) for number in range(300))
+    assert [out for out, _ in told] == [f"{total}\n"] * 3, told
+    assert "".join(err for _, err in told).count("300 / 300 images") == 1
+    assert len(arrays(tmp_path)) == 1

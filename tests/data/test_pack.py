@@ -1,0 +1,239 @@
+"""Image sets that one array file does not hold: shards that survive a kill, and images decoded when they are read."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_folder import PROJECT, colour, fill, save
+
+from hvdtrain.data.datasets import folder
+from hvdtrain.data.images.decode_on_read import Streamed
+from hvdtrain.data.images.pack import Packed, pack
+from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.errors import UserError
+
+IMAGES = 10
+SHARD_BYTES = 300  # images take 6 * 5 * 3 = 90 bytes: three in a file, 3 + 3 + 3 + 1
+NAMES = [f"images-{number:05}-of-00004.npy" for number in range(4)]
+
+
+class Counted:
+    """PNG files in memory, which remember what was asked for, and break off at one place."""
+
+    where = "memory"
+
+    def __init__(self, images: int = IMAGES, broken: int | None = None) -> None:
+        self.images, self.broken = images, broken
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.images
+
+    def content(self, place: int) -> bytes:
+        self.asked.append(place)
+        if place == self.broken:
+            raise OSError(5, "the disk is gone")
+        file = io.BytesIO()
+        Image.fromarray(colour(place)).save(file, "png")
+        return file.getvalue()
+
+    def name(self, place: int) -> str:
+        return f"image {place}"
+
+
+def streamed(encoded: Counted) -> Streamed:
+    y = np.arange(len(encoded), dtype=np.int64) % 3
+    return Streamed(encoded, y, 3, (6, 5, 3), False, lambda: "the first")
+
+
+def packed(encoded: Counted, home: Path) -> Source:
+    return pack(streamed(encoded), home, SHARD_BYTES)
+
+
+def check_pixels(source: Source, order: Sequence[int]) -> None:
+    batch = source.read(np.array(order))
+    np.testing.assert_array_equal(batch["x"], np.stack([colour(place) for place in order]))
+    assert batch["y"].tolist() == [place % 3 for place in order] and batch["y"].dtype == np.int64
+
+
+def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoded = Counted()
+    source = packed(encoded, tmp_path)
+    assert sorted(set(encoded.asked)) == list(range(10))
+    assert sorted(os.listdir(tmp_path)) == [".hvdtrain.lock", *NAMES]
+    np.testing.assert_array_equal(np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)]))
+    assert np.load(tmp_path / NAMES[3]).shape == (1, 6, 5, 3)
+    told = capsys.readouterr().err
+    assert "decoded memory: 10 / 10 images, " in told and f" images/s, kept in {tmp_path}\n" in told
+    assert isinstance(source, Packed) and (len(source), source.shape, source.classes) == (10, (6, 5, 3), 3)
+    check_pixels(source, [9, 0, 5, 5, 3, 2, 8])
+    asked = list(encoded.asked)
+    again = packed(encoded, tmp_path)
+    assert encoded.asked == asked and capsys.readouterr().err == ""
+    batch = again.read(np.arange(10))
+    batch["x"][:] = 0  # the caller's own memory, not the files
+    check_pixels(again, range(10))
+    assert again.read(np.array([], np.int64))["x"].shape == (0, 6, 5, 3)
+    for wrong in ([10], [-1, 2]):
+        with pytest.raises(IndexError, match=f"samples .* of {len(again)}"):
+            again.read(np.array(wrong))
+
+
+def test_what_fits_one_file_is_one_array(tmp_path: Path) -> None:
+    source = pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
+    assert isinstance(source, ArraySource) and source.x.shape == (3, 6, 5, 3) and os.path.exists(tmp_path / "images.npy")
+    assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), Packed)
+    assert isinstance(pack(streamed(Counted(2)), tmp_path / "large", 80), Packed)  # an image that is larger than a file may be has its own
+
+
+def test_an_interrupted_packing_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="cannot keep the decoded images: .*the disk is gone"):
+        packed(Counted(broken=7), tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.npy")) == NAMES[:2]
+    encoded = Counted()
+    capsys.readouterr()
+    check_pixels(packed(encoded, tmp_path), range(10))
+    assert sorted(set(encoded.asked)) == [6, 7, 8, 9]
+    told = capsys.readouterr().err
+    assert "decoded memory: 4 / 4 images, " in told and f"images/s, 6 more were there, kept in {tmp_path}\n" in told
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "gone", "header", "empty"])
+def test_a_damaged_shard_alone_is_decoded_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    packed(Counted(), tmp_path)
+    victim = tmp_path / NAMES[1]
+    sound = victim.read_bytes()
+    harmed = {"short": sound[:-1], "long": sound + b"x", "header": sound.replace(b"(3, 6", b"(6, 3"), "empty": b""}
+    victim.write_bytes(harmed[damage]) if damage in harmed else victim.unlink()
+    capsys.readouterr()
+    encoded = Counted()
+    check_pixels(packed(encoded, tmp_path), range(10))
+    assert sorted(set(encoded.asked)) == [3, 4, 5] and victim.read_bytes() == sound
+    assert (f"the cached array {victim} is damaged: decoding again\n" in capsys.readouterr().err) == (damage != "gone")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, "tests/support")
+from test_pack import Counted, packed
+
+class Mortal(Counted):
+    def content(self, place):
+        if place == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().content(place)
+
+packed(Mortal(), Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_packing_goes_on(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=PROJECT, capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in tmp_path.glob("*.npy")] == NAMES[:1] and list(tmp_path.glob("*.part"))
+    encoded = Counted()
+    check_pixels(packed(encoded, tmp_path), range(10))
+    assert sorted(set(encoded.asked)) == list(range(3, 10)) and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("kind", ["packed", "streamed"])
+def test_eight_threads_read_at_once(tmp_path: Path, kind: str) -> None:
+    source = packed(Counted(), tmp_path) if kind == "packed" else streamed(Counted())
+    orders = [np.random.default_rng(thread).integers(0, IMAGES, 50).tolist() for thread in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(check_pixels, source, order) for order in orders * 3]:
+            future.result()
+
+
+class Meeting(Counted):
+    """Says how many threads were in one of its images at once; place 0 only tells how large the files are."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.padding, self.inside, self.most, self.lock = padding, 0, 0, Lock()
+
+    def content(self, place: int) -> bytes:
+        if place:
+            with self.lock:
+                self.inside += 1
+                self.most = max(self.most, self.inside)
+            time.sleep(0.02)
+            with self.lock:
+                self.inside -= 1
+        return super().content(place) + bytes(self.padding)
+
+
+@pytest.mark.parametrize(("padding", "at_once"), [(0, 1), (4096, 2)])
+def test_small_images_are_read_by_one_thread_at_a_time(padding: int, at_once: int) -> None:
+    encoded = Meeting(padding)
+    source = streamed(encoded)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(check_pixels, source, [0, 1, 2, 3, 4, 5]) for _ in range(2)]:
+            future.result()
+    assert encoded.most == at_once
+
+
+def test_streamed_images_are_the_packed_ones_and_write_nothing(tmp_path: Path) -> None:
+    fill(tmp_path)
+    save(tmp_path / "train" / "bee" / "y.png", colour(9, 12, 12))
+    before = sorted(tmp_path.rglob("*"))
+    for size, split in ((5, "train"), (4, "val"), (None, "val")):
+        options = {"size": size, "cache": tmp_path / "cache"}
+        loose = folder.build("folder", tmp_path, split, packed=False, **options)
+        assert sorted(tmp_path.rglob("*")) == before and isinstance(loose, Streamed)
+        kept = folder.build("folder", tmp_path, split, **options)
+        order = np.array([2, 0, 0, 1, len(kept) - 1])
+        one, two = loose.read(order), kept.read(order)
+        assert (len(loose), loose.shape, loose.classes) == (len(kept), kept.shape, 2)
+        np.testing.assert_array_equal(one["x"], two["x"])
+        assert one["y"].tolist() == two["y"].tolist() and one["x"].any() and one["y"].dtype == np.int64
+        assert [part.tolist() for part in loose.stats()] == [part.tolist() for part in kept.stats()]
+        before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(IndexError, match="samples -1..0 of 3"):
+        loose.read(np.array([-1, 0]))
+
+
+def test_damage_that_is_met_late_is_named(tmp_path: Path) -> None:
+    fill(tmp_path)
+    victim = tmp_path / "train" / "ant" / "b.bmp"
+    source = folder.build("folder", tmp_path, "train", packed=False)
+    for content, words in (
+        (b"nothing", "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP"),
+        (None, "the image cannot be read: FileNotFoundError"),
+    ):
+        victim.write_bytes(content) if content else victim.unlink()
+        with pytest.raises(UserError) as caught:
+            source.read(np.array([0, 1]))
+        assert words in str(caught.value) and f"where: {victim}\n  fix: mend or remove the file" in str(caught.value)
+        assert len(source.read(np.array([0, 2, 3]))["x"]) == 3
+    save(victim, colour(1, 9, 8))
+    with pytest.raises(UserError, match="the images differ in size: 5 x 6 and 8 x 9 pixels\n  where: .*/a.png and .*/b.bmp\n"):
+        source.read(np.array([1]))
+
+
+def test_statistics_of_many_images_are_of_a_fixed_part(tmp_path: Path) -> None:
+    encoded = Counted(2500)
+    images = streamed(encoded)
+    mean, deviation = images.stats()
+    chosen = sorted(set(encoded.asked))
+    assert len(chosen) <= 2000 and len(chosen) > 1200  # of 2,000 draws out of 2,500, 1,377 differ on average
+    assert min(chosen) < 50 and max(chosen) > 2450
+    pixels = np.stack([colour(place) for place in chosen]) / 255
+    np.testing.assert_allclose(mean, pixels.mean((0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(deviation, pixels.std((0, 1, 2)), rtol=1e-12)
+    kept = pack(images, tmp_path, 90 * 1000)
+    assert isinstance(kept, Packed) and [part.tolist() for part in kept.stats()] == [mean.tolist(), deviation.tolist()]

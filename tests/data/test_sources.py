@@ -1,0 +1,173 @@
+"""Sources in memory, the embedded digits, and the synthetic one."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.core.seeds import fold
+from hvdtrain.data.datasets import digits, synthetic
+from hvdtrain.data.source import ArraySource, channel_stats
+from hvdtrain.errors import UserError
+
+PROJECT = Path(__file__).parents[2]
+
+
+def images(n: int = 7, classes: int = 3) -> ArraySource:
+    pixels = fold(1, np.arange(n * 5 * 4 * 3, dtype=np.uint64)) >> 56
+    return ArraySource(pixels.astype(np.uint8).reshape(n, 5, 4, 3), np.arange(n) % classes, classes, "here")
+
+
+def test_reads_by_index_into_the_callers_own_memory() -> None:
+    source = images()
+    batch = source.read(np.array([5, 0, 5]))
+    assert (len(source), source.shape, source.classes) == (7, (5, 4, 3), 3)
+    assert batch["x"].dtype == np.uint8 and batch["y"].dtype == np.int64
+    assert batch["y"].tolist() == [2, 0, 2]
+    np.testing.assert_array_equal(batch["x"], np.stack([source.x[5], source.x[0], source.x[5]]))
+    batch["x"][:] = 0
+    assert source.x[5].any()
+    assert source.read(np.empty(0, np.int64))["x"].shape == (0, 5, 4, 3)
+
+
+def test_stats_are_exact() -> None:
+    source = images()
+    mean, deviation = source.stats()
+    assert mean.dtype == deviation.dtype == np.float64
+    for channel in range(3):
+        values = [Fraction(int(v), 255) for v in source.x[..., channel].ravel()]
+        average = sum(values) / len(values)
+        variance = sum((v - average) ** 2 for v in values) / len(values)
+        assert mean[channel] == float(average)
+        assert deviation[channel] == pytest.approx(math.sqrt(variance), rel=1e-15)
+
+
+def test_stats_do_not_depend_on_the_order_of_samples() -> None:
+    x = np.random.default_rng(2).integers(0, 256, (3, 1200, 1200, 2), np.uint8)  # counted in three blocks
+    for a, b in zip(channel_stats(x), channel_stats(np.ascontiguousarray(x[::-1])), strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert channel_stats(x)[0] == pytest.approx([x[..., 0].mean() / 255, x[..., 1].mean() / 255], rel=1e-12)
+
+
+def test_a_constant_channel_has_deviation_one() -> None:
+    x = np.zeros((2, 2, 2, 2), np.uint8)
+    x[..., 1] = [[[10, 20], [10, 20]], [[10, 20], [10, 20]]]
+    mean, deviation = channel_stats(x)
+    assert mean.tolist() == [0.0, 15 / 255]
+    assert deviation.tolist() == [1.0, 5 / 255]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "text"),
+    [
+        (np.zeros((2, 4, 4, 1), np.float32), np.zeros(2, np.int64), "images are float32 (2, 4, 4, 1), expected uint8 (n, H, W, C)"),
+        (np.zeros((2, 4, 4), np.uint8), np.zeros(2, np.int64), "images are uint8 (2, 4, 4), expected"),
+        (np.zeros((0, 4, 4, 1), np.uint8), np.zeros(0, np.int64), "none of them 0"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(2, np.int32), "labels are int32 (2,), expected int64 (2,)"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(3, np.int64), "labels are int64 (3,), expected int64 (2,)"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 3]), "label 3 of sample 1 is outside 0..2"),
+        (np.zeros((2, 4, 4, 1), np.uint8), np.array([-1, 0]), "label -1 of sample 0 is outside 0..2"),
+    ],
+)
+def test_wrong_arrays_are_refused(x: np.ndarray, y: np.ndarray, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ArraySource(x, y, 3, "here")
+    assert text in str(caught.value) and "where: here" in str(caught.value)
+
+
+def test_digits_are_scikit_learns_and_split_once() -> None:
+    from sklearn.datasets import load_digits
+
+    given = load_digits()
+    train, val = digits.build("digits", None, "train"), digits.build("digits", None, "val")
+    assert (len(train), len(val), train.shape, train.classes) == (1437, 360, (8, 8, 1), 10)
+    read = [source.read(np.arange(len(source))) for source in (train, val)]
+    x = np.concatenate([batch["x"] for batch in read])[..., 0]
+    y = np.concatenate([batch["y"] for batch in read])
+    assert (x.min(), x.max()) == (0, 255)
+    found = sorted((label, image.tobytes()) for label, image in zip(y.tolist(), x, strict=True))
+    scaled = [np.array([int(v) * 255 // 16 for v in image.ravel()], np.uint8).tobytes() for image in given.images]
+    assert found == sorted(zip(given.target.tolist(), scaled, strict=True))  # every digit in one of the two, none twice
+    assert np.bincount(read[1]["y"]).min() >= 30  # each class is validated
+    again = digits.build("digits", None, "val").read(np.arange(360))
+    np.testing.assert_array_equal(again["x"], read[1]["x"])
+    assert read[1]["y"][:8].tolist() == [0, 4, 8, 0, 2, 8, 2, 2]  # the split of every run, written out
+
+
+def test_digits_without_scikit_learn_say_what_to_install() -> None:
+    script = "import sys; sys.modules['sklearn.datasets'] = None\n"
+    script += "from hvdtrain.data.datasets import digits; digits.build('digits', None, 'train')"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert "UserError: the digits are inside scikit-learn" in ended.stderr
+    assert "fix: pip install scikit-learn" in ended.stderr
+
+
+def test_synthetic_is_a_pure_function_of_the_index() -> None:
+    source = synthetic.build("synthetic", None, "train", samples=100, shape=(6, 5, 3), classes=4)
+    assert (len(source), source.shape, source.classes) == (100, (6, 5, 3), 4)
+    whole = source.read(np.arange(100))
+    some = source.read(np.array([99, 3, 3]))
+    np.testing.assert_array_equal(some["x"], whole["x"][[99, 3, 3]])
+    assert some["y"].tolist() == [3, 3, 3]
+    assert whole["x"].dtype == np.uint8 and whole["y"].dtype == np.int64
+    assert len({image.tobytes() for image in whole["x"]}) == 100
+    assert source.read(np.empty(0, np.int64))["x"].shape == (0, 6, 5, 3)
+    with pytest.raises(IndexError, match="of 100"):
+        source.read(np.array([100]))
+
+
+def test_synthetic_pixels_follow_their_formula() -> None:
+    source = synthetic.build("synthetic", None, "val", val_samples=9, shape=(4, 4, 2), classes=3)
+    x = source.read(np.array([7]))["x"][0]  # class 1; a 4x4 image shows each cell of its pattern once
+    for place in range(4 * 4 * 2):
+        noise = (fold(1, 7, place // 8) >> place % 8 * 8) & 255
+        pattern = fold(2, 1, place) >> 56
+        assert x.ravel()[place] == pattern // 4 + noise - noise // 4
+
+
+def test_synthetic_can_be_learned() -> None:
+    train = synthetic.build("synthetic", None, "train", samples=400)
+    val = synthetic.build("synthetic", None, "val", val_samples=200)
+    seen, unseen = train.read(np.arange(400)), val.read(np.arange(200))
+    means = np.stack([seen["x"][seen["y"] == label].mean(0) for label in range(10)])  # (classes, H, W, C)
+    distances = ((unseen["x"][:, None].astype(float) - means) ** 2).sum((2, 3, 4))  # (n, classes)
+    assert (distances.argmin(1) == unseen["y"]).mean() > 0.95
+    assert not np.array_equal(seen["x"][:200], unseen["x"])
+
+
+def test_synthetic_stats_stand_for_all() -> None:
+    source = synthetic.build("synthetic", None, "train", samples=3000, shape=(4, 4, 3))
+    pixels = source.read(np.arange(3000))["x"] / 255
+    mean, deviation = source.stats()
+    assert mean == pytest.approx(pixels.mean((0, 1, 2)), abs=0.01)
+    assert deviation == pytest.approx(pixels.std((0, 1, 2)), abs=0.01)
+
+
+def test_synthetic_refuses_what_cannot_be() -> None:
+    with pytest.raises(UserError, match=r"0 is too small, at least 1 is needed\n  where: data.samples"):
+        synthetic.build("synthetic", None, "train", samples=0)
+    with pytest.raises(UserError, match="where: data.shape"):
+        synthetic.build("synthetic", None, "train", shape=(8, 0, 3))
+    with pytest.raises(UserError, match="where: data.classes"):
+        synthetic.build("synthetic", None, "train", classes=0)
+
+
+def test_leaves_import_no_framework_and_tell_their_options() -> None:
+    script = """
+import sys, typing, inspect
+from hvdtrain.data.datasets import cifar, digits, folder, idx, synthetic
+print([name for name in ("torch", "torchvision", "sklearn", "PIL") if name in sys.modules])
+for leaf in (cifar, digits, folder, idx, synthetic):
+    typing.get_type_hints(leaf.build)
+    for option, parameter in inspect.signature(leaf.build).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            assert f"\\n    {option}: " in leaf.build.__doc__, (leaf, option)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")

@@ -1,0 +1,360 @@
+"""data.stage: what is copied, what a second start trusts, what a killed copy leaves, and that training does not notice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import environment, mpirun, needs_mpirun, python
+
+from hvdtrain.config.read import configure
+from hvdtrain.data.files import copying, staging
+from hvdtrain.data.files.copying import File, Part, list_files, size_words
+from hvdtrain.data.files.staging import near
+from hvdtrain.errors import UserError
+from hvdtrain.train.build import build_source
+
+WHERE = "data.stage, command line"
+
+
+@pytest.fixture(autouse=True)
+def a_new_process() -> None:
+    staging._staged.cache_clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """40 files of 1 to 40 kB in two levels, and a hidden one."""
+    for number in range(40):
+        path = tmp_path / "source" / f"part{number % 4}" / f"file {number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(np.random.default_rng(number).bytes(1000 * (number + 1)))
+        os.utime(path, ns=(0, 1_600_000_000_123_456_789 + number))
+    (tmp_path / "source/.hidden").touch()
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "source"
+
+
+def bring(root: Path) -> Path:
+    """As the next start does."""
+    staging._staged.cache_clear()
+    found, _ = near("other", root, {}, str(root.parent / "disk"), WHERE)
+    assert found is not None
+    return found
+
+
+def same(one: Path, two: Path) -> bool:
+    files = list_files(one, [Part("", deep=True)])
+    return files == list_files(two, [Part("", deep=True)]) and all((one / path).read_bytes() == (two / path).read_bytes() for path in files)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+def test_a_copy_and_the_starts_after_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = bring(root)
+    words = said(capsys)
+    assert "staged 40 files, 820 kB in " in words and f"/s) from {root} to {there}\n" in words
+    assert same(root, there)
+    assert stat.S_IMODE(there.parent.parent.stat().st_mode) == 0o700
+    assert [path.name for path in there.parent.parent.iterdir()] == [there.parent.name]
+    assert there.parent.name.startswith("other-")
+    before = {path: path.stat().st_ino for path in there.rglob("file*")}
+    assert bring(root) == there
+    assert said(capsys) == ""
+    assert before == {path: path.stat().st_ino for path in there.rglob("file*")}  # nothing was written anew
+
+
+def test_a_changed_source_is_followed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = bring(root)
+    (root / "part0/file 0").write_bytes(b"new")
+    os.utime(root / "part1/file 1", ns=(0, 5))
+    (root / "part2/file 2").unlink()
+    shutil.rmtree(root / "part3")
+    (root / "part3").write_bytes(b"was a folder")
+    said(capsys)
+    assert bring(root) == there
+    assert "staged 3 files" in (words := said(capsys)) and "; 27 more were there" in words
+    assert same(root, there)
+    assert (there / "part3").is_file()
+
+
+def flip(path: Path) -> None:
+    """One bit, and the times as they were: only the checksum can tell."""
+    seen, content = path.stat(), bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+
+
+def test_a_flipped_bit_of_the_copy_is_noticed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = bring(root)
+    flip(there / "part1/file 5")
+    (there / "part2/file 6").touch()  # another time, the same bytes: read again, and kept
+    (there / "part3/file 7").unlink()
+    said(capsys)
+    bring(root)
+    words = said(capsys)
+    assert "2 staged files are not what was copied, and are copied again: part1/file 5, ...\n" in words
+    assert "staged 2 files, 14.0 kB in " in words and "; 38 more were there" in words
+    assert (there / "part1/file 5").read_bytes() == (root / "part1/file 5").read_bytes()
+    assert bring(root) == there and said(capsys) == ""
+
+
+def test_after_a_restart_of_the_machine_all_is_read(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = bring(root)
+    said(capsys)
+    lines = (there.parent / "manifest.jsonl").read_bytes().splitlines(keepends=True)
+    (there.parent / "manifest.jsonl").write_bytes(b"".join([b"another start\n", *lines[1:]]))
+    bring(root)
+    assert "40 staged files are whole, 40 of them were read again" in said(capsys)
+    assert bring(root) == there and said(capsys) == ""
+
+
+def test_a_torn_manifest_costs_only_its_torn_lines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = bring(root)
+    manifest = there.parent / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    said(capsys)
+    bring(root)
+    assert "staged 1 files" in (words := said(capsys)) and "; 39 more were there" in words
+    assert same(root, there)
+    manifest.write_bytes(b'\xff{"\n[1,2\n["part0/file 0",null]\n{}\n')
+    bring(root)
+    assert "staged 40 files" in said(capsys)
+    assert same(root, there)
+
+
+def start(root: Path, **env: str) -> subprocess.Popen[str]:
+    code = "import sys; from pathlib import Path; from hvdtrain.data.files.staging import near\n"
+    code += "print(near('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
+    command = [sys.executable, "-c", code, str(root), str(root.parent / "disk")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(env))
+
+
+def test_four_processes_at_once_make_one_copy(root: Path) -> None:
+    ended = [(process, process.communicate(timeout=60)) for process in [start(root) for _ in range(4)]]
+    assert [process.returncode for process, _ in ended] == [0] * 4, ended
+    assert len({out for _, (out, _) in ended}) == 1
+    assert "".join(err for _, (_, err) in ended).count("staged 40 files") == 1
+    assert same(root, Path(ended[0][1][0].strip()))
+
+
+def test_a_killed_copy_is_gone_on_with(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(12):  # 400 MB: long enough to be killed in the middle of it
+        (root / f"large {number}").write_bytes(bytes([number]) * 2**25)
+    process = start(root)
+    manifest, deadline = None, time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        manifest = next((root.parent / "disk").glob("*/*/manifest.jsonl"), None)
+        if manifest and b"large" in manifest.read_bytes():
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and manifest
+    lines = [json.loads(line) for line in manifest.read_bytes().splitlines()[1:]]
+    assert 0 < len(lines) < 52
+    files = manifest.parent / "files"
+    before = {line[0]: (files / line[0]).stat().st_ino for line in lines}
+    there = bring(root)
+    words = said(capsys)
+    assert f"staged {52 - len(lines)} files" in words and f"; {len(lines)} more were there" in words
+    assert before == {path: (there / path).stat().st_ino for path in before}
+    assert same(root, there)
+    assert not (there.parent / "part").exists()
+
+
+def test_links_in_the_source(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"outside")
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    there = bring(root)
+    assert (there / "link").read_bytes() == b"outside" and not (there / "link").is_symlink()
+    (root / "part0/up").symlink_to(root)
+    with pytest.raises(UserError, match="a link leads back to a folder above it\n  where: .*part0/up"):
+        bring(root)
+    (root / "part0/up").unlink()
+    (root / "gone").symlink_to("nowhere")
+    with pytest.raises(UserError, match="a link that leads nowhere\n  where: .*/gone"):
+        bring(root)
+    (root / "gone").unlink()
+    os.mkfifo(root / "pipe")
+    with pytest.raises(UserError, match="no file, but a pipe, a socket or a device\n  where: .*/pipe"):
+        bring(root)
+
+
+def test_no_room_is_told_in_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(-(-1000 * size // 4096) for size in range(1, 41)) * 4096 == 901_120
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 300_000))
+    with pytest.raises(
+        UserError, match=r"no room for the data on .*: 40 files take 901 kB, 300 kB are free\n  where: data.stage, .*\n  fix: a larger"
+    ):
+        bring(root)
+
+
+def test_a_disk_that_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> str:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "copy", full)
+        with pytest.raises(
+            UserError, match="ran out of room for the data: Disk quota exceeded\n  where: .*/files\n  fix: a larger data.stage"
+        ):
+            bring(root)
+    monkeypatch.setattr(copying, "checksum", lambda *_: "0" * 32)
+    with pytest.raises(UserError, match="cannot be copied: what is read back differs from what was written\n  where: .*part"):
+        bring(root)
+
+
+def test_a_file_that_changes_under_the_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {"part0/file 0": File(999, 1)}
+    monkeypatch.setattr(staging, "list_files", lambda *_: listed)
+    with pytest.raises(UserError, match="changed while it was copied\n  where: .*part0/file 0"):
+        bring(root)
+
+
+def test_a_stage_folder_that_is_no_good(root: Path, tmp_path: Path) -> None:
+    disk = str(tmp_path / "disk")
+    own = tmp_path / "disk" / f"hvdtrain-{os.geteuid()}"
+    for folder, says in {
+        str(tmp_path / "no/such"): "cannot stage data on .*: .*No such file",
+        "": r"data.stage is empty\n.*\n  fix: a folder on a disk of each node .is the variable set here.., or data.stage=null",
+        "$TMPDIR/x": r"no variable is looked up in \$TMPDIR/x\n.*\n  fix: let the shell write it out",
+        str(root / "part0"): "lies inside the data themselves",
+        "~nobodyhere/x": "cannot find the folder ~nobodyhere/x",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            near("other", root, {}, folder, WHERE)
+    own.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="others could change the data\n  where: data.stage, command line\n  fix: remove it"):
+        near("other", root, {}, disk, WHERE)
+    own.unlink()
+    own.mkdir()
+    own.chmod(0o777)
+    with pytest.raises(UserError, match="mode drwxrwxrwx: others could change the data"):
+        near("other", root, {}, disk, WHERE)
+    own.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(own, 12345, 12345)
+        with pytest.raises(UserError, match="belongs to user 12345"):
+            near("other", root, {}, disk, WHERE)
+    with pytest.raises(UserError, match="digits has no files, there is nothing to stage"):
+        near("digits", None, {}, disk, WHERE)
+
+
+def idx_root(folder: Path, labels: int = 64) -> Path:
+    """64 training and 16 validation images of noise, and files of other data sets beside them."""
+    raw = folder / "FashionMNIST/raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(4)
+    for part, count in (("train", labels), ("t10k", 16)):
+        size = count.to_bytes(4, "big").hex()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes.fromhex(f"00000803 {size} 0000001c 0000001c") + rng.bytes(count * 784))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes.fromhex(f"00000801 {size}") + bytes(rng.integers(0, 10, count, np.uint8)))
+    (folder / "KMNIST").mkdir()
+    (folder / "KMNIST/large").write_bytes(b"x" * 1000)
+    return folder
+
+
+def build(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    sources = [build_source(*configure(None, words), split) for split in ("train", "val")]  # type: ignore[arg-type]
+    read = [source.read(np.arange(len(source))) for source in sources]
+    return np.concatenate([one["x"] for one in read]), np.concatenate([one["y"] for one in read])
+
+
+def cifar_root(folder: Path) -> Path:
+    rng = np.random.default_rng(5)
+    (folder / "cifar-10-batches-bin").mkdir(parents=True)
+    for name in [*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"]:
+        records = rng.integers(0, 256, (3, 3073), np.uint8)
+        records[:, 0] %= 10
+        (folder / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def folder_root(folder: Path) -> Path:
+    from PIL import Image
+
+    rng = np.random.default_rng(6)
+    for split in ("train", "validation", "test"):
+        for number in range(6):
+            path = folder / split / f"class{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).save(path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "files"), [("fashion_mnist", idx_root, 4), ("cifar10", cifar_root, 6), ("folder", folder_root, 12)]
+)
+def test_each_data_set_reads_the_same_from_its_stage(
+    name: str, make: object, files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = make(tmp_path / "source")  # type: ignore[operator]
+    words = [f"data.name={name}", f"data.root={root}", *["data.download=false"] * (name != "folder")]
+    plain = build(words)
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    staged = build([*words, f"data.stage={tmp_path / 'disk'}"])
+    assert f"staged {files} files" in said(capsys)
+    assert all((one == two).all() for one, two in zip(plain, staged, strict=True))
+    assert not (tmp_path / "cache").exists()  # the decoded pictures of a folder lie in the stage, too
+    root.rename(tmp_path / "away")
+    if name != "folder":
+        with pytest.raises(UserError, match="the files of .* are missing, and data.download is false\n  where: .*/source"):
+            staging._staged.cache_clear()
+            build([*words, f"data.stage={tmp_path / 'disk'}"])
+
+
+def test_a_download_goes_to_the_stage(tmp_path: Path) -> None:
+    root, options = near("mnist", tmp_path / "none", {}, str(tmp_path), WHERE)
+    assert root == tmp_path / f"hvdtrain-{os.geteuid()}" / "download" and options == {}
+
+
+def test_size_words() -> None:
+    assert [size_words(size) for size in (7, 1000, 99_900, 390e6, 1.25e9, 2e12)] == [
+        "7 bytes",
+        "1.0 kB",
+        "99.9 kB",
+        "390 MB",
+        "1.2 GB",
+        "2.0 TB",
+    ]
+
+
+@needs_mpirun
+def test_training_does_not_notice(tmp_path: Path) -> None:
+    root = idx_root(tmp_path / "source")
+    words = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "frame=numpy", "model.name=linear", "batch.size=8"]
+    words += ["max_steps=10", "log.every_steps=5", "data.download=false"]
+    alone = python([*words, f"run={tmp_path}/alone"])
+    two = mpirun(2, [*words, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"])
+    one = python([*words, f"run={tmp_path}/one", f"data.stage={tmp_path}"])
+    assert [ended.returncode for ended in (alone, two, one)] == [0, 0, 0], alone.stderr + two.stderr + one.stderr
+    assert two.stderr.count("staged 4 files") == 1 and "staged" not in one.stderr
+    digests, losses = zip(*(results(tmp_path / name) for name in ("alone", "one", "two")), strict=True)
+    assert digests[0] and digests[0] == digests[1] and losses[0] and losses[0] == losses[1]
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-6)
+
+
+def results(run: Path) -> tuple[bytes, list[float]]:
+    """(the last weights, the losses of the steps)"""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    newest = max((run / "checkpoints").glob("step-*"))
+    return b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors"))), [e["loss"] for e in events if "loss" in e]

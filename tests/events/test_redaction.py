@@ -1,0 +1,132 @@
+"""What looks like a secret is on no page and in no tracker; and a rank's own log neither loses a warning nor ends a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config.schema import Config, ModelConfig
+from hvdtrain.errors import UserError
+from hvdtrain.events.log import Event
+from hvdtrain.events.rank_log import LOGGER, rank_log, tagged_warnings
+from hvdtrain.events.redaction import HIDDEN, is_secret, shown, without_login
+from hvdtrain.events.trackers.settings import texts
+from hvdtrain.events.trackers.tensorboard import build
+from hvdtrain.report.page import page
+from hvdtrain.report.page_tables import differing, settings
+from hvdtrain.report.run import read_record
+from hvdtrain.train.checkpoint.resume import changes
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("https://joe:hunter2@host/x", "https://***@host/x"),
+        ("https://u:p/ss@h/x", "https://***@h/x"),
+        ("https://u:p@ss@h/x and //k@l", "https://***@h/x and //***@l"),
+        ("https://u:p?s#s@h", "https://***@h"),
+        ("https://host/path?mail=a@b", "https://host/path?mail=a@b"),
+        ("git+https://host/x@v2 http://h:80/x", "git+https://host/x@v2 http://h:80/x"),
+        ("https://h/x?passwd=a&auth=b", "https://h/x?passwd=***&auth=***"),
+        ("s3://b/x.tar?X-Amz-Signature=ab12&part=3", "s3://b/x.tar?X-Amz-Signature=***&part=3"),
+        ("https://h/x?a=1&access_token=ab%20c", "https://h/x?a=1&access_token=***"),
+        ("/scratch/data?", "/scratch/data?"),
+        ("batch 64 over 2 ranks", "batch 64 over 2 ranks"),
+    ],
+)
+def test_addresses(text: str, safe: str) -> None:
+    assert without_login(text) == safe
+
+
+def test_keys_nested_and_dotted() -> None:
+    tree = {
+        "model": {"hub_token": "hf_1", "tokens": 5, "name": "x"},
+        "data.options.password": "p",
+        "optim.secret_key": None,
+        "list": ["//a:b@c"],
+    }
+    assert shown(tree) == {
+        "model": {"hub_token": HIDDEN, "tokens": 5, "name": "x"}, "data.options.password": HIDDEN, "optim.secret_key": None,
+        "list": [f"//{HIDDEN}@c"],
+    }  # fmt: skip
+
+
+def test_which_keys_are_secret() -> None:
+    secret = (
+        "data.private_key data.account_key data.passphrase data.auth data.auth.user model.hfToken data.accessToken model.HUBToken a.token2"
+    )
+    harmless = "model.max_tokens model.tokenizer model.passes data.pass_through data.author data.compass data.keyframes model.monkey"
+    assert [key for key in secret.split() if not is_secret(key)] == [] == [key for key in harmless.split() if is_secret(key)]
+    assert [key for key, value in texts(Config()).items() if is_secret(key) or value == HIDDEN] == []
+
+
+def test_a_changed_secret_is_not_told(tmp_path: Path) -> None:
+    """These lines go to the screen, to events.jsonl, and to TensorBoard."""
+    (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
+    options = {"hub_token": "hf_SECOND", "width": 4}
+    assert changes(tmp_path, Config(model=ModelConfig(options=options))) == [
+        f"changed data.root: https://{HIDDEN}@h/x -> None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
+    ]  # fmt: skip
+
+
+def test_tensorboard_gets_the_header_without_logins(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = build(Config(), tmp_path)
+    sink(Event(1.0, "start", 0, {"lines": ["data    https://joe:hunter2@host/x"]}))
+    sink.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"hunter2" not in (seen := file.read_bytes()) and b"data    https://***@host/x" in seen
+
+
+def test_reasons_on_a_page_have_no_login(tmp_path: Path) -> None:
+    why = "RuntimeError: cannot reach https://joe:hunter2@hub.example/x"
+    kinds = ("start", "checkpoint_failed", "failed")
+    events = [{"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why}) for kind in kinds]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    record = read_record(tmp_path)
+    assert record.ending == f"failed: RuntimeError: cannot reach https://{HIDDEN}@hub.example/x"
+    text = page([record], ["a"], [], "command")
+    assert "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5  # lead, ending, warning, two events
+
+
+def test_a_report_shows_no_secret(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "events.jsonl").write_text('{"time": 1, "kind": "start", "step": 0}\n')
+        (run / "config.yaml").write_text(f"model:\n  hub_token: hf_{name}\n  name: mlp\ndata:\n  root: https://joe:{name}@host/x\n")
+    records = [read_record(tmp_path / name) for name in ("one", "two")]
+    rows = dict(settings(records[0]).rows)
+    assert (rows["model.hub_token"], rows["data.root"], rows["model.name"]) == (HIDDEN, f"https://{HIDDEN}@host/x", "mlp")
+    keys = [(key, [record.config[key] for record in records]) for key in ("model.hub_token", "data.root")]
+    assert [row[1:] for row in differing(keys, ["one", "two"]).rows] == [[HIDDEN] * 2, [f"https://{HIDDEN}@host/x"] * 2]
+
+
+def test_a_rank_log_takes_warnings_and_an_error_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, before = tmp_path / "ranks" / "rank-00001.log", warnings.showwarning
+    with pytest.raises(ArithmeticError), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with tagged_warnings(1, 2), rank_log(path):
+            LOGGER.info("step 10")
+            warnings.warn("late", UserWarning, stacklevel=1)
+            raise ArithmeticError("x / 0")
+    text = path.read_text()
+    assert "step 10" in text and "UserWarning: late" in text and "ArithmeticError: x / 0" in text
+    assert "rank 1 on" in (told := capsys.readouterr().err) and "late" in told and "step 10" not in told
+    assert warnings.showwarning is before and not LOGGER.isEnabledFor(logging.INFO) and not LOGGER.handlers
+
+
+def test_a_full_disk_loses_lines_of_a_rank_log_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with rank_log(Path("/dev/full")):
+        LOGGER.info("step 10")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_log_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_text("a file")
+    with pytest.raises(UserError, match="cannot write this rank's log: .*\n  where: log.per_rank"), rank_log(tmp_path / "ranks" / "0.log"):
+        pass

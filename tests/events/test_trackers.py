@@ -1,0 +1,419 @@
+"""Trackers: what was given to them is read back by each one's own reader; and a sink aside that nobody waits for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
+from hvdtrain.errors import UserError
+from hvdtrain.events.background import Aside
+from hvdtrain.events.log import Event
+from hvdtrain.events.scalars import scalars
+from hvdtrain.events.trackers import mlflow, tensorboard, wandb
+from hvdtrain.events.trackers.settings import settings, texts
+
+T0 = 1_700_000_000.0
+CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@host/set"), model=ModelConfig(options={"api_token": "xyz"}))
+
+
+def step(number: int, loss: float, kind: str = "step") -> Event:
+    fields = {"loss": loss, "accuracy": 0.5, "lr": 0.25, "batch": 96, "phase_ms": {"forward": 2.0, "other": 0.5}, "images_per_s": math.inf}
+    return Event(T0 + number, kind, number, fields)
+
+
+def epoch(number: int, accuracy: float) -> Event:
+    return Event(T0 + number + 0.5, "epoch", number, {"epoch": 1, "val_loss": 0.75, "val_accuracy": accuracy, "joules": {"cpu": 12.0}})
+
+
+def start(number: int) -> Event:
+    return Event(T0 + number, "start", number, {"lines": ["ranks   2", "data    digits"], "ranks": 2, "seconds": 0.0})
+
+
+def over(number: int, kind: str, **fields: Any) -> Event:
+    return Event(T0 + number + 1, kind, number, {"reason": "epochs=1", "best_accuracy": 0.875, **fields})
+
+
+# A job of two runs: the first stops after step 30, but its newest checkpoint is of step 20, so the second does step 30 again.
+FIRST = [start(0), step(10, 2.5), step(20, 2.0), epoch(20, 0.75), step(30, 9.0), over(30, "stop")]
+SECOND = [start(20), step(30, 1.5), step(40, 1.25), epoch(40, 0.875), over(40, "end")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    folder = tmp_path / "digits-mlp"
+    folder.mkdir()
+    return folder
+
+
+def feed(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
+    """As a job does: each run has a sink of its own, on a thread of its own."""
+    for events in runs:
+        sink, heard = build(config, run), list[str]()
+        aside = Aside(lambda sink=sink: sink, "x", heard.append)
+        for event in events:
+            aside(event)
+        assert aside.close(60) and heard == []
+
+
+def until(done: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if done():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def test_numbers_of_a_step() -> None:
+    fields = {
+        **{"loss": 1.5, "accuracy": 0.5, "lr": 0.1, "batch": 64, "epochs": 0.25, "of": 10, "images_per_s": 100, "steps": 10},
+        **{"phase_ms": {"forward": 2, "back ward?": 3.5}, "work_ms": [1.0, 2.0, 4.0], "slowest_rank": 3, "slowest_host": "n"},
+        **{"memory_mb": 300.0, "gpu_memory_mb": None, "watts": math.nan, "noise_scale": math.inf, "lines": ["x"], "flag": True},
+    }
+    assert scalars(Event(T0, "step", 10, fields)) == {
+        **{"train/loss": 1.5, "train/accuracy": 0.5, "train/lr": 0.1, "train/batch": 64, "train/epochs": 0.25},
+        **{"speed/images_per_s": 100, "speed/phase_ms/forward": 2, "speed/phase_ms/back ward_": 3.5, "speed/slowest_rank": 3},
+        **{"speed/work_ms/min": 1, "speed/work_ms/median": 2, "speed/work_ms/max": 4, "memory/host_mb": 300},
+    }
+
+
+def test_numbers_of_the_other_kinds() -> None:
+    both = {"joules": {"gpu": 30.0, "cpu": 12.0}, "joules_per_image": 0.5, "images_per_s": 50.0}
+    measured = {"watts": 21.0, "wh": 0.25, "noise_scale": 900.0, "rank_work_ms": [1.0, 2.0], "val_count": 360}
+    told = {
+        "epoch": 2,
+        "epoch_s": 1.5,
+        "train_loss": 0.5,
+        "train_accuracy": 0.9,
+        "val_loss": 0.6,
+        "val_accuracy": 0.8,
+        "best_accuracy": 0.85,
+    }
+    assert scalars(Event(T0, "epoch", 20, {**told, **both, **measured})) == {
+        **{"val/loss": 0.6, "val/accuracy": 0.8, "val/best_accuracy": 0.85, "epoch/number": 2, "epoch/seconds": 1.5},
+        **{"epoch/train_loss": 0.5, "epoch/train_accuracy": 0.9, "epoch/images_per_s": 50, "epoch/noise_scale": 900},
+        **{"energy/joules/gpu": 30, "energy/joules/cpu": 12, "energy/joules_per_image": 0.5, "energy/watts": 21, "energy/wh": 0.25},
+    }
+    target = {"target": 0.9, "val_accuracy": 0.91, "seconds": 7.5, "epochs": 2.0, "images": 3000, "joules": None}
+    words = {"seconds": 7.5, "epochs": 2, "images": 3000, "val_accuracy": 0.91}
+    assert scalars(Event(T0, "target", 20, target)) == {f"target/0.9/{name}": number for name, number in words.items()}
+    for kind in ("end", "stop"):
+        assert scalars(over(40, kind, exit_code=0, **both)) == {
+            **{"job/best_accuracy": 0.875, "job/joules/gpu": 30, "job/joules/cpu": 12, "job/joules_per_image": 0.5, "job/images_per_s": 50},
+        }
+    assert scalars(Event(T0, "started", 1, {"start_s": {"first step": 0.5}})) == {"start_s/first step": 0.5}
+    assert scalars(Event(T0, "checkpoint", 1, {"write_s": 0.5})) == {"checkpoint/write_s": 0.5}
+    assert scalars(step(10, 1.0, "step_times")) == scalars(start(0)) == {}
+
+
+def test_settings_hide_what_looks_like_a_secret() -> None:
+    options = {"max_tokens": 5, "password": "", "hub": {"Secret_Key": "q", "urls": ["http://u:p@h/x"]}}
+    shown = settings(Config(model=ModelConfig(name="mlp", options=options)))["model"]
+    assert {key: shown[key] for key in ("name", *options)} == {
+        **{"name": "mlp", "max_tokens": 5, "password": "", "hub": {"Secret_Key": "***", "urls": ["http://***@h/x"]}},
+    }
+    flat = texts(CONFIG)
+    assert (flat["batch.size"], flat["data.root"], flat["model.api_token"]) == ("96", "s3://***@host/set", "***")
+    assert (flat["max_steps"], flat["recipe.chain"], flat["log.noise_scale"]) == ("null", "[]", "false")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+def test_a_package_that_is_missing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else real(package))
+    module = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}[name]
+    with pytest.raises(UserError) as told:
+        module.build(CONFIG, run)  # type: ignore[attr-defined]
+    assert str(told.value) == f"{name} is not installed\n  where: log.sinks\n  fix: pip install 'hvdtrain[{name}]'"
+
+
+def test_nothing_is_imported_before_the_first_event(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # an import would fail
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: True)
+    for module in (tensorboard, mlflow, wandb):
+        module.build(CONFIG, run).close()  # type: ignore[attr-defined]
+    assert list(run.iterdir()) == []
+
+
+def test_tensorboard_reads_back(run: Path) -> None:
+    """In TensorBoard's own reader the step that was done twice has the second value alone."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    feed(tensorboard.build, run, FIRST, SECOND)
+    reader = EventAccumulator(str(run / "tensorboard"))
+    reader.Reload()
+    assert [(s.step, s.value, s.wall_time) for s in reader.Scalars("train/loss")] == [
+        (number, loss, T0 + number) for number, loss in ((10, 2.5), (20, 2.0), (30, 1.5), (40, 1.25))
+    ]
+    assert [(s.step, s.value) for s in reader.Scalars("val/accuracy")] == [(20, 0.75), (40, 0.875)]
+    assert [(s.step, s.value) for s in reader.Scalars("speed/phase_ms/forward")] == [(n, 2.0) for n in (10, 20, 30, 40)]
+    assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [(40, 0.875)]  # what it said at the stop is no more
+    assert "speed/images_per_s" not in reader.Tags()["scalars"]  # infinite
+    (text,) = reader.Tensors("config/text_summary")[-1].tensor_proto.string_val
+    assert b"| key | value |\n| --- | --- |\n" in text and b"| batch.size | `96` |\n" in text and b"xyz" not in text
+    assert reader.SummaryMetadata("config/text_summary").plugin_data.plugin_name == "text"
+    (header,) = reader.Tensors("header/text_summary")[-1].tensor_proto.string_val
+    assert header == b"    ranks   2\n    data    digits"
+
+
+def test_mlflow_reads_back(run: Path) -> None:
+    pytest.importorskip("mlflow")
+    feed(mlflow.build, run, FIRST)
+    from mlflow.tracking import MlflowClient
+
+    client, run_id = MlflowClient((run / "mlflow").as_uri()), json.loads((run / "mlflow_run.json").read_text())["run_id"]
+    assert client.get_run(run_id).info.status == "KILLED"
+    again = mlflow.build(Config(batch=BatchConfig(size=48)), run)
+    for event in SECOND:
+        again(event)
+        assert client.get_run(run_id).info.status == "RUNNING"
+    again.close()
+    experiment = client.get_experiment_by_name("hvdtrain")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])  # one, for both runs
+    assert (found.info.run_id, found.info.run_name, found.info.status) == (run_id, "digits-mlp", "FINISHED")
+    assert found.info.end_time == (T0 + 41) * 1000
+    losses = [(m.step, m.value, m.timestamp) for m in client.get_metric_history(run_id, "train/loss")]
+    assert losses == [(n, loss, (T0 + n) * 1000) for n, loss in ((10, 2.5), (20, 2.0), (30, 9.0), (30, 1.5), (40, 1.25))]
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "energy/joules/cpu")] == [(20, 12.0), (40, 12.0)]
+    params = found.data.params
+    assert (params["batch.size"], params["model.api_token"], params["recipe.scale"]) == ("96", "***", "linear")
+    assert found.data.tags["resumed.batch.size"] == "48" and "resumed.recipe.scale" not in found.data.tags
+
+
+def test_mlflow_of_a_failed_job_and_where_the_user_wants_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (run / "else where").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # else a text that is too long is cut by mlflow, with a warning
+    long = Config(model=ModelConfig(name="a.B", options={"k" * 300: "v" * 7000}))
+    failed = Event(T0, "failed", 10, {"reason": "x", "exit_code": 83})
+    feed(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient((run / "else where").as_uri())
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id])
+    assert [made.info.status for made in found] == ["FAILED", "FAILED"]  # two: the second begins anew, at step 0
+    assert found[0].data.params["model." + "k" * 234] == "v" * 6000
+    assert not (run / "mlflow").exists()
+
+
+def test_mlflow_goes_on_elsewhere_with_a_run_of_its_own(run: Path) -> None:
+    """Another server does not know the id; a file that a crash cut off is no id."""
+    pytest.importorskip("mlflow")
+    ids = []
+    for text in (json.dumps({"run_id": "0" * 32}), '{"run_'):
+        (run / "mlflow_run.json").write_text(text)
+        feed(mlflow.build, run, SECOND)
+        ids.append(json.loads((run / "mlflow_run.json").read_text())["run_id"])
+    assert len({*ids, "0" * 32}) == 3
+    assert len({folder.name for folder in (run / "mlflow").glob("*/*") if folder.name in ids}) == 2
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Of a .wandb file: 7 bytes, then LevelDB's log: blocks of 32768 bytes, pieces of (checksum, length, kind: 1 whole, 2 3 4 parts)."""
+    data, at, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole = data[at + 7 : at + 7 + length] if kind in (1, 2) else whole + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(data):
+            yield whole
+
+
+def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[int], set[str]]:
+    """(rows, configuration, exit codes, kinds of records) of one offline run: all that an upload would know."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, config, codes, kinds = [], dict[str, Any](), [], set()
+    for raw in records(file):
+        record = Record.FromString(raw)
+        kinds.add(str(record.WhichOneof("record_type")))
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("exit"):
+            codes.append(record.exit.exit_code)
+        if record.HasField("history"):
+            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item})
+    return rows, config, codes, kinds
+
+
+def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb")
+    before = sys.exit, sys.excepthook, sys.stdout, sys.stderr
+    feed(wandb.build, run, FIRST)
+    time.sleep(1)  # wandb names the folder of a run by the second
+    feed(wandb.build, run, SECOND)
+    assert capfd.readouterr() == ("", "")
+    assert (sys.exit, sys.excepthook, sys.stdout, sys.stderr) == before
+    run_id = json.loads((run / "wandb_run.json").read_text())["run_id"]
+    files = sorted((run / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    until(lambda: all(read_wandb(file)[2] for file in files))  # wandb's own process writes the end some ms after finish()
+    (old, config, stopped, _), (new, _, ended, kinds) = (read_wandb(file) for file in files)
+    losses = [(row["step"], row["train/loss"]) for row in old + new if "train/loss" in row]
+    assert losses == [(10, 2.5), (20, 2.0), (30, 9.0), (30, 1.5), (40, 1.25)]
+    assert [(row["step"], row["val/accuracy"]) for row in new if "val/accuracy" in row] == [(40, 0.875)]
+    assert {row["speed/phase_ms/forward"] for row in new if "train/loss" in row} == {2.0}
+    assert (stopped, ended) == ([75], [0])
+    assert (config["batch"]["size"], config["model"]["api_token"], config["data"]["root"]) == (96, "***", "s3://***@host/set")
+    assert not {"output", "output_raw", "environment"} & kinds  # of the console, and of the machine with the command line
+    assert not list((run / "wandb").rglob("requirements.txt")) and not list((run / "wandb").rglob("wandb-metadata.json"))
+
+
+def test_wandb_modes(tmp_path: Path) -> None:
+    nobody = {"NETRC": str(tmp_path / "netrc")}
+    assert wandb.mode(nobody) == "offline"
+    assert wandb.mode({**nobody, "WANDB_API_KEY": "k"}) == "online"
+    assert wandb.mode({**nobody, "WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "offline"
+    (tmp_path / "netrc").write_text("machine wandb.site login user password k\n")
+    assert wandb.mode(nobody) == "offline"
+    assert wandb.mode({**nobody, "WANDB_BASE_URL": "https://wandb.site"}) == "online"
+    with pytest.raises(UserError) as told:
+        wandb.mode({**nobody, "WANDB_MODE": "online"})
+    assert str(told.value) == (
+        "WANDB_MODE=online, but there is no key for https://api.wandb.ai\n  where: log.sinks\n"
+        "  fix: wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder"
+    )
+
+
+class Slow:
+    """A sink that waits at its first event until it is let go."""
+
+    def __init__(self) -> None:
+        self.free, self.begun, self.seen, self.closed = threading.Event(), threading.Event(), list[Event](), 0
+
+    def __call__(self, event: Event) -> None:
+        self.begun.set()
+        assert self.free.wait(20)
+        self.seen.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_aside_keeps_the_order_and_closes() -> None:
+    sink, heard = Slow(), list[str]()
+    made: list[str] = []
+
+    def make() -> Slow:
+        made.append(threading.current_thread().name)
+        return sink
+
+    aside = Aside(make, "slow", heard.append)
+    events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
+    for event in events:
+        aside(event)
+    assert sink.seen == []  # and yet we are here
+    sink.free.set()
+    assert aside.close(20) and aside.close(0)
+    aside(step(100, 1.0))
+    assert (sink.seen, sink.closed, heard, made) == (events, 1, [], ["sink slow"])
+
+
+def test_aside_when_full_leaves_out_the_oldest_steps_alone() -> None:
+    sink, heard = Slow(), list[str]()
+    aside = Aside(lambda: sink, "slow", heard.append, most=4)
+    aside(start(0))
+    assert sink.begun.wait(20)
+    for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
+        aside(event)
+    sink.free.set()
+    assert aside.close(20)
+    assert [(event.kind, event.step) for event in sink.seen] == [
+        *(("start", 0), ("epoch", 2), ("epoch", 4), ("epoch", 6), ("epoch", 7), ("end", 8)),
+    ]
+    assert heard == ["log.sinks slow: too slow: 3 step events found no room in its queue, and were left out"]
+
+
+def test_aside_thins_out_steps_and_nothing_else() -> None:
+    seen = list[tuple[str, int]]()
+    aside = Aside(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, every_s=1.0)
+    for event in [
+        step(1, 1)._replace(time=10.0),
+        step(2, 1)._replace(time=10.9),
+        epoch(2, 0.1),
+        step(3, 1)._replace(time=11.0),
+        over(3, "end"),
+    ]:
+        aside(event)
+    assert aside.close(20)
+    assert seen == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
+
+
+def test_aside_of_a_sink_that_blocks_ends_in_time() -> None:
+    sink, heard = Slow(), list[str]()
+    aside = Aside(lambda: sink, "stuck", heard.append)
+    for number in range(3):
+        aside(epoch(number, 0.5))
+    assert sink.begun.wait(20)
+    began = time.monotonic()
+    assert not aside.close(0.2)
+    assert 0.15 < time.monotonic() - began < 5
+    assert heard == ["log.sinks stuck: not done after 0.2 s: 2 events wait, and the end does not wait for them"]
+    sink.free.set()
+    assert aside.close(20)  # it was not told to stop: all is written in the end
+    assert [event.step for event in sink.seen] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("no\n route to http://me:pw@host:1/x"), "OSError: no route to http://***@host:1/x"),
+        (UserError("no key", "log.sinks", "log in"), "no key"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_aside_drops_a_sink_that_raises_and_says_so_once(error: BaseException, words: str) -> None:
+    heard, seen = list[tuple[str, str]](), list[int]()
+
+    def sink(event: Event) -> None:
+        seen.append(event.step)
+        if event.step == 2:
+            raise error
+
+    aside = Aside(lambda: sink, "frail", lambda line: heard.append((threading.current_thread().name, line)))
+    for number in (1, 2):
+        aside(step(number, 1.0))
+    until(lambda: not aside._thread.is_alive())
+    for number in (3, 4):
+        aside(step(number, 1.0))
+    assert aside.close(20)
+    line = f"log.sinks frail: {words}; training goes on without it"
+    assert heard == [(threading.main_thread().name, line)]  # in the thread that may use the log
+    assert seen == [1, 2]
+    assert not aside._many and not aside._few  # what nobody will take is not kept
+
+
+def test_aside_of_a_sink_that_cannot_be_made() -> None:
+    heard = list[str]()
+
+    def make() -> Any:
+        raise ImportError("a broken package")
+
+    aside = Aside(make, "broken", heard.append)
+    assert aside.close()
+    assert heard == ["log.sinks broken: ImportError: a broken package; training goes on without it"]
+
+
+def test_names_are_file_names() -> None:
+    assert set(plugins.files("events/trackers")) == {"tensorboard", "mlflow", "wandb"}

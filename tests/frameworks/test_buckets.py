@@ -1,0 +1,128 @@
+"""Buckets: what is in them, when they start, and that they start in one order whatever order backward takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, Single
+from hvdtrain.frameworks.torch.parallel.buckets import Buckets
+from hvdtrain.frameworks.torch.parallel.strategy import Named, fits_horovod
+
+
+class Twice(Single):
+    """Two equal ranks: every sum doubles. Notes what was started, and gives back another buffer than it was given."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.sizes: list[tuple[int, torch.dtype]] = []
+
+    def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
+        assert op == "sum"
+        self.seen.append(name)
+        self.sizes.append((len(x), x.dtype))
+        return Done(x * 2)
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+def named(model: nn.Module) -> Named:
+    return list(model.named_parameters())
+
+
+def backward(model: nn.Module, reducer: Buckets, passes: int = 1) -> None:
+    reducer.begin(passes)
+    for place in range(passes):
+        if place == passes - 1:
+            reducer.last_pass()
+        x = torch.ones(2, next(model.parameters()).shape[1])
+        model(x).square().sum().backward()
+    reducer.finish()
+
+
+def test_gradients_are_summed_over_ranks_and_passes() -> None:
+    model, plain = layers(3, 4, 5), layers(3, 4, 5)
+    backward(model, Buckets(named(model), Twice(), bucket_bytes=64), passes=3)
+    plain(torch.ones(2, 3)).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 6 * q.grad)
+
+
+def test_buckets_are_cut_by_bytes_from_the_last_layer_on() -> None:
+    model, engine = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
+    backward(model, Buckets(named(model), engine, bucket_bytes=100))
+    assert engine.sizes == [(25, torch.float32), (16, torch.float32)]
+    assert engine.seen == ["gradient.0", "gradient.1"]
+
+
+def test_a_bucket_starts_while_backward_still_runs() -> None:
+    model, engine = layers(3, 4, 5), Twice()
+    reducer = Buckets(named(model), engine, bucket_bytes=100)
+    next(model.parameters()).register_hook(lambda gradient: engine.seen.append("first layer"))
+    backward(model, reducer)
+    assert engine.seen == ["gradient.0", "first layer", "gradient.1"]
+
+
+def test_only_the_last_pass_starts_buckets() -> None:
+    model, engine = layers(3, 4), Twice()
+    backward(model, Buckets(named(model), engine, bucket_bytes=1 << 20), passes=4)
+    assert engine.seen == ["gradient.0"]
+
+
+def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
+    class Reversed(nn.Module):
+        """Uses its first parameter last, so that backward reaches it first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(self.second(x))
+
+    model, engine = Reversed(), Twice()
+    reducer = Buckets(named(model), engine, bucket_bytes=48)
+    for _ in range(2):
+        engine.seen.clear()
+        backward(model, reducer)
+        assert engine.seen == [f"gradient.{i}" for i in range(3)]
+    assert torch.count_nonzero(model.unused.weight.grad) == 0
+
+
+def test_what_horovod_cannot_reduce_is_told() -> None:
+    model = layers(3, 4)
+    assert fits_horovod(torch.optim.SGD(model.parameters(), lr=0.1), named(model)) == ""
+    strided = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    why = fits_horovod(torch.optim.SGD(strided.parameters(), lr=0.1), named(strided))
+    assert why == "Horovod cannot reduce channels_last or otherwise strided tensors (weight)"
+
+    class Needs(torch.optim.SGD):
+        def __init__(self, params: object, horizon: int) -> None:
+            super().__init__(params, lr=0.1)
+
+    assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot make Needs anew without its horizon"
+
+
+def test_gradients_lie_as_their_parameters_do() -> None:
+    """Of channels_last weights, as on a GPU: the numbers are the same, the order is the parameter's."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(20, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].to(memory_format=torch.channels_last)
+    x = torch.rand(2, 3, 4, 4)
+    for model in models:
+        reducer = Buckets(named(model), Twice(), bucket_bytes=200)
+        reducer.begin(1)
+        reducer.last_pass()
+        model(x).square().sum().backward()
+        reducer.finish()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert p.grad.stride() == p.stride()
+        torch.testing.assert_close(p.grad, q.grad)

@@ -1,0 +1,180 @@
+"""The JAX frame from outside: the user's own function, refusals, its start, and whole jobs on ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ranks import ENGINES, Result, mpirun, python
+
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.jax.build import start_threads
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.train.build import build_learner
+
+OWN = "model.name=test_jax_job:own"
+TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+
+
+def learner(*words: str) -> Learner:
+    config, origins = configure(None, ["frame=jax", "model.name=linear", "speed.precision=fp64", *words])
+    return build_learner(config, origins, TASK, Single())
+
+
+def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "") -> Any:
+    """A user's own model: nested parameters, no layer of ours; `what` makes it wrong in one way."""
+
+    def init(key: jax.Array) -> Any:
+        key, _ = jax.random.split(key)
+        layers = {"in": {"w": jax.random.normal(key, (*shape, width))}, "out": [jnp.zeros((width, classes)), jnp.zeros(classes)]}
+        wrong = {"empty": {}, "integer": layers | {"step": jnp.zeros(2, int)}, "number": layers | {"scale": 1.0}, "bare": jnp.zeros(3)}
+        return wrong.get(what, layers | {"in.w": jnp.zeros(1)} if what == "twice" else layers)
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        assert x.dtype == jnp.zeros(1).dtype, "arrays that a user makes are of the frame's precision"
+        hidden = jnp.tanh(jnp.einsum("nhwc,hwck->nk", x, params["in"]["w"]))
+        logits = hidden @ params["out"][0] + params["out"][1]
+        return {"few": logits[:, :2], "pair": (logits, hidden), "hits": logits > 0}.get(what, logits)
+
+    return "a string" if what == "string" else (init, apply)
+
+
+def test_the_users_own_function_trains() -> None:
+    one = learner(OWN, "model.width=6")
+    before = one.state()
+    assert {name: a.shape for name, a in before.items() if name[0] == "p"} == {
+        "p.in.w": (5, 4, 2, 6),
+        "p.out.0": (6, 3),
+        "p.out.1": (3,),
+    }
+    assert one.describe() == "test_jax_job:own, 261 parameters, jax float64 on cpu:0, no reduction"
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (6, 5, 4, 2), dtype=np.uint8), np.array([0, 1, 2, 2, 2, 1])
+    one.step([one.put({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0)
+    expected = 0.6 * (np.array([1, 2, 3]) / 6 - 1 / 3)  # zero logits: the gradient of the last bias is 1/3 - share of the label
+    np.testing.assert_allclose(one.state()["p.out.1"], expected, rtol=1e-12)
+    hidden = np.tanh(np.einsum("nhwc,hwck->nk", (x / 255 - TASK.mean) / TASK.std, before["p.in.w"]))
+    np.testing.assert_allclose(one.state()["p.out.0"], 0.1 * hidden.T @ (np.eye(3)[y] - 1 / 3), rtol=1e-9, atol=1e-15)
+
+
+def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
+    for precision in ("fp32", "fp64", "fp32"):
+        one = learner(OWN, f"speed.precision={precision}")
+        sums = one.evaluate(one.put({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])}))
+        assert float(sums["loss"]) == pytest.approx(np.log(3), rel=1e-6 if precision == "fp32" else 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["comm.reduce=bucket"], "frame=jax cannot do this comm.reduce", "leave comm.reduce out, or frame=torch"),
+        (["norm.kind=ghost"], "frame=jax cannot do this norm.kind", "leave norm.kind out"),
+        (["model.classifier_std=0.01"], "frame=jax cannot do this model.classifier_std", "or frame=torch"),
+        (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
+        (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, frame=jax needs a rule", "frame=torch"),
+        (["model.name=resnet18"], "unknown name for frame=jax: resnet18", "known: convnet, linear, mlp"),
+        (["model.name=mlp", "model.widths=[0]"], "widths (0,) make no network", "1 or more"),
+        (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
+        ([OWN, "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'", "model.<name>=<value>"),
+        ([OWN, "model.what=string"], "test_jax_job:own gave a str, not a pair of functions (init, apply)", "init(key) -> parameters"),
+        ([OWN, "model.what=empty"], "test_jax_job:own has no parameter to train", "let init(key) give a dict of arrays"),
+        ([OWN, "model.what=integer"], "parameter step of test_jax_job:own is an array of int64", "arrays of real numbers alone"),
+        ([OWN, "model.what=number"], "parameter scale of test_jax_job:own is a float", "arrays of real numbers alone"),
+        ([OWN, "model.what=bare"], "1 parameters of test_jax_job:own are named ''", "a name of its own, in a dict"),
+        ([OWN, "model.what=twice"], "2 parameters of test_jax_job:own are named 'in.w'", "a name of its own, in a dict"),
+        ([OWN, "model.what=few"], "for images (2, 5, 4, 2) the model gives float64 (2, 2), not logits (2, 3)", "one output for each class"),
+        ([OWN, "model.what=pair"], "for images (2, 5, 4, 2) the model gives tuple, not logits (2, 3)", "one output for each class"),
+        ([OWN, "model.what=hits"], "the model gives bool (2, 3), not logits (2, 3)", "one output for each class"),
+    ],
+)
+def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str, fix: str) -> None:
+    if "speed.device=cuda" in words and jax.devices()[0].platform == "gpu":
+        pytest.skip("a CUDA device is here")
+    with pytest.raises(UserError) as caught:
+        learner(*words)
+    assert what in caught.value.what
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [(None, "frame=jax needs jax: "), (SimpleNamespace(__version__="0.6.2"), "frame=jax needs jax 0.8 or later; this is 0.6.2")],
+)
+def test_a_missing_or_old_jax_is_told(found: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", found)
+    with pytest.raises(UserError) as caught:
+        learner()
+    assert caught.value.what.startswith(what)
+    assert (caught.value.where, caught.value.fix) == ("frame, command line", "pip install 'hvdtrain[jax]'")
+
+
+class FourOnThisHost(Single):
+    def exchange(self, thing: Any) -> list[Any]:
+        return [thing, thing, ("another host", thing[1]), (thing[0], (99,))]
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3"), ({"OMP_NUM_THREADS": "3", "PJRT_NPROC": "5"}, "5")]
+)
+def test_jax_starts_with_this_ranks_part_of_the_cores(env: dict, threads: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    start_threads(SimpleNamespace(devices=lambda: seen.append(os.environ.get("PJRT_NPROC"))), FourOnThisHost())
+    assert seen == [threads or str(max(1, len(os.sched_getaffinity(0)) // 2))]  # two of the four have the same cores
+    assert os.environ.get("PJRT_NPROC") == env.get("PJRT_NPROC"), "left as it was"
+
+
+WORDS = ["-m", "hvdtrain", "model.name=mlp", "speed.precision=fp64", "batch.size=33", "optim.base_lr=0.05", "recipe.warmup_epochs=0.5"]
+
+
+def job(size: int, run: Path, *words: str) -> Result:
+    argv = [*WORDS, *words, f"run={run}"]
+    result = mpirun(size, argv, timeout_s=120) if size else python(argv, timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result
+
+
+def epochs(run: Path) -> list[dict]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
+
+
+@pytest.fixture(scope="module")
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The run folders of torch's first epoch on one process, and of the two after it."""
+    folder = tmp_path_factory.mktemp("torch")
+    first, rest = folder / "first", folder / "rest"
+    job(0, first, "frame=torch", "epochs=1")
+    job(0, rest, "frame=torch", "epochs=3", f"resume={first}")
+    return first, rest
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
+    run, (first, rest) = tmp_path / "run", torchs
+    found = job(2, run, "frame=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")
+    assert "mlp, 9,610 parameters, jax float64 on cpu:0, gradients by one allreduce" in found.stdout
+    assert "resume  from step 44" in found.stdout
+    for mine, theirs in zip(epochs(run), epochs(rest), strict=True):
+        for key in ("epoch", "train_loss", "val_loss", "val_accuracy", "val_count", "lr"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-12), key
+    assert [e["epoch"] for e in epochs(run)] == [2, 3]
+    assert epochs(run)[-1]["val_accuracy"] > 0.9
+
+
+def test_own_work_is_told_only_where_phases_are() -> None:
+    """On one rank nothing waits for the device in a step, but with log.step_times."""
+    assert (learner().waits_apart, learner("log.step_times=true").waits_apart) == (False, True)

@@ -1,0 +1,254 @@
+"""What a frame computes on one rank: against hand-written gradients, against the rule, and against itself in pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.digest import digest
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.train.build import build_learner
+
+TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+
+
+def learner(*words: str) -> Learner:
+    config, origins = configure(None, ["speed.precision=fp64", *words])
+    return build_learner(config, origins, TASK, Single())
+
+
+def batch(n: int, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    return {"x": rng.integers(0, 256, (n, 4, 4, 2), dtype=np.uint8), "y": rng.integers(0, 3, n)}
+
+
+def hyper(batch: int, lr: float = 0.1) -> Hyper:
+    return Hyper(lr=lr, momentum=0.9, weight_decay=0.01, batch=batch)
+
+
+def floats(sums: dict) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
+
+
+def test_numpy_gradient_is_the_difference_quotient_of_its_loss() -> None:
+    for loss in ("cross_entropy", "squared_error"):
+        one = learner("frame=numpy", "model.name=linear", f"model.loss={loss}")
+        data = one.put(batch(5))
+        state = one.state()
+        rng = np.random.default_rng(1)
+        state["p.fc.weight"] = rng.normal(size=state["p.fc.weight"].shape)
+        one.load(state)
+        direction = rng.normal(size=state["p.fc.weight"].shape)
+        sides = []
+        for sign in (1, -1):
+            one.load(state | {"p.fc.weight": state["p.fc.weight"] + sign * 1e-6 * direction})
+            sides.append(one.evaluate(data)["loss"])
+        one.load(state)
+        one.step([data], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=5), 0)
+        gradient = state["p.fc.weight"] - one.state()["p.fc.weight"]
+        assert (gradient * direction).sum() == pytest.approx((sides[0] - sides[1]) / 2e-6 / 5, rel=1e-7)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
+def test_torch_and_numpy_move_alike(loss: str) -> None:
+    both = [learner(f"frame={frame}", "model.name=linear", f"model.loss={loss}") for frame in ("torch", "numpy")]
+    for step in range(20):
+        sums = [floats(one.step([one.put(batch(7, step))], hyper(7, lr=0.02 * (step + 1)), step)) for one in both]
+        assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+    states = [one.state() for one in both]
+    assert states[0].keys() == states[1].keys() == {"p.fc.weight", "p.fc.bias", "s.fc.weight.0", "s.fc.bias.0"}
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optim.clip_norm=0.3"],
+        ["optim.clip_value=0.02"],
+        ["model.label_smoothing=0.2"],
+        ["optim.exclude=none"],
+        ["model.label_smoothing=0.2", "model.loss=squared_error"],
+        ["optim.name=larc"],
+    ],
+)
+def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
+    plain = learner("frame=numpy", "model.name=linear")
+    both = [learner(f"frame={frame}", "model.name=linear", *words) for frame in ("torch", "numpy")]
+    for step in range(5):
+        data = batch(7, step)
+        weighted = data | {"w": np.linspace(-0.5, 2.0, 7)}
+        plain.step([plain.put(data)], hyper(7), step)
+        sums = [floats(one.step([one.put(weighted)], hyper(7), step)) for one in both]
+        assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+    states = [one.state() for one in both]
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=1e-11, atol=1e-13)
+    assert not np.allclose(states[0]["p.fc.weight"], plain.state()["p.fc.weight"])
+
+
+def test_a_model_of_the_users_may_view_its_images() -> None:
+    one = learner("model.name=faulty:Views")
+    one.step([one.put(batch(4))], hyper(4), 0)
+    with pytest.raises(UserError, match=r"the model fails for images \(0, 2, 4, 4\): RuntimeError") as caught:
+        learner("model.name=faulty:Views", "norm.kind=sync")
+    assert "faulty.py:" in caught.value.where
+    assert "norm.kind=sync may give a rank" in caught.value.fix
+
+
+def test_label_smoothing_is_for_training_alone() -> None:
+    one, other = learner("model.name=mlp", "model.label_smoothing=0.3"), learner("model.name=mlp")
+    data = one.put(batch(6))
+    assert floats(one.evaluate(data)) == floats(other.evaluate(data))
+    assert floats(one.step([data], hyper(6), 0))["loss"] != pytest.approx(floats(other.step([data], hyper(6), 0))["loss"], rel=1e-3)
+
+
+def test_excluded_parameters_do_not_decay() -> None:
+    one = learner("model.name=mlp")
+    before = one.state()
+    one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    for name, array in one.state().items():
+        if name.startswith("p."):
+            np.testing.assert_allclose(array, before[name] * (0.95 if array.ndim > 1 else 1.0), rtol=1e-12)
+
+
+def test_added_noise_is_drawn_from_the_seed() -> None:
+    a, b, c = (learner("model.name=mlp") for _ in range(3))
+    h = hyper(4)._replace(noise=0.01, momentum=0.0)
+    for one, seed in ((a, 7), (b, 7), (c, 8)):
+        one.step([one.put(batch(0))], h, seed)  # no sample: the gradient is noise alone
+    assert digest(a.state()) == digest(b.state()) != digest(c.state())
+    moved = learner("model.name=mlp").state()["p.fc1.weight"] * (1 - 0.1 * 0.01) - a.state()["p.fc1.weight"]
+    assert moved.std() / 0.1 == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_torch_class_by_its_path_is_saved_and_goes_on() -> None:
+    words = ["model.name=mlp", "optim.name=torch.optim.RMSprop", "optim.alpha=0.9"]
+    a = learner(*words)
+    assert not any(name.startswith("s.") for name in a.state()), "its state comes with its first step"
+    for step in range(3):
+        a.step([a.put(batch(8, step))], hyper(8, 0.001), step)
+    assert "s.fc1.weight.square_avg" in a.state()
+    b = learner(*words, "seed=2")
+    b.load(a.state())
+    for one in (a, b):
+        one.step([one.put(batch(8, 9))], hyper(8, 0.001), 9)
+    assert digest(a.state()) == digest(b.state())
+    model = torch.nn.Sequential(*[torch.nn.Linear(*shape).double() for shape in ((32, 128), (128, 3))])
+    by_hand = torch.optim.RMSprop(model.parameters(), alpha=0.9)
+    assert by_hand.param_groups[0]["alpha"] == a.optimizer.param_groups[0]["alpha"] and len(a.optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("reduce", ["auto", "bucket"])
+def test_micro_batches_and_empty_ones_change_nothing(reduce: str) -> None:
+    words = ["model.name=mlp", "model.widths=[5]", f"comm.reduce={reduce}", "comm.bucket_mb=0.001"]
+    whole, pieces = learner(*words), learner(*words)
+    for step in range(3):
+        data = batch(9, step)
+        cuts = [{"x": data["x"][a:b], "y": data["y"][a:b]} for a, b in ((0, 4), (4, 4), (4, 9))]
+        a = floats(whole.step([whole.put(data)], hyper(9), 0))
+        b = floats(pieces.step([pieces.put(cut) for cut in cuts], hyper(9), 0))
+        assert a == pytest.approx(b, rel=1e-12)
+        assert a["count"] == 9
+    for name, array in whole.state().items():
+        np.testing.assert_allclose(pieces.state()[name], array, rtol=1e-12, atol=1e-15)
+
+
+def test_a_step_of_no_samples_only_decays() -> None:
+    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]", "optim.exclude=none")
+    before = one.state()
+    sums = one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
+    for name, array in one.state().items():
+        if name.startswith("p."):
+            np.testing.assert_allclose(array, before[name] * (1 - 0.5 * 0.1), rtol=1e-12)
+        elif name.startswith("b."):
+            np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("reduce", ["auto", "bucket"])
+def test_a_parameter_that_no_loss_reaches_counts_as_zero_gradient(reduce: str) -> None:
+    one = learner("model.name=faulty:Faulty", f"comm.reduce={reduce}")
+    before = one.state()["p.unused.weight"]
+    one.step([one.put(batch(4))], Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=4), 0)
+    np.testing.assert_allclose(one.state()["p.unused.weight"], before * 0.95, rtol=1e-12)
+
+
+def test_dropout_is_seeded_by_the_step() -> None:
+    words = ["model.name=mlp", "model.dropout=0.5"]
+    a, b, c = learner(*words), learner(*words), learner(*words)
+    data = batch(8)
+    for one, seed in ((a, 7), (b, 7), (c, 8)):
+        one.step([one.put(data)], hyper(8), seed)
+    assert digest(a.state()) == digest(b.state()) != digest(c.state())
+
+
+def test_evaluation_learns_nothing_and_counts_hits() -> None:
+    one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
+    before = digest(one.state())
+    data = batch(6)
+    sums = floats(one.evaluate(one.put(data)))
+    assert digest(one.state()) == before
+    halves = [floats(one.evaluate(one.put({k: v[s] for k, v in data.items()}))) for s in (slice(0, 2), slice(2, 6))]
+    assert sums == pytest.approx({k: halves[0][k] + halves[1][k] for k in sums}, rel=1e-12)
+    assert 0 <= sums["right"] <= 6 == sums["count"]
+
+
+def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
+    words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]"]
+    a = learner(*words)
+    for step in range(3):
+        a.step([a.put(batch(8, step))], hyper(8), step)
+    b = learner(*words, "seed=2")
+    assert digest(b.state()) != digest(a.state())
+    b.load(a.state())
+    for one in (a, b):
+        one.step([one.put(batch(8, 9))], hyper(8), 9)
+    assert digest(a.state()) == digest(b.state())
+    assert any(name.startswith("b.stem.1.running_mean") for name in a.state())
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    a, b = learner("model.name=mlp", "model.widths=[5]"), learner("model.name=mlp", "model.widths=[6]")
+    with pytest.raises(UserError, match=r"p\.fc1\.weight has shape \(6, 32\), the model has \(5, 32\)"):
+        a.load(b.state())
+    with pytest.raises(UserError, match=r"the state lacks p\.fc1\.bias and 7 more"):
+        a.load({})
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["frame=numpy", "model.name=mlp"], "frame=numpy cannot do this model.name"),
+        (["frame=numpy", "model.name=linear", "speed.device=cuda"], "frame=numpy cannot do this speed.device"),
+        (["frame=numpy", "model.name=linear", "comm.reduce=bucket"], "frame=numpy cannot do this comm.reduce"),
+        (["model.name=torch.nn:Identity"], "torch.nn:Identity has no parameter to train"),
+        (["model.name=torch.nn:Conv2d", "model.in_channels=2", "model.out_channels=5", "model.kernel_size=1"], "not logits (2, 3)"),
+        (["model.widths=[0,4,4,4]"], "make no network"),
+        (["model.name=mlp", "model.dropout=2"], "make no network"),
+        (["comm.reduce=distributed_optimizer"], "needs the horovod engine; this is single"),
+        (["speed.device=cuda"], "no CUDA device is visible"),
+        (["optim.name=sgdd"], "unknown name: sgdd"),
+        (
+            ["frame=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
+            "torch.optim.SGD is a torch optimizer, frame=numpy needs a rule",
+        ),
+        (["frame=numpy", "model.name=linear", "norm.kind=ghost"], "frame=numpy cannot do this norm.kind"),
+        (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
+        (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
+        (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),
+    ],
+)
+def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str) -> None:
+    if "speed.device=cuda" in words and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here")
+    with pytest.raises(UserError) as caught:
+        learner(*words)
+    assert what in caught.value.what
+    assert caught.value.fix

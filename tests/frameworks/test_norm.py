@@ -1,0 +1,205 @@
+"""Ghost norms against a loop over chunks, and sync norms against one process with the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import norms_on_ranks
+import pytest
+import ranks
+import torch
+from ranks import needs_horovod, needs_mpirun
+from torch import nn
+
+from hvdtrain.comm.communicator import Buffer, Single
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.models import convnet
+from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deal, gather, use_norm
+from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm
+
+Statistics = Literal["averaged", "sequential"]
+MARKS = {"mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod]}
+
+
+@functools.cache
+def launch(engine: str, size: int) -> tuple[ranks.Result, dict[str, float]]:
+    """How it ended, and {case: largest difference}; MPI starts once for all of them, even where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        result = ranks.mpirun(size, ["tests/support/norms_on_ranks.py", engine, str(out)], timeout_s=150)
+        return result, dict(json.loads(out.read_text())) if out.exists() else {}
+
+
+def pairs() -> list[object]:
+    return [
+        pytest.param(
+            engine,
+            size,
+            case,
+            id=f"{engine}-x{size}-{case}",
+            marks=[*marks, *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [])],
+        )
+        for engine, marks in MARKS.items()
+        for size in (2, 4)
+        for case in norms_on_ranks.cases(engine)
+    ]
+
+
+@pytest.mark.parametrize(("engine", "size", "case"), pairs())
+def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> None:
+    """fp32: gradients add up hundreds of numbers in another order; an input around 1000 comes rounded by up to 3e-5."""
+    limit = 1e-12 if case.endswith("fp64") else 1e-4 if case.startswith("far_from_zero") else 3e-6
+    result, apart = launch(engine, size)
+    assert result.returncode == 0, f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
+    assert apart[case] < limit
+
+
+class Idle(Single):
+    """Two ranks that never hear each other."""
+
+    name, size = "idle", 2
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        return torch.cat([x, x])
+
+
+@pytest.mark.parametrize("case", ["layer-2d-even-fp64", "net-buckets-even-fp64", "far_from_zero-fp32"])
+def test_the_comparison_notices_ranks_that_do_not_hear_each_other(case: str) -> None:
+    assert norms_on_ranks.cases("idle")[case](Idle()) > 1e-3
+
+
+def looped(norm: nn.Module, x: torch.Tensor, ghost: int, statistics: Statistics) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The plain norm on one chunk after the other, and the buffers after all."""
+    if statistics == "sequential":
+        return torch.cat([norm(chunk) for chunk in x.split(ghost)]), list(norm.buffers())
+    copies = [copy.deepcopy(norm) for _ in x.split(ghost)]
+    for one in copies:
+        one.weight, one.bias = norm.weight, norm.bias
+    y = torch.cat([one(chunk) for one, chunk in zip(copies, x.split(ghost), strict=True)])
+    for buffer, *same in zip(norm.buffers(), *(one.buffers() for one in copies), strict=True):
+        buffer.copy_(torch.stack([b.double() for b in same]).mean(0))
+    return y, list(norm.buffers())
+
+
+@pytest.mark.parametrize("statistics", ["averaged", "sequential"])
+@pytest.mark.parametrize(("samples", "ghost"), [(12, 4), (14, 4), (6, 4), (4, 4), (3, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("layer", ["1d_length", "2d", "3d", "cumulative", "without_affine", "without_running"])
+def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, statistics: Statistics) -> None:
+    torch.manual_seed(0)
+    plain, shape = norms_on_ranks.LAYERS[layer]()
+    plain.double()
+    for p in plain.parameters():
+        nn.init.uniform_(p, 0.5, 2)
+    model = use_norm(copy.deepcopy(plain), "ghost", ghost, statistics, Single())
+    assert isinstance(model, GhostBatchNorm)
+    for _ in range(2):
+        x = (2 * torch.randn(samples, *shape, dtype=torch.float64) + 1).requires_grad_()
+        slope, other = torch.randn_like(x), x.detach().clone().requires_grad_()
+        y = model(x)
+        (y * slope).sum().backward()
+        expected, buffers = looped(plain, other, ghost, statistics)
+        (expected * slope).sum().backward()
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=1e-12)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
+        for b, c in zip(model.buffers(), buffers, strict=True):
+            torch.testing.assert_close(b, c, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))  # in evaluation it is the plain one
+
+
+def test_sequential_forgets_as_hoffers_code_and_averaged_as_one_update() -> None:
+    """32 ghosts of zeros, momentum 0.1: 0.9^32 = 0.0343 of the old mean is left, or 0.9."""
+    for statistics, left in (("sequential", 0.9**32), ("averaged", 0.9)):
+        model = use_norm(nn.BatchNorm1d(2), "ghost", 2, statistics, Single())
+        model.running_mean.fill_(1.0)
+        model(torch.zeros(64, 2))
+        torch.testing.assert_close(model.running_mean, torch.full((2,), left))
+        torch.testing.assert_close(model.running_var, torch.full((2,), left))
+        assert model.num_batches_tracked == (32 if statistics == "sequential" else 1)
+
+
+def test_the_order_within_the_model() -> None:
+    """Ghosts 0..3, 4..7 and the smaller 8, 9."""
+    x = torch.arange(10)
+    assert deal(x, 4).tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 9]
+    assert deal(x[:6], 4).tolist() == [0, 1, 2, 3, 4, 5]
+    for samples in range(11):
+        for ghost in range(1, 12):
+            assert gather(deal(x[:samples], ghost), ghost).tolist() == list(range(samples))
+
+
+def chunked_net(samples: int, ghost: int, memory: torch.memory_format) -> float:
+    """A whole network in ghosts, and the plain one on each chunk: the largest difference of logits and gradients."""
+    net = convnet.build("convnet", (8, 8, 1), 5, widths=(4, 6, 8)).double()
+    model = use_norm(copy.deepcopy(net).to(memory_format=memory), "ghost", ghost, "averaged", Single())
+    x, slope = torch.randn(samples, 1, 8, 8, dtype=torch.float64), torch.randn(samples, 5, dtype=torch.float64)
+    y, expected = model(x.contiguous(memory_format=memory)), torch.cat([net(chunk) for chunk in x.split(ghost)])
+    (y * slope).sum().backward()
+    (expected * slope).sum().backward()
+    return norms_on_ranks.apart([y, *[p.grad for p in model.parameters()]], [expected, *[p.grad for p in net.parameters()]])
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("samples", "ghost"), [(12, 4), (14, 4)])
+def test_a_network_gives_its_logits_in_the_order_of_the_batch(samples: int, ghost: int, memory: torch.memory_format) -> None:
+    torch.manual_seed(1)
+    assert chunked_net(samples, ghost, memory) < 1e-12
+
+
+class Tokens(nn.Module):
+    """Three rows of a norm for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.split: Callable[[torch.Tensor], torch.Tensor] = lambda x: x.flatten(0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.split(x)).reshape(len(x), 3, 4).sum(1)  # (n, 3, 4) -> (3 n, 4) -> (n, 4)
+
+
+def test_rows_of_a_sample_stay_in_its_ghost() -> None:
+    torch.manual_seed(2)
+    plain, x = Tokens().double(), torch.randn(14, 3, 4, dtype=torch.float64)
+    model = use_norm(copy.deepcopy(plain), "ghost", 4, "averaged", Single())
+    torch.testing.assert_close(model(x), torch.cat([plain(chunk) for chunk in x.split(4)]))
+
+
+def test_sync_of_one_rank_is_the_plain_norm() -> None:
+    torch.manual_seed(4)
+    plain, x = nn.BatchNorm2d(3), torch.randn(5, 3, 4, 4)
+    model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", Single())
+    assert isinstance(model, SyncBatchNorm)
+    assert torch.equal(model(x), plain(x))
+    assert all(torch.equal(b, c) for b, c in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_a_ghost_of_one_value_is_refused() -> None:
+    """As torch refuses such a batch; images of more than one pixel have values enough."""
+    model = use_norm(nn.BatchNorm1d(3), "ghost", 4, "averaged", Single())
+    for samples, ghost in ((9, 4), (3, 1)):
+        model.ghosts.ghost = ghost
+        with pytest.raises(UserError) as error:
+            model(torch.randn(samples, 3))
+        assert "a ghost of 1 sample has one value per channel" in str(error.value)
+        assert "where: norm.ghost" in str(error.value)
+        assert "fix: a norm.ghost that divides the samples of a rank's forward pass" in str(error.value)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        model(torch.randn(1, 3))  # a batch of one sample is torch's own matter
+
+
+def test_rows_that_belong_to_no_sample_are_refused() -> None:
+    model = use_norm(Tokens(), "ghost", 2, "averaged", Single())
+    model.split = lambda x: x.flatten(0, 1)[1:]
+    with pytest.raises(UserError) as error:
+        model(torch.randn(5, 3, 4))
+    assert "a batch norm gets 14 rows from 5 samples" in str(error.value)
+    assert "norm.kind=ghost" in str(error.value)
+    assert "fix: norm.kind=sync or norm.kind=batch" in str(error.value)

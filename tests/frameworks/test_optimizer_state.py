@@ -1,0 +1,176 @@
+"""The slots of every optimizer of the torch frame: saved, loaded, refused by another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_optimizer
+import torch
+from test_learners import batch, hyper, learner
+from test_rule_optimizer import RULES, SHAPES, assert_equal, named, parameters, walk
+from test_user_optimizer import Counting, user
+from torch.nn import Parameter
+
+from hvdtrain.core.digest import digest
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.optim.rule_optimizer import fill_slots, load_slots, make_optimizer, slots
+
+
+class CountsInGroups(torch.optim.Optimizer):
+    """Lets its rate fall by numbers of several types, all of them in its groups or as Python numbers in its state."""
+
+    def __init__(self, params: Any, lr: float = 1.0, eps: float = 0.5, calls: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "calls": calls})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["calls"] += 1
+            group["odd"], group["sum"] = not group.get("odd", False), group.get("sum", torch.zeros(1)) + group["calls"]
+            for p in group["params"]:
+                state = self.state[p]
+                assert type(state.get("odd", True)) is bool and type(state.get("seen", 0)) is int
+                state["odd"], state["seen"] = group["odd"], state.get("seen", 0) + 1
+                p.data -= group["lr"] * p.grad / (group["eps"] + group["sum"].item() + state["seen"] + 3 * state["odd"])
+
+
+BY_GROUP = CountsInGroups, pytorch_optimizer.AdaBelief, pytorch_optimizer.Prodigy
+
+
+MAKERS = [
+    *(lambda some, rule=rule: make_optimizer(rule, named(some), True) for rule in RULES),
+    *(
+        lambda some, make=make: user(make, some)
+        for make in (
+            torch.optim.RMSprop,
+            torch.optim.Adam,
+            torch.optim.ASGD,
+            torch.optim.Adafactor,
+            torch.optim.Adagrad,
+            Counting,
+            *BY_GROUP,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
+    one, other = parameters(*SHAPES), parameters(*SHAPES)
+    a, b = make(one), make(other)
+    walk(a, one, range(3))
+    fill_slots(b)
+    for p, q in zip(one, other, strict=True):
+        q.data.copy_(p.data)
+        arrays = {key: slot.numpy().copy() for key, slot in slots(a, p).items()}
+        assert arrays and list(arrays) == sorted(arrays)
+        load_slots(b, q, arrays)
+        loaded = slots(b, q)
+        assert {key: (slot.dtype, slot.shape) for key, slot in loaded.items()} == {
+            key: (slot.dtype, slot.shape) for key, slot in slots(a, p).items()
+        }
+    for optimizer, some in ((a, one), (b, other)):
+        walk(optimizer, some, range(3, 6))
+    assert_equal(one, other)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_filled_slots_give_the_same_first_step(rule: Any) -> None:
+    one, other = parameters(*SHAPES), parameters(*SHAPES)
+    a, b = make_optimizer(rule, named(one), True), make_optimizer(rule, named(other), True)
+    assert slots(a, one[0]) == {} and one[0] not in a.state
+    fill_slots(a)
+    shapes = [tuple(slot.shape) for slot in slots(a, one[0]).values()]
+    assert shapes == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[type(rule).__name__]
+    assert all(not slot.any() for p in one for slot in slots(a, p).values())
+    walk(a, one, range(2))
+    walk(b, other, range(2))
+    assert_equal(one, other)
+
+
+def test_slots_that_are_no_tensors_and_slots_that_go() -> None:
+    some = parameters((2,))
+    optimizer = user(Counting, some)
+    walk(optimizer, some, range(3))
+    live = slots(optimizer, some[0])
+    assert list(live) == ["count:int", "z"] and (live["count:int"].item(), live["count:int"].dtype) == (3.0, torch.float64)
+    kept = optimizer.state[some[0]]["z"]
+    load_slots(optimizer, some[0], {"count:int": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)})
+    assert optimizer.state[some[0]]["count"] == 7 and type(optimizer.state[some[0]]["count"]) is int
+    assert optimizer.state[some[0]]["z"] is kept and kept.tolist() == [4.0, 5.0]
+    with pytest.raises(UserError) as caught:
+        load_slots(optimizer, some[0], {"z": np.ones(3)})
+    assert caught.value.what == "slot z has shape (3,), the optimizer's has (2,)"
+    assert "options that the checkpoint was made with" in caught.value.fix
+    load_slots(optimizer, some[0], {})
+    assert slots(optimizer, some[0]) == {}
+
+
+def test_what_a_class_counts_in_its_groups_is_a_slot() -> None:
+    some = parameters((2, 2), (3,))
+    optimizer = user(CountsInGroups, some, "optim.eps=0.25")
+    assert slots(optimizer, some[0]) == {}, "options and what the recipe sets are none"
+    walk(optimizer, some, range(3))
+    live = {key: slot.tolist() for key, slot in slots(optimizer, some[1]).items()}
+    assert live == {"group.calls:int": 3.0, "group.odd:bool": 1.0, "group.sum": [6.0], "odd:bool": 1.0, "seen:int": 3.0}
+    load_slots(optimizer, some[1], {"group.odd:bool": np.array(0.0)})
+    weights, biases = optimizer.param_groups
+    assert biases["odd"] is False and biases["calls"] == 0 and "sum" not in biases and not optimizer.state[some[1]]
+    assert (weights["calls"], weights["odd"]) == (3, True)
+
+
+def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
+    words = ["model.name=mlp", "model.widths=[3]", "optim.name=pytorch_optimizer.AdaBelief"]
+    a, b = learner(*words), learner(*words, "seed=2")
+    for step in range(3):
+        a.step([a.put(batch(8, step))], hyper(8, 0.1), step)
+    assert a.state()["s.fc1.weight.group.step:int"] == 3
+    b.load(a.state())
+    for one in (a, b):
+        one.step([one.put(batch(8, 9))], hyper(8, 0.1), 9)
+    assert digest(a.state()) == digest(b.state())
+
+
+MADE_BY = "its optimizer was "
+ADAM, RMSPROP = "torch.optim.adam.Adam", "torch.optim.rmsprop.RMSprop"
+CANNOT = f"{ADAM} cannot go on from these slots: KeyError: 'max_exp_avg_sq'"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        ("torch.optim.RMSprop", "torch.optim.Adam", f"{MADE_BY}{RMSPROP}, this one is {ADAM}"),
+        ("torch.optim.Adagrad", "torch.optim.Adam", f"{MADE_BY}torch.optim.adagrad.Adagrad, this one is {ADAM}"),
+        ("sgd", "torch.optim.Adam", f"{MADE_BY}one of the rules, this one is {ADAM}"),
+        ("torch.optim.Adam", "adam", f"{MADE_BY}{ADAM}, this one is one of the rules"),
+        ("torch.optim.Adam", "torch.optim.Adam optim.amsgrad=true", CANNOT),
+        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot go on from these slots: KeyError: "),
+        ("torch.optim.Adam", "torch.optim:Adam optim.eps=1e-3", ""),
+        ("torch.optim.Adam optim.amsgrad=true", "torch.optim.Adam", ""),
+    ],
+)
+def test_the_slots_of_another_optimizer_are_refused(before: str, after: str, what: str) -> None:
+    a, b = (learner("model.name=mlp", "model.widths=[3]", *f"optim.name={words}".split()) for words in (before, after))
+    a.step([a.put(batch(8))], hyper(8), 0)
+    if not what:
+        b.load(a.state())
+        b.step([b.put(batch(8))], hyper(8), 1)
+        return
+    with pytest.raises(UserError) as caught:
+        b.load(a.state())
+    assert caught.value.what.startswith(what) and caught.value.where == "state of the optimizer"
+    assert caught.value.fix == "give the optimizer and options that the checkpoint was made with"
+
+
+def test_a_class_that_takes_no_zero_gradient_is_not_rehearsed() -> None:
+    class Divides(Counting):
+        def step(self, closure: Any = None) -> None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                self.state[p]["norm"] = 1 / p.grad.norm().item()
+
+    (p,) = parameters((2,))
+    optimizer = user(Divides, [p])
+    load_slots(optimizer, p, {"norm:float": np.array(0.5)})
+    assert optimizer.state[p] == {"norm": 0.5}

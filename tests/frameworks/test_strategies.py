@@ -1,0 +1,98 @@
+"""Two ranks: local steps, half-width wires, Adasum and tuned buckets against arithmetic by hand; wishes that contradict each other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from ranks import needs_horovod, needs_mpirun
+
+ENGINES = [
+    pytest.param("mpi", marks=needs_mpirun),
+    pytest.param("horovod", marks=[needs_mpirun, needs_horovod]),
+    pytest.param("torchdist", marks=needs_mpirun),
+]
+
+
+@functools.cache
+def found(engine: str) -> dict[str, Any]:
+    """One start of the ranks for all that is asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        result = ranks.mpirun(2, ["tests/support/strategies_on_ranks.py", engine, str(out)], timeout_s=120)
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        return dict(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_local_steps_end_in_the_mean_of_ranks_that_walked_alone(engine: str) -> None:
+    local = found(engine)["local"]
+    assert max(local["gap 0"], local["gap 1"], local["gap 2"]) < 1e-13
+    assert local["together 0"] == local["together 1"] == local["together 2"] == 1
+    assert len(set(local["apart"])) == 2 and "3 local steps between averages" in local["model"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_narrow_wire_rounds_and_no_more(engine: str) -> None:
+    wires = {kind: found(engine)[kind] for kind in ("fp16", "bf16") if kind in found(engine)}
+    assert set(wires) == ({"fp16"} if engine == "horovod" else {"fp16", "bf16"})
+    for kind, wire in wires.items():
+        assert 1e-6 < wire["gap"] < {"fp16": 2e-3, "bf16": 1e-2}[kind] and len(set(wire["digests"])) == 1
+        assert {"fp16": "as float16", "bf16": "as bfloat16"}[kind] in wire["model"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_half_numbers_are_summed(engine: str) -> None:
+    """Of numbers up to 9, spaced by 2^-7 and 2^-4 there: two roundings of half a space, of the numbers before."""
+    sums = found(engine)["sums"]
+    assert 0 < sums["torch.float16"] <= 2**-7
+    if engine == "horovod":
+        assert sums["torch.bfloat16"].startswith("the horovod engine has no allreduce of bfloat16")
+    else:
+        assert 0 < sums["torch.bfloat16"] <= 2**-4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tuned_buckets_are_the_same_on_all_ranks_and_change_nothing(engine: str) -> None:
+    tuned = found(engine)["tuned"]
+    assert len(set(tuned["words"])) == 1 and tuned["gap"] < 1e-6
+    count, size = re.search(r"in (\d+) overlapped buckets? of ([0-9.]+) MiB, as tuned", tuned["words"][0]).groups()
+    assert (int(count), float(size)) in ((3, 0.5), (2, 0.5), (2, 1), (2, 2), (1, 4)), tuned["words"]
+
+
+@needs_mpirun
+@needs_horovod
+def test_adasum_of_two_ranks_is_its_formula_tensor_by_tensor() -> None:
+    adasum = found("horovod")["adasum"]
+    assert adasum["gap"] < 1e-12 and "by Adasum, each tensor by itself" in adasum["model"]
+
+
+REFUSED = {
+    "comm.every=2 norm.kind=sync model.name=convnet model.widths=[8]": "norm.kind=sync joins the ranks in every step",
+    "comm.op=adasum comm.every=2": "comm.op=adasum and comm.every=2 do not go together",
+    "comm.wire=fp16 speed.precision=fp64": "a narrow wire of float64 gradients",
+    "comm.every=3": "the ranks meet every 10 steps, where they average too",
+    "comm.every=2 speed.precision=fp16": "each rank would have a loss scale of its own",
+    "comm.every=2 guard.nonfinite=skip": "a rank that skips a step by itself parts from the others",
+    "comm.every=2 comm.reduce=bucket": "local steps have no gradients for buckets",
+    "comm.every=2 comm.tune=true": "there are no buckets to tune",
+    "comm.every=2 log.noise_scale=true": "local steps have no common gradient",
+    "comm.wire=fp16 comm.reduce=distributed_optimizer": "distributed_optimizer has no comm.wire=fp16",
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_wishes_that_cannot_be_fulfilled_are_told(engine: str) -> None:
+    refused, horovod = found(engine)["refused"], engine == "horovod"
+    for words, text in REFUSED.items():
+        assert text in refused[words]
+    assert ("Horovod has no bfloat16" in refused["comm.wire=bf16"]) == horovod
+    assert ("Adasum is Horovod's" in refused["comm.op=adasum"]) == (not horovod)
+    for words in ("comm.cycle_ms=1", "comm.hierarchical=true"):
+        assert (f"{words.split('=')[0]} is Horovod's" in refused[words]) == (not horovod)

@@ -1,0 +1,209 @@
+"""A user's own class of torch.optim: what follows the recipe, what is refused, and how Horovod takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from ranks import needs_horovod, needs_mpirun
+from test_rule_optimizer import SHAPES, assert_equal, named, parameters, set_gradients, walk
+from torch.nn import Parameter
+
+from hvdtrain.__main__ import main
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.optim.rule_optimizer import make_user_optimizer, set_hyper
+from hvdtrain.frameworks.torch.parallel.strategy import fits_horovod
+
+
+def user(make: Callable[..., Any], some: list[Parameter], *words: str) -> torch.optim.Optimizer:
+    config, origins = configure(None, ["optim.name=its.Name", *words])
+    return make_user_optimizer(make, "its.Name", named(some), config, origins)
+
+
+class Counting(torch.optim.Optimizer):
+    """Moves by lr, and keeps what torch's own do not: a Python number, and a text."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad.sign()
+                self.state[p] = {"z": torch.ones(2), "count": self.state[p].get("count", 0) + 1, "note": "text"}
+
+
+def test_options_and_numbers_reach_a_users_class() -> None:
+    ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
+    words = ["optim.alpha=0.9", "optim.eps=1e-3", "optim.centered=true", "optim.momentum=0.5", "optim.weight_decay=0.01"]
+    optimizer = user(torch.optim.RMSprop, ours, *words)
+    walk(optimizer, ours, range(4))
+    groups = [
+        {"params": theirs[0::2], "weight_decay": 0.01},
+        {"params": theirs[1::2], "weight_decay": 0.0},
+    ]  # SHAPES: a weight, a bias, ...
+    direct = torch.optim.RMSprop(groups, alpha=0.9, eps=1e-3, centered=True)
+    for step in range(4):
+        for group in direct.param_groups:
+            group["lr"], group["momentum"] = 0.1 / (1 + step), 0.8
+        set_gradients(theirs, step)
+        direct.step()
+    assert_equal(ours, theirs)
+
+
+def test_which_numbers_follow_the_recipe() -> None:
+    some, h = parameters(*SHAPES), Hyper(0.3, 0.7, 0.02, batch=1, step=9)
+
+    def groups(make: Callable[..., Any], *words: str) -> list[dict[str, Any]]:
+        optimizer = user(make, some, *words)
+        set_hyper(optimizer, h)
+        return optimizer.param_groups
+
+    weights, biases = groups(torch.optim.RMSprop)
+    assert (weights["lr"], weights["momentum"], weights["weight_decay"], biases["weight_decay"]) == (0.3, 0, 0.02, 0.0)
+    assert groups(torch.optim.RMSprop, "optim.momentum=0.5")[1]["momentum"] == 0.7
+    assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]")[0]["betas"] == (0.8, 0.99)
+    assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]", "optim.momentum=0.5")[0]["betas"] == (0.7, 0.99)
+    assert groups(Counting)[0]["lr"] == 0.3 and "weight_decay" not in groups(Counting)[0]
+    (together,) = groups(torch.optim.AdamW, "optim.exclude=none")
+    assert len(together["params"]) == 4 and together["weight_decay"] == 0.02
+
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"pace": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "what", "where", "fix"),
+    [
+        (torch.optim.Adam, ["optim.lr=0.1"], "optim.lr is no option", "optim.lr, command line", "use optim.base_lr"),
+        (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument 'alpha'", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a momentum", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.LBFGS, [], "wants a closure", "optim.name", "one gradient a step"),
+        (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
+        (torch.nn.Linear, [], "is no class of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (torch.add, [], "its.Name(...) is no class of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (NoRate, [], "its.Name has no lr; it has pace", "optim.name", "give another class"),
+        (Counting, ["optim.weight_decay=1"], "has no weight_decay; it has lr", "optim.weight_decay, command line", "leave optim"),
+        (torch.optim.Adagrad, ["optim.momentum=0.9"], "has no momentum; it has ", "optim.momentum, command line", "leave optim"),
+    ],
+)  # fmt: skip
+def test_what_a_users_class_cannot_do_is_told(make: Any, words: list[str], what: str, where: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        user(make, parameters(*SHAPES), *words)
+    assert what in caught.value.what and caught.value.where.startswith(where) and fix in caught.value.fix
+
+
+def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
+    """SGD takes nesterov with a momentum only."""
+    ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
+    walk(user(torch.optim.SGD, ours, "optim.nesterov=true", "optim.momentum=0.9"), ours, range(3))
+    direct = torch.optim.SGD(
+        [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}], lr=1.0, momentum=0.8, nesterov=True
+    )
+    for step in range(3):
+        for group in direct.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        set_gradients(theirs, step)
+        direct.step()
+    assert_equal(ours, theirs)
+    words = ["optim.momentum=0.5"]
+    assert [user(torch.optim.Adam, ours, *words, *more).defaults["betas"] for more in ([], ["optim.betas=[0.8,0.99]"])] == [
+        (0.5, 0.999),
+        (0.5, 0.99),
+    ]
+    assert user(torch.optim.Adam, ours).defaults["betas"] == (0.9, 0.999)
+
+
+def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
+    for words, what in (
+        (["optim.name=os.getcwd"], "os.getcwd(...) is no class of torch.optim.Optimizer"),
+        (["optim.name=builtins.dict"], "builtins.dict(...) is no class of torch.optim.Optimizer"),
+        (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS wants a closure"),
+        (["optim.name=torch.optim.SGD", "optim.nesterov=true"], "Nesterov momentum requires a momentum"),
+        (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is no option"),
+    ):
+        assert main([*data, *words]) == 2
+        assert what in capsys.readouterr().err
+    assert main([*data, "optim.name=torch.optim.SGD", "optim.nesterov=true", "optim.momentum=0.9"]) == 0
+
+
+def test_horovod_is_not_given_a_class_with_options() -> None:
+    """It would make the class anew from its groups, where Adagrad's initial_accumulator_value has no effect."""
+    some = parameters(*SHAPES)
+    assert fits_horovod(user(torch.optim.Adagrad, some), named(some)) == ""
+    why = fits_horovod(user(torch.optim.Adagrad, some, "optim.initial_accumulator_value=1.0", "optim.eps=0.1"), named(some))
+    assert why == "Horovod would make Adagrad anew without its initial_accumulator_value, eps"
+
+
+ON_RANKS = """
+import json, os, sys
+import torch
+from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.horovod import connect
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.read import configure
+from hvdtrain.frameworks.torch import build as on_torch
+from hvdtrain.frameworks.torch.optim import rule_optimizer as o
+from hvdtrain.core.progress import Hyper
+
+WORDS = {
+    "larc": [],
+    "novograd": [],
+    "torch.optim.RMSprop": ["optim.momentum=0.9"],
+    "torch.optim.Adagrad": [],
+    "torch.optim:Adagrad": ["optim.initial_accumulator_value=1.0"],
+}
+
+def walk(name, ranks, engine):
+    shapes = ((3, 4), (5,), (2, 3, 2))
+    some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
+    model = torch.nn.ParameterList(some)
+    config, origins = configure(None, [f"optim.name={name}", *WORDS[name]])
+    made, reducer = on_torch.meet(config, origins, engine, on_torch.make_optimizer(config, origins, list(model.named_parameters())), model)
+    o.fill_slots(made)
+    for step in range(6):
+        o.set_hyper(made, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
+        made.zero_grad()
+        reducer.begin(1)
+        reducer.last_pass()
+        sum((p * torch.arange(p.numel()).view(p.shape) * (1 + step + 2.5 * rank)).cos().sum() for p in some for rank in ranks).backward()
+        reducer.finish()
+        reducer.apply(made)
+    numbers = torch.cat([*(p.flatten() for p in some), *(s.flatten() for p in some for s in o.slots(made, p).values())])
+    return numbers.tolist(), reducer.words
+
+hvd = connect(placement(os.environ))
+own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), Single())] for name in WORDS}
+every = hvd.exchange(own)
+if hvd.rank == 0:
+    json.dump(every, open(sys.argv[1], "w"))
+"""
+
+
+@needs_mpirun
+@needs_horovod
+def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
+    out = tmp_path / "out.json"
+    result = ranks.mpirun(2, ["-c", ON_RANKS, str(out)])
+    assert result.returncode == 0, result.stderr
+    for own in json.loads(out.read_text()):  # of each rank
+        for name, ((together, words), (alone, _)) in own.items():
+            np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14, err_msg=name)
+            bucket = "gradients in 1 overlapped bucket: Horovod would make Adagrad anew without its initial_accumulator_value"
+            assert words == (bucket if ":" in name else "gradients by hvd.DistributedOptimizer")

@@ -1,0 +1,315 @@
+"""`python -m hvdtrain report`: the figures have ink, the page has the numbers, strangers' texts stay texts, and mistakes are told."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from test_report_run import CONFIG, WHOLE, end, epoch, record_of, run_on, start, step, write
+
+from hvdtrain.__main__ import main
+from hvdtrain.cli.report import _Progress
+from hvdtrain.report import page_tables
+from hvdtrain.report.compare import comparisons
+from hvdtrain.report.figures import draw, files, ranks, speed, training
+from hvdtrain.report.figures.style import COLOURS, thin
+from hvdtrain.report.page import page
+from hvdtrain.report.run import Record
+
+EVIL = '<script>alert("1")</script>'
+FULL = [  # every figure but the comparison of ranks has something to show
+    start(energy={"gpu": "", "cpu": "no counter"}, model=EVIL, parameters=9610, version="9.9"),
+    {"time": 1001.0, "kind": "started", "step": 1, "start_s": {"Python": 0.5, "data": 1.25}},
+    *(step(n, watts=100.0, noise_scale=500.0, gpu_memory_mb=800.0) for n in (5, 10)),
+    epoch(1, 0.7, rank_work_ms=[8.0, 12.0], joules_per_image=0.5),
+    {"time": 1010.0, "kind": "target", "step": 10, "target": 0.6, "seconds": 200.0, "epochs": 1.0, "images": 64000, "joules": 32000.0},
+    {"time": 1011.0, "kind": "nonfinite", "step": 12, "policy": "skip", "count": 1},
+    {"time": 1012.0, "kind": "checkpoint_failed", "step": 13, "reason": EVIL},
+    *(step(n, watts=110.0, noise_scale=600.0, gpu_memory_mb=800.0) for n in (15, 20)),
+    epoch(2, 0.6, rank_work_ms=[8.0, 12.2], joules_per_image=0.7),
+    end(20, seconds=4.25, images_per_s=12345.6, joules_per_image=0.6),
+]
+
+
+class Reader(HTMLParser):
+    """Tags, texts, and rows of cells of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.tags and self.tags[-1][0] in ("td", "th") and self.rows:
+            self.rows[-1][-1] += data.strip()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One report of one run with everything in it, in a folder with a script for its name; drawn once."""
+    run = tmp_path_factory.mktemp("runs") / EVIL.replace("/", "_")
+    write(run, FULL, CONFIG | {"model.name": EVIL})
+    assert main(["report", str(run)]) == 0
+    return run
+
+
+def test_the_pictures_have_ink(made: Path) -> None:
+    names = sorted(path.name.removeprefix("report-").removesuffix(".png") for path in made.glob("report-*.png"))
+    assert names == ["accuracy", "loss", "memory", "noise", "phases", "power", "ranks", "rates", "throughput"]
+    for name in names:
+        with Image.open(made / f"report-{name}.png") as picture:
+            assert picture.format == "PNG" and picture.width == round(5.6 * 150) and 400 < picture.height < 900, name
+            pixels = np.asarray(picture.convert("RGB")).astype(int)
+        drawn = np.abs(pixels - [int(COLOURS[0][place : place + 2], 16) for place in (1, 3, 5)]).sum(2) < 110
+        assert drawn.sum() > 60 and (pixels.sum(2) == 765).mean() > 0.3, name  # the first run's colour, pale where it is thin, on white
+
+
+def test_the_page_needs_nothing_else(made: Path) -> None:
+    """No script, no address but data:, and a policy that forbids them."""
+    seen = Reader((made / "report.html").read_text())
+    assert not {"script", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in seen.tags}
+    addresses = [value for _, attrs in seen.tags for name, value in attrs.items() if name in ("src", "href", "srcset", "data", "action")]
+    assert len(addresses) == 10 and all(address and address.startswith("data:") for address in addresses)
+    assert not [name for _, attrs in seen.tags for name in attrs if name.startswith("on")]
+    policies = [attrs["content"] for tag, attrs in seen.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+    assert all(attrs["alt"] for tag, attrs in seen.tags if tag == "img")
+    for address in addresses[1:]:
+        picture = base64.b64decode(str(address).partition("base64,")[2]).decode()
+        assert "<svg" in picture and "<text" not in picture and "<script" not in picture
+
+
+def test_the_numbers_of_the_page(made: Path) -> None:
+    seen = Reader((made / "report.html").read_text())
+    facts = {row[0]: row[1] for row in seen.rows if len(row) == 2}
+    told = {"ranks": "2", "hosts": "n1, n2", "model": EVIL, "parameters": "9,610", "best accuracy": "70.00%", "last accuracy": "60.00%",
+            "time": "4.25 s", "images/s": "12,346", "epochs": "2", "ending": "done: epochs=2", "together": "1.750", "batch.size": "64",
+            "energy per image": "0.6 J (GPUs); not measured: processors: no counter"}  # fmt: skip
+    assert {name: facts.get(name) for name in told} == told
+    assert [made.name, "60.00%", "3 min 20 s", "1", "64,000", "32,000"] in seen.rows
+    assert ["1", "n2", "12.100", "1.20"] in seen.rows  # the mean of 12 and 12.2; 12.1 / ((8 + 12.1) / 2) = 1.204
+    text = " ".join(seen.text.split())
+    assert "rank 1 on n2 is slowest: 12.1 ms of own work a step, median 10.1" in text
+    assert "a loss or gradient was not finite: step 12; policy skip" in text
+    assert f"1 checkpoint could not be written, the last at step 13: {EVIL}" in text
+    assert "python -m hvdtrain report " in text and "The last events" not in text
+
+
+def test_strange_texts_stay_texts(made: Path) -> None:
+    source = (made / "report.html").read_text()
+    assert EVIL not in source and "<script" not in source and html.escape(EVIL, quote=False)[:12] in source
+    assert Reader(source).text.count(EVIL) >= 3  # the model, the reason, the configuration
+
+
+def test_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 rank at 400 images/s, 2 ranks at 600: 1.5 times, 75%. The pictures of an earlier report go; others' files stay."""
+    monkeypatch.chdir(tmp_path)
+    for count, images_per_s in ((1, 400.0), (2, 600.0)):
+        write(
+            tmp_path / f"mlp-{count}",
+            [start(ranks=count), step(5), epoch(1, 0.7), end(20, images_per_s=images_per_s)],
+            CONFIG | {"seed": count},
+        )
+    (tmp_path / "report").mkdir()
+    for name in ("report-power.png", "report-mine.png"):
+        (tmp_path / "report" / name).touch()
+    assert main(["report", "mlp-1", "mlp-2", "./mlp-2/"]) == 0
+    assert capsys.readouterr().out == "page: report/report.html\npictures: 8 in report\n"
+    assert not (tmp_path / "report/report-power.png").exists() and (tmp_path / "report/report-mine.png").exists()
+    assert (tmp_path / "report/report-scaling.png").stat().st_size > 5000 and len(list((tmp_path / "report").iterdir())) == 10
+    seen = Reader((tmp_path / "report/report.html").read_text())
+    assert ["ranks", "1", "2"] in seen.rows and ["key", "1", "2"] in seen.rows and ["seed", "1", "2"] in seen.rows
+    assert ["2", "2", "600 (n 1)", "1.5", "75.0%"] in [row[:5] for row in seen.rows]
+    assert "2 runs" in seen.text and "More ranks: batch 64 over all ranks (strong scaling)" in seen.text
+
+
+def page_of(*records: Record) -> str:
+    return Reader(page(records, [f"r{place}" for place, _ in enumerate(records)], [], "command")).text
+
+
+def test_a_crash_on_the_page() -> None:
+    """Its last eight events, long ones cut, and that it has no end; one that stopped has no such list."""
+    text = page_of(record_of([start(lines=["x" * 500]), *(step(n, loss=1 / 3) for n in range(1, 10))]))
+    assert '"loss": 0.333333' in text and "no end: it is running, or was killed" in text and "not evaluated" in text
+    assert '"step": 2,' in text and '"step": 1,' not in text and '"step": 9,' in text
+    failed = page_of(
+        record_of([start(lines=["x" * 500]), {"time": 1.0, "kind": "failed", "step": 3, "reason": "MemoryError: x", "exit_code": 83}])
+    )
+    assert "failed: MemoryError: x" in failed and "x" * 100 in failed and "x" * 300 not in failed
+    assert "The last events" not in page_of(record_of([start(), {"time": 1.0, "kind": "stop", "step": 3, "reason": "SIGUSR1"}]))
+
+
+OLD = [{"time": 1000.0, "kind": "start", "step": 0, "lines": ["x"], "digest": "ab", "ranks": 1, "hosts": ["vm"]},
+       {"time": 1001.0, "kind": "step", "step": 10, "epochs": 0.5, "loss": 2.0, "images_per_s": 100.0, "lr": 0.1, "batch": 64},
+       {"time": 1002.5, "kind": "step", "step": 20, "epochs": 1.0, "loss": None, "images_per_s": 200.0, "lr": 0.1}]  # fmt: skip
+
+
+def test_runs_of_before() -> None:
+    """No seconds, no accuracy, no phases: times are told by the clock, and what is not known is left out."""
+    text = page_of(Record(Path("run"), {}, OLD))
+    assert "1 rank, 2.5 s, not evaluated" in text and "not recorded" in text and "config.yaml is missing or cannot be read" in text
+    rows = {row[0]: row[1] for row in page_tables.facts([Record(Path("run"), {}, OLD)], ["a"]).rows}
+    assert rows["images/s"] == "150" and "engine" not in rows and "parameters" not in rows
+    assert [picture.name for picture in draw.draw([Record(Path("run"), {}, OLD)], ["a"])] == ["loss", "rates", "throughput"]
+
+
+def test_a_run_that_has_not_begun_draws_nothing() -> None:
+    assert draw.draw([Record(Path("run"), {}, OLD[:1])], ["a"]) == [] and draw.draw([record_of([start(), end(0)])] * 2, ["a", "b"]) == []
+
+
+def lines_of(figure: Figure | None) -> list[tuple[list[float], list[float]]]:
+    assert figure
+    return [(list(line.get_xdata()), list(line.get_ydata())) for axes in figure.axes for line in axes.lines]
+
+
+def test_what_the_lines_are() -> None:
+    """An evaluation at step 5 stands at half an epoch; targets lie flat; a single point is marked."""
+    half = record_of([start(), step(5), epoch(1, 0.7, step=5)], **{"stop.target_accuracy": 0.9})
+    assert lines_of(training.loss([half], ["a"])) == [([0.5], [2.0]), ([0.5], [1.2])]
+    assert lines_of(training.accuracy([half], ["a"])) == [([0.5], [0.05]), ([0.5], [0.7]), ([0, 1], [0.9, 0.9])]
+    drawn = training.loss([half], ["a"])
+    assert drawn and drawn.axes[0].lines[0].get_marker() == "o"
+    assert lines_of(training.rates([record_of(WHOLE)], ["a"])) == [
+        ([0.5, 1.0, 1.5, 2.0], [0.1] * 4),
+        ([0.5, 1.0, 1.5, 2.0], [64.0] * 4),
+    ]
+    assert lines_of(speed.throughput([record_of(WHOLE)], ["a"])) == [([1.0, 2.0, 3.0, 4.0], [320.0] * 4)]
+
+
+def test_phases_are_means_over_steps() -> None:
+    """5 steps of 2 ms and 15 of 4 ms are (10 + 60) / 20 = 3.5; the last window of an epoch is its own, though it ends in the next."""
+    events = [step(5, phase_ms={"forward": 2.0}), step(20, phase_ms={"forward": 4.0, "odd": None}, steps=15), step(22)]
+    assert speed.phase_ms(events[:2]) == {"forward": 3.5, "odd": 0.0} and speed.phase_ms([{"kind": "step"}]) == {}
+    figure = speed.phases([record_of([*events[:2], epoch(1, 0.5, step=20), events[2]])], ["a"])
+    assert figure and [bar.get_height() for bar in figure.axes[0].patches[:2]] == [3.5, 2.0]
+    both = speed.phases([record_of(WHOLE), record_of(WHOLE)], ["a", "b"])
+    assert both and [bar.get_width() for bar in both.axes[0].patches] == [2.0, 2.0, 5.0, 5.0, 1.0, 1.0]
+    assert [label.get_text() for label in both.axes[0].get_yticklabels()] == ["a", "b"]
+
+
+def test_ranks_by_epochs_as_a_map() -> None:
+    rows = [[10.0] * 9 + [20.0 + number] for number in range(5)]
+    figure = ranks.own_work([record_of([start(), *(epoch(i, 0.5, rank_work_ms=row) for i, row in enumerate(rows, 1))])], ["a"])
+    assert figure and figure.axes[0].get_title() == "slowest: rank 9, 22 ms"
+    assert np.asarray(figure.axes[0].images[0].get_array()).tolist() == np.transpose(rows).tolist()
+
+
+def test_speed_up_as_a_picture() -> None:
+    figure = ranks.scaling([run_on(1, 100.0), run_on(4, 300.0)], ["a", "b"])
+    assert lines_of(figure)[:2] == [([1, 4.0], [1, 4.0]), ([1.0, 4.0], [1.0, 3.0])] and ([1.0, 4.0], [1.0, 0.75]) in lines_of(figure)
+    assert ranks.scaling([run_on(1, 100.0), run_on(1, 110.0, seed=2)], ["a", "b"]) is None
+
+
+def test_few_points_and_every_peak() -> None:
+    points = [(float(x), 1000.0 if x == 4321 else float(x % 7)) for x in range(50_000)]
+    x, y = thin(points)
+    assert len(x) == len(y) <= 2000 and x == sorted(x) and x[y.index(1000.0)] == 4321.0 and min(y) == 0.0
+    many = [step(n, loss=1.0 if n % 2 else 3.0) for n in range(1, 5001)]
+    (_, band), (_, means) = lines_of(training.loss([record_of([start(), *many])], ["a"]))
+    assert len(band) == 2000 and set(band) == {1.0, 3.0} and means == pytest.approx([2.0] * 200, abs=0.05)
+
+
+def test_large_figures_are_png_in_the_page() -> None:
+    assert files.address(b"<svg/>", b"png") == "data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode()
+    assert files.address(b"x" * 400_001, b"png") == "data:image/png;base64," + base64.b64encode(b"png").decode()
+
+
+def test_names_that_matplotlib_would_read_otherwise(recwarn: pytest.WarningsRecorder) -> None:
+    """A formula that is none, a leading underscore, and letters that the font has not."""
+    for picture in draw.draw([record_of(WHOLE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
+        assert files.png(picture.figure)[:4] == b"\x89PNG" and len(picture.figure.legends[0].texts) == 3
+    assert not recwarn.list
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["report", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:10]) == ("", "hvdtrain: ")
+    return err
+
+
+def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = "fix: python -m hvdtrain report RUN [RUN ...] [--to FOLDER]"
+    run = str(write(tmp_path / "run", WHOLE, CONFIG))
+    assert refused(capsys, "--to", "x") == f"hvdtrain: RUN is missing\n  where: command line of report\n  {call}\n"
+    assert "cannot read the word '--too=x'\n  where: command line of report\n  fix: did you mean --to?" in refused(capsys, run, "--too=x")
+    assert f"expected one argument\n  where: command line of report\n  {call}" in refused(capsys, run, "--to")
+    assert f"{tmp_path} has no events.jsonl\n  where: RUN\n" in refused(capsys, run, str(tmp_path))
+    (tmp_path / "file").touch()
+    assert f"cannot write {tmp_path / 'file'}: File exists\n  where: --to\n  fix: give a folder that can be written" in refused(
+        capsys, run, "--to", str(tmp_path / "file")
+    )
+    (tmp_path / "to" / "report.html").mkdir(parents=True)
+    assert f"cannot write {tmp_path / 'to/report.html'}: Is a directory\n  where: --to\n" in refused(capsys, run, "--to", f"{tmp_path}/to")
+    assert os.listdir(tmp_path / "to") == ["report.html"]
+    (tmp_path / "in" / "report-noise.png").mkdir(parents=True)
+    assert f"cannot write {tmp_path / 'in/report-noise.png'}: Is a directory\n  where: --to" in refused(
+        capsys, run, "--to", f"{tmp_path}/in"
+    )
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert refused(capsys, run) == "hvdtrain: matplotlib is not installed\n  where: report\n  fix: pip install 'hvdtrain[report]'\n"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", sys.modules["matplotlib"])
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(Exception, match="jinja2 is not installed"):
+        page_of(record_of(WHOLE))
+
+
+def test_it_tells_about_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["run", "-h"]):
+        assert main(["report", *words]) == 0
+        assert capsys.readouterr().out.startswith("python -m hvdtrain report RUN [RUN ...] [--to FOLDER]\n  RUN ")
+
+
+def test_progress_is_told_after_a_while(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = _Progress()
+    for at, words in ((11.9, "early"), (12.0, "first"), (13.9, "soon"), (14.1, "second")):
+        now[0] = at
+        progress(words)
+    assert capsys.readouterr() == ("", "first\nsecond\n")
+
+
+def test_comparisons_have_their_spread_in_words() -> None:
+    (found,) = comparisons([run_on(1, 90.0), run_on(1, 110.0, seed=2), run_on(2, 1500.0)])
+    table = page_tables.comparison(found)
+    assert table.rows[0][:5] == ["1", "1, 2", "100 ± 14 (n 2)", "1", "100.0%"] and table.rows[1][2:4] == ["1,500 (n 1)", "15"]
+    assert table.head == [
+        "ranks",
+        "seeds",
+        "images/s",
+        "speed-up",
+        "efficiency",
+        "time (s)",
+        "last accuracy (%)",
+        "J per image",
+        "energy ratio",
+    ]
+    assert table.note.startswith("Against 1 rank.") and json.dumps(table.rows).count("nan") == 0 and not re.search("nan|inf", table.note)
+
+
+def test_a_job_that_went_on_on_other_ranks_says_so() -> None:
+    text = page_of(record_of([start(ranks=1), step(5), start(5), step(10)]))
+    assert "ranks 1, then 2: the run stands in no comparison of ranks" in " ".join(text.split())
+    assert "comparison" not in page_of(record_of([start(), step(5), start(5), step(10)]))

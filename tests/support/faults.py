@@ -1,0 +1,215 @@
+"""Jobs that are harmed and started again: what it cost, and whether they end as the job that nobody harmed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from ranks import ROOT, Job, Result
+
+from hvdtrain.errors import DONE
+
+EVERY, MEET = 10, 10  # steps between two checkpoints, and between two meetings
+GLANCE_S = 0.02
+LIMIT_S = 90  # of one start
+GONE_S = 20.0  # after this long a process that is left is an orphan
+ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
+
+Tree = dict[str, Any]
+
+
+class Command(NamedTuple):
+    """The same command at every start; 60 steps are an epoch."""
+
+    engine: str
+    size: int
+    words: tuple[str, ...] = ()
+    frame: str = "torch"
+
+    @property
+    def epochs(self) -> int:
+        """Of 60 steps: more than a plan of faults takes, so that no job ends before its fault."""
+        return {("numpy", 4): 10, ("torch", 2): 8, ("torch", 4): 4}.get((self.frame, self.size), 16)
+
+    def argv(self, run: Path) -> list[str]:
+        model = "model.name=linear" if self.frame == "numpy" else "model.name=trouble:Trouble"
+        data = [
+            "data.name=synthetic",
+            "data.shape=[16,16,3]",
+            "data.samples=960",
+            "data.val_samples=64",
+            "batch.size=16",
+            "batch.evaluate=1",
+        ]
+        turns = [
+            f"epochs={self.epochs}",
+            f"checkpoint.every_steps={EVERY}",
+            f"log.every_steps={MEET}",
+            "guard.equal_steps=10",
+        ]
+        mine = [f"comm.engine={self.engine}", f"frame={self.frame}", model, "optim.name=adam", "optim.base_lr=0.002", f"run={run}"]
+        return ["-m", "hvdtrain", *data, *turns, *mine, *self.words]
+
+    def start(self, run: Path, env: Mapping[str, str] | None = None) -> Job:
+        return Job(self.size, self.argv(run), timeout_s=LIMIT_S, env={**ENV, **(env or {})})
+
+    def finish(self, run: Path, code: int = DONE) -> Result:
+        """Starts it, and expects that it ends so."""
+        with self.start(run) as job:
+            result = job.wait()
+        assert result.returncode == code, result
+        return result
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    engine: str
+    ranks: int
+    fault: str
+    seconds: list[float]  # of each trial, from the fault until every process of the job is gone
+    lost: int | None = None  # steps, at most
+    equal: bool | None = None  # final weights, slots and sums bitwise as those of the uninterrupted run
+    codes: list[int] | None = None  # exit codes of the launcher that were seen
+
+
+def tell(row: Row) -> None:
+    """To the standard output, and as a line of the file $HVDTRAIN_FAULTS_OUT."""
+    s = row.seconds
+    spread = f"{min(s):.1f}-{statistics.median(s):.1f}-{max(s):.1f} s" if s else "no end"
+    print(f"{row.engine} x {row.ranks}: {row.fault}: {len(s)} ends, {spread}, lost {row.lost}, equal {row.equal}, codes {row.codes}")
+    if out := os.environ.get("HVDTRAIN_FAULTS_OUT"):
+        with Path(out).open("a") as file:
+            file.write(json.dumps(row._asdict()) + "\n")
+
+
+def events(run: Path) -> list[Tree]:
+    """Whole lines only: a job that runs may be in the middle of one."""
+    path = run / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+
+
+def reached(run: Path, since: int = 0) -> int:
+    """The step of the last meeting among the events from number `since` on."""
+    return max((e["step"] for e in events(run)[since:] if e["kind"] in ("start", "step")), default=0)
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()), default=0)
+
+
+def outcome(run: Path) -> Tree:
+    """What must not depend on interruptions: the last checkpoint, the loss at every meeting, and every epoch."""
+    folder = run / "checkpoints" / f"step-{newest(run):08d}"
+    standing = json.loads((folder / "progress.json").read_text())["standing"]  # its sums are empty after the last evaluation, full before
+    arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "slots.safetensors")}
+    told = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
+    return arrays | {key: standing[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"told": told}
+
+
+_LOSSES = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy")
+
+
+@functools.cache
+def straight(command: Command) -> Tree:
+    """The outcome of the uninterrupted run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command.finish(Path(folder) / "run")
+        return outcome(Path(folder) / "run")
+
+
+def wait_for(job: Job, condition: Callable[[], object], limit_s: float = 60) -> None:
+    """Until the condition holds, while the job is alive."""
+    for turn in range(int(limit_s / GLANCE_S)):
+        if condition():
+            return
+        time.sleep(GLANCE_S)
+        assert turn % 50 < 49 or job.processes(), f"the job ended before: {job.wait()}"
+    raise AssertionError(f"waited {limit_s:g} s: {job.output()}")
+
+
+def gone(job: Job, since_s: float, limit_s: float = GONE_S) -> float:
+    """Seconds from since_s (of time.monotonic) until every process of the job is gone."""
+    while job.processes():
+        assert time.monotonic() < since_s + limit_s, f"orphans after {limit_s:g} s: {job.processes()}; {job.output()}"
+        time.sleep(2 * GLANCE_S)
+    return time.monotonic() - since_s
+
+
+def launcher(job: Job) -> int:
+    """The pid of mpirun; 0 before it is there."""
+    return next((pid for pid in sorted(job.processes()) if _name(pid) in ("mpirun", "prterun", "orterun")), 0)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Kill(NamedTuple):
+    """One SIGKILL."""
+
+    rank: int  # -1: of mpirun
+    steps: int  # after that many more steps; 0: in the start
+    pause_s: float  # and then this long
+
+
+class Trial(NamedTuple):
+    """What one SIGKILL did."""
+
+    seconds: float
+    lost: int  # steps
+    code: int
+    what: Kill
+
+
+def kills(seed: int, size: int, count: int) -> list[Kill]:
+    """Of rank 0, of mpirun and of another rank in turn; of nine turns three are in the start."""
+    random, plan = Random(seed), list[Kill]()
+    for turn in range(count):
+        rank = (0, -1, random.randrange(1, size))[turn % 3]
+        early = turn % 9 in (3, 4, 5)
+        plan.append(Kill(rank, 0 if early else random.randrange(1, 40), random.uniform(0, 0.5 if early else 0.03)))
+    return plan
+
+
+def kill(command: Command, run: Path, what: Kill) -> Trial:
+    """Starts the command, waits for the moment, kills, and waits until all is gone."""
+    before, begun = newest(run), len(events(run))
+    goal = min(before + what.steps, 40 * command.epochs)  # in the last third at once
+    with command.start(run) as job:
+
+        def victim() -> int:
+            return launcher(job) if what.rank < 0 else job.pids().get(what.rank, 0)
+
+        wait_for(job, victim)
+        pid = victim()
+        wait_for(job, lambda: not what.steps or reached(run, begun) >= goal)
+        time.sleep(what.pause_s)
+        job.processes()  # so that none is forgotten that loses its parent
+        os.kill(pid, signal.SIGKILL)
+        seconds = gone(job, time.monotonic())
+        code = job.wait().returncode
+    starts = [e["step"] for e in events(run)[begun:] if e["kind"] == "start"]
+    assert starts in ([], [before]), (starts, before, "it goes on from the newest checkpoint")
+    return Trial(seconds, max(0, reached(run, begun) - newest(run)), code, what)
+
+
+def kill_chain(command: Command, run: Path, plan: list[Kill]) -> list[Trial]:
+    """Kill after kill, the same command each time, then to the end."""
+    trials = [kill(command, run, what) for what in plan]
+    command.finish(run)
+    return trials

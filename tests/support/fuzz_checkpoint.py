@@ -1,0 +1,135 @@
+"""Hostile checkpoints: harmed files, and files that somebody made so on purpose, with checksums that fit."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from fuzz_bytes import chance, mutated, odd, pick
+from numpy.random import Generator
+
+from hvdtrain.cli.export.read import about, own_names, read
+from hvdtrain.comm.communicator import Single
+from hvdtrain.config.read import Origins, configure
+from hvdtrain.core.digest import digest
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.sampler import indices
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.train.build import build_learner, build_recipe
+from hvdtrain.train.checkpoint import files
+from hvdtrain.train.checkpoint.resume import check_identity, newest_good
+from hvdtrain.train.progress.train_state import Standing
+
+IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}
+VALUES = (
+    *(None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, -1e308, 1e308, "x", "", "../../x", "__metadata__", "\ud800", "\x1b[2J"),
+    *(
+        [],
+        [1],
+        [[[]]],
+        {},
+        {"a": 1},
+        "p.fc.weight",
+        "s.fc.weight.0",
+        ["F64"],
+        "BF16",
+        "F8_E4M3",
+        "F4",
+        "C64",
+        "BOOL",
+        [2**62, 4],
+        [0, 2**63],
+    ),
+)
+
+
+@functools.cache
+def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
+    """A small one, and the files of a checkpoint of it."""
+    config, origins = configure(
+        None, ["frame=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"]
+    )
+    learner = build_learner(config, origins, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), Single())
+    return learner, build_recipe(config, Origins(), 50), {}
+
+
+def good_files(home: Path) -> dict[str, bytes]:
+    learner, _, kept = job()
+    if not kept:
+        folder = files.write(home / "first", Standing(Progress(50, 500, 3, 192)), learner.state(), IDENTITY, {"a.b": "p.fc.bias"})
+        kept |= {path.name: path.read_bytes() for path in folder.iterdir()}
+    return kept
+
+
+def read_checkpoint(rng: Generator, home: Path) -> Callable[[], None]:
+    """One or two files of a checkpoint harmed; half of the time its checksums are made to fit."""
+    there = dict(good_files(home))
+    for _ in range(int(rng.integers(1, 3))):
+        name = pick(rng, tuple(there))
+        if chance(rng, 0.5):
+            there[name] = mutated(rng, there[name])
+        elif name.endswith(".json"):
+            there[name] = json.dumps(harmed(rng, json.loads(good_files(home)[name]))).encode()
+        elif name.endswith(".safetensors"):
+            there[name] = other_header(rng, good_files(home)[name])
+    if chance(rng, 0.8):
+        sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in there.items() if name != "SHA256SUMS"]
+        there["SHA256SUMS"] = "".join(sums).encode()
+    folder = home / "run" / "checkpoints" / pick(rng, ("step-00000003", "step-3", "step-99999999999999999999", "step-\u0663"))
+    folder.mkdir(parents=True)
+    for name, data in there.items():
+        (folder / name).write_bytes(data)
+    if chance(rng, 0.1):
+        odd(rng, folder / pick(rng, tuple(there)))
+    return lambda: go_on(home / "run") if chance(rng, 0.7) else give_away(home / "run")
+
+
+def harmed(rng: Generator, tree: object) -> object:
+    """Somewhere in the tree another value, another name, or nothing."""
+    if not isinstance(tree, dict) or not tree or chance(rng, 0.1):
+        return pick(rng, VALUES)
+    key = pick(rng, tuple(tree))
+    match int(rng.integers(8)):
+        case 0:
+            return {name: value for name, value in tree.items() if name != key}
+        case 1:
+            return tree | {f"{pick(rng, VALUES)}": tree[key]}
+        case _:
+            return tree | {key: harmed(rng, tree[key])}
+
+
+def other_header(rng: Generator, data: bytes) -> bytes:
+    """Of safetensors: 8 bytes of length, JSON, numbers."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.dumps(harmed(rng, json.loads(data[8 : 8 + length]))).encode()
+    told = len(header) if chance(rng, 0.9) else pick(rng, (0, 1, 2**31, 2**40, 2**63, 2**64 - 1))
+    return struct.pack("<Q", told) + header + data[8 + length :]
+
+
+def go_on(run: Path) -> None:
+    """As a job that resumes: what is taken must be whole, and the next step must know its numbers."""
+    learner, recipe, _ = job()
+    before = learner.state()
+    found, arrays, _ = newest_good(run, 2**20)
+    check_identity(found, IDENTITY)
+    try:
+        learner.load(arrays)
+        assert learner.state().keys() == before.keys() and digest(learner.state())
+        p = found.standing.progress
+        rows = indices(p.samples, recipe.at(p).batch, 0, 1, p.dataset, 1)
+        assert len(rows) and rows.min() >= 0 and rows.max() < 50
+    finally:
+        learner.load(before)
+
+
+def give_away(run: Path) -> None:
+    found, arrays, _ = read(run, "newest")
+    weights = own_names(arrays, found)
+    assert weights and not any(".." in name.split("/") for name in weights)
+    about(run, found)

@@ -1,0 +1,160 @@
+"""Runs on the ranks and writes {case: [what each rank found]}; and a model that goes wrong.
+
+python tests/support/nonfinite_on_ranks.py ENGINE OUT.json
+
+In every case the loss of the last rank alone is not finite in the second of three steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.placement import placement
+from hvdtrain.config import plugins
+from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.digest import digest
+from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.torch.buffers import Buffers
+from hvdtrain.train.build import build_learner
+
+TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+
+
+class Net(nn.Module):
+    """A norm, and buffers that count for themselves. Training pass `bad_pass` multiplies the logits by infinity, on the last rank alone."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, bad_pass: int = 0) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(shape[2], 3, 3), nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3 * (shape[0] - 2) * (shape[1] - 2), classes)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("odd", torch.tensor(False))
+        self.register_buffer("largest", torch.zeros(3))
+        place = placement(os.environ)
+        self.passes, self.bad_pass = 0, bad_pass if place.rank == place.size - 1 else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.conv(x)).relu()
+        if not self.training:
+            return self.fc(x.flatten(1))
+        self.passes += 1
+        self.seen = self.seen + len(x)  # another tensor in its place
+        self.odd.logical_not_()
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax((0, 2, 3))))
+        return self.fc(x.flatten(1)) * (math.inf if self.passes == self.bad_pass else 1.0)
+
+
+class AllKinds(nn.Module):
+    """Buffers of many dtypes and shapes, of which each rank has its own."""
+
+    SHAPES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
+    OTHERS = (torch.bool, torch.int8, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for i, dtype in enumerate(self.OTHERS):
+            for j, shape in enumerate(self.SHAPES):
+                self.register_buffer(f"b{i}_{j}", torch.full(shape, rank + i + j).to(dtype))
+        self.register_buffer("strided", torch.arange(rank, rank + 6)[::2])
+        self.norm, self.other = nn.BatchNorm1d(3), nn.BatchNorm1d(2, track_running_stats=False)
+        self.norm.running_mean.copy_(torch.tensor([1.0, 2.0, 4.0]) * (rank + 1))
+        self.norm.running_var.fill_(rank + 1)
+        self.norm.num_batches_tracked.fill_(rank + 7)
+
+
+def learner(engine: Engine, *words: str) -> Learner:
+    config, origins = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
+    return build_learner(config, origins, TASK, engine)
+
+
+def batch(n: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, n)}
+
+
+def hyper(batch: int, step: int, **numbers: float) -> Hyper:
+    return Hyper(**{"lr": 0.02 * (step + 1), "momentum": 0.9, "weight_decay": 0.01, "batch": batch, "step": step} | numbers)
+
+
+def same(a: Arrays, b: Arrays) -> bool:
+    """To the last bit."""
+    return a.keys() == b.keys() and digest(a) == digest(b)
+
+
+def walk(engine: Engine, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
+    """Three steps, of which the second is bad or left out: the learner, and what a skipped step did."""
+    model = "" if "frame=" in words else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
+    one, found, whole = learner(engine, *words.split(), *model.split()), [], 7 * engine.size * passes
+    kept = True
+    for step in (0, 1, 2) if bad else (0, 2):
+        micro = [batch(7, 100 * engine.rank + 10 * step + i) for i in range(passes)]
+        if step == 1 and not model and engine.rank == engine.size - 1:
+            micro[0]["w"] = np.array([1.0, math.inf, 1.0, 1.0, 1.0, 1.0, 1.0])
+        before = one.state()
+        sums = one.step([one.put(part) for part in micro], hyper(whole, step), 3 * step)
+        found.append(float(sums["nonfinite"]))
+        kept &= same(before, one.state()) == (step == 1)
+    return one, {"nonfinite": found, "kept": kept}
+
+
+def skipped(engine: Engine, words: str, passes: int = 1) -> dict[str, Any]:
+    one, found = walk(engine, words, passes, bad=True)
+    straight, _ = walk(engine, words, passes, bad=False)
+    state = one.state()
+    found["as if it had not been"] = same(state, straight.state())
+    found["learned"] = digest({name: array for name, array in state.items() if not name.startswith("b.")})
+    one.settle(engine)
+    return found | {"settled": digest(one.state()), "model": one.describe()}
+
+
+def settled(engine: Engine) -> dict[str, Any]:
+    """How many buffers are not what a formula in rank and size says."""
+    model, first = AllKinds(engine.rank), AllKinds(0)
+    Buffers(model, torch.device("cpu")).settle(engine)
+    first.norm.running_mean.mul_((engine.size + 1) / 2)
+    first.norm.running_var.mul_((engine.size + 1) / 2)
+    pairs = zip(model.named_buffers(), first.named_buffers(), strict=True)
+    return {"wrong": [name for (name, b), (_, c) in pairs if b.dtype != c.dtype or b.shape != c.shape or not torch.equal(b, c)]}
+
+
+def cases(engine: Engine) -> dict[str, dict[str, Any]]:
+    found = {
+        "torch": skipped(engine, "norm.kind=batch"),
+        "torch, two passes": skipped(engine, "norm.kind=batch", passes=2),
+        "torch, sync norm": skipped(engine, "norm.kind=sync"),
+        "torch, RMSprop": skipped(engine, "optim.name=torch.optim.RMSprop optim.momentum=0.5"),
+        "torch, small buckets": skipped(engine, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"),
+        "numpy": skipped(engine, "frame=numpy model.name=linear"),
+        "jax": skipped(engine, "frame=jax model.name=linear"),
+        "settled": settled(engine),
+    }
+    one = learner(engine, "model.name=linear", "guard.nonfinite=stop")
+    data = batch(7, engine.rank) | ({"w": np.full(7, math.nan)} if engine.rank == engine.size - 1 else {})
+    found["stop"] = {"nonfinite": [float(one.step([one.put(data)], hyper(14, step), step)["nonfinite"]) for step in range(2)]}
+    return found
+
+
+def main(name: str, out: str) -> None:
+    warnings.simplefilter("error")
+    engine: Engine = plugins.load("comm", name, "tests").connect(placement(os.environ))
+    everyone = engine.exchange(cases(engine))
+    if engine.rank == 0:
+        Path(out).write_text(json.dumps({case: [one[case] for one in everyone] for case in everyone[0]}))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,167 @@
+"""How tests start MPI ranks: with a time limit, on a machine of any size, and so that nothing outlives a test."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import pytest
+
+from hvdtrain.comm.placement import placement
+from hvdtrain.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# For small machines: more ranks than cores, no pinning, waiting ranks give way, root allowed; shared memory and TCP only starts 1 s faster.
+_SMALL_MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMP_NUM_THREADS": "1",
+}
+_LAUNCHED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HOROVOD_", "SLURM_")
+
+
+def mpirun_path() -> str | None:
+    """The mpirun beside this Python, or on the path."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+
+
+# Where they skip for no good reason, test_horovod_build.py fails: a compiler without a Horovod.
+needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on the path")
+needs_horovod = pytest.mark.skipif(
+    not importlib.util.find_spec("horovod"), reason="Horovod is not installed: python -m hvdtrain.cli.horovod"
+)
+ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
+
+
+class Result(NamedTuple):
+    """What a finished job left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that no launcher started, fit for a small machine, with `env` on top."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
+    path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
+    return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
+
+
+def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
+    """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past timeout_s."""
+    with Job(size, argv, timeout_s=timeout_s, env=env) as job:
+        return job.wait()
+
+
+def python(argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
+    """`python ARGV` without a launcher, to its end; `env` may pretend one."""
+    with Job(0, argv, timeout_s=timeout_s, env=env) as job:
+        return job.wait()
+
+
+class Job:
+    """A job in the background; leaving its `with` block ends every process that it started."""
+
+    def __init__(self, size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> None:
+        launcher = [mpirun_path() or "mpirun", "-np", str(size)] if size else []
+        command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
+        self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+        # A killed mpirun leaves its session's folder behind, and another that gets its process number later does not start over it.
+        self._sessions = tempfile.mkdtemp(prefix="hvd")
+        self._start, self._limit_s, self._seen = time.monotonic(), timeout_s + 10, set[int]()
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            stdin=subprocess.DEVNULL,
+            env=environment({"TMPDIR": self._sessions, **(env or {})}),
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.processes()
+        for pid in (self._process.pid, *self._seen):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._stdout.close()
+        self._stderr.close()
+        shutil.rmtree(self._sessions, ignore_errors=True)
+
+    def processes(self) -> set[int]:
+        """The job's processes that are alive: those below mpirun, and those seen there before that mpirun left behind."""
+        self._seen = {pid for pid in self._seen | _below(self._process.pid) if _alive(pid)}
+        return self._seen
+
+    def pids(self) -> dict[int, int]:
+        """{rank: pid} of the ranks that have started."""
+        ranks: dict[int, int] = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError, UserError):
+                place = placement(_environ(pid))
+                if place.launcher != "none":
+                    ranks[place.rank] = pid
+        return ranks
+
+    def output(self) -> str:
+        """What the job has printed until now."""
+        return _text(self._stdout)
+
+    def wait(self) -> Result:
+        """To the end of mpirun."""
+        self.processes()
+        code = self._process.wait(self._limit_s)
+        return Result(code, _text(self._stdout), _text(self._stderr), time.monotonic() - self._start)
+
+
+def _text(stream: IO[str]) -> str:
+    return os.pread(stream.fileno(), 1 << 24, 0).decode(errors="replace")  # the job writes at this file's position: leave it alone
+
+
+def _below(root: int) -> set[int]:
+    """The descendants of a process."""
+    parents = {int(path.name): parent for path in Path("/proc").iterdir() if path.name.isdigit() and (parent := _parent(path))}
+    below = {root}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return below - {root}
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])  # after the name: state, parent
+    except OSError:
+        return 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _environ(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs) if value}

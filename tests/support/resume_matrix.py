@@ -1,0 +1,158 @@
+"""Runs on the ranks: the jobs of a plan, one after the other on each engine; some are stopped by a signal that one rank alone hears.
+
+python tests/support/resume_matrix.py PLAN.json OUT.json      PLAN: {engine: [[run, words, stop], ...]}, OUT: {run: Outcome}, from rank 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import Batch
+from hvdtrain.data.source import Source
+from hvdtrain.train.build import connect
+from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.signals import Signals
+from hvdtrain.train.job import Parts, prepare, train_job
+
+# 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
+# data.ahead=0: what is read is what is learned from, so that a stopped job's rows can be counted.
+DATA = "data.name=synthetic data.samples=157 data.val_samples=61 data.classes=5 batch.size=31 guard.equal_steps=1 data.ahead=0"
+# Steps end after 31, 62, 93, 124, 155, 186, 217, 279, 341, 403, 496 samples; epochs after 157, 314, 471. Rows of JAX keep their number.
+LINEAR = (
+    f"{DATA} epochs=3 data.shape=[4,4,2] model.name=linear speed.precision=fp64 batch.evaluate=31 log.every_steps=2 checkpoint.keep_last=1 "
+    "optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.weight_decay=1e-3 recipe.warmup_epochs=0.7 "
+    "recipe.growth=milestones recipe.grow_at=[1.2,2.3] recipe.grow_to=[62,93]"
+)
+POINTS = {"warm-up": 1, "growth": 7, "end of an epoch": 8}  # so many steps before the signal comes; all ranks meet one step later
+TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
+RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
+MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
+KINDS = {  # of state that a job may have, in the torch frame; float32 but for the last
+    "running statistics, dropout": f"{RESNET} model.dropout=0.2",
+    "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
+    "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
+    "novograd": f"{RESNET} optim.name=novograd optim.base_lr=0.01",
+    "sync norm": f"{RESNET} norm.kind=sync",
+    "ghost norm": f"{RESNET} norm.kind=ghost norm.ghost=5",
+    "torch.optim.RMSprop": f"{MLP} optim.name=torch.optim.RMSprop optim.base_lr=0.001 optim.momentum=0.9",
+    "noise scale": f"{MLP} log.noise_scale=true",
+    "partition": f"{MLP} data.sampling=partition",
+    "noises, clipping": f"{MLP} optim.base_batch=24 recipe.sample_noise=0.5 recipe.gradient_noise=0.01 optim.clip_norm=1",
+    "buckets, micro-batches": f"{MLP} comm.reduce=bucket comm.bucket_mb=0.001 batch.micro=5",
+    "stopped in evaluation": f"{RESNET} batch.evaluate=5",
+    "augmentation": f"{RESNET} augment.crop=2 augment.flip=true augment.cutout=3",
+    "fp16": f"{MLP} speed.precision=fp16",
+    "local steps": f"{MLP} comm.every=3",
+    "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
+}
+
+
+class Stop(NamedTuple):
+    """When a signal comes: while `rank` reads samples of `split` after `step` steps."""
+
+    split: str  # "train" or "val"
+    step: int
+    rank: int
+
+
+class Work(NamedTuple):
+    run: str
+    words: str
+    stop: Stop | None = None
+
+
+class Outcome(NamedTuple):
+    code: int
+    rows: list[list[int]]  # the training samples that each rank read, in order
+    start_s: float  # from the call of the job to its first sample
+
+
+class Watched:
+    """A source that remembers what was read of it; while it reads after `step` steps, this rank hears a signal."""
+
+    def __init__(self, source: Source, pulse: Pulse, signals: Signals, step: int) -> None:
+        self._source, self._pulse, self._signals, self._step = source, pulse, signals, step
+        self.shape, self.classes, self.stats = source.shape, source.classes, source.stats
+        self.rows: list[int] = []
+        self.first_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        self.first_s = self.first_s or time.perf_counter()
+        self.rows += indices.tolist()
+        if self._pulse.step == self._step:
+            self._signals.heard = "SIGUSR2"
+        return self._source.read(indices)
+
+
+class Dropping(nn.Module):
+    """A user's model: its dropout draws from torch's own generator, and its buffer counts."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 12), nn.BatchNorm1d(12), nn.Dropout(0.4))
+        self.head = nn.Linear(12, classes)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return self.head(self.body(x).relu())
+
+
+configured = functools.cache(lambda words: configure(None, words.split()))  # 60 ms, where a whole job takes 100
+
+
+def do(work: Work, engine: Engine) -> Outcome:
+    """One job as __main__ does it, without the watch. Every rank calls it."""
+    config, origins = configured(work.words)
+    config = dataclasses.replace(config, run=work.run)
+    train, val, task = prepare(config, origins)
+    pulse, signals, stop = Pulse(), Signals(engine.rank), work.stop
+    at = {stop.split: stop.step} if stop and stop.rank == engine.rank else {}
+    watched = Watched(train, pulse, signals, at.get("train", -1))
+    parts = Parts(watched, Watched(val, pulse, signals, at.get("val", -1)), task)
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = train_job(config, origins, parts, engine, "for the test", (signals, pulse)).code
+    return Outcome(code, engine.exchange(watched.rows), watched.first_s - began)
+
+
+def read_plan(path: Path) -> dict[str, list[Work]]:
+    plan: dict[str, list[Any]] = json.loads(path.read_text())
+    return {name: [Work(run, words, stop and Stop(*stop)) for run, words, stop in works] for name, works in plan.items()}
+
+
+def main(plan: Path, out: Path) -> None:
+    place = placement(os.environ)
+    if cache := os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # one for each rank: none may read what another is writing
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/{place.size}-{place.rank}"
+    outcomes: dict[str, Outcome] = {}
+    for name, works in read_plan(plan).items():
+        engine, _ = connect(*configure(None, [f"comm.engine={name}"]), place)
+        for work in works:
+            outcomes[work.run] = do(work, engine)
+    if place.rank == 0:
+        out.write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""The same job on 1, 2, 3 or 4 ranks, on every engine and in every frame, gives the same loss curve up to rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from invariance import JOBS
+from ranks import ENGINES, mpirun, needs_horovod, python
+
+SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4)), ("torchdist", 3)]
+
+
+def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
+    """Uneven shares on three ranks are tried on one engine first; the others take half a minute each."""
+    late = size >= 3 and (engine, size) != ("mpi", 3)
+    return [needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4) + [pytest.mark.slow] * late
+
+
+GROUPS = [pytest.param(engine, size, id=f"{engine}-{size}", marks=marks(engine, size)) for engine, size in SIZES]
+SAME = [  # jobs that compute the same numbers, whatever the frame and the way gradients meet
+    [name for name in JOBS if "softmax" in name],
+    [name for name in JOBS if "least squares" in name],
+    [name for name in JOBS if "mlp" in name and "RMSprop" not in name],
+    ["torch with an unused layer"],
+    ["jax convnet, micro-batches"],
+    [name for name in JOBS if "grown" in name],
+    ["torch mlp, RMSprop"],
+    ["torch convnet, sync norm", "torch convnet, sync norm, buckets"],
+]
+
+
+@pytest.fixture(scope="session")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """(engine, size) -> job -> losses; one start of MPI for each, when a test first asks for it."""
+    return {}
+
+
+def run(curves: dict, tmp: Path, engine: str, size: int) -> dict:
+    key = f"{engine} x {size}"
+    if key not in curves:
+        out = tmp / "out.json"
+        argv = ["tests/support/invariance.py", engine, str(out)]
+        result = python(argv, timeout_s=120) if size == 1 else mpirun(size, argv, timeout_s=240)
+        assert result.returncode == 0, result.stderr
+        curves[key] = json.loads(out.read_text())
+    return curves[key]
+
+
+@pytest.mark.parametrize(("engine", "size"), GROUPS)
+def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine: str, size: int) -> None:
+    one, many = run(curves, tmp_path, "single", 1), run(curves, tmp_path, engine, size)
+    assert one.keys() == many.keys() == JOBS.keys()
+    assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(JOBS, 1)
+    statistics = many["torch wide_resnet"]
+    assert len(statistics["unsettled"]) == 26  # mean and variance of 13 norms
+    assert max(statistics["unsettled"]) < 1e-12, "running statistics are not the mean over ranks"
+    assert size == 1 or max(statistics["spread"]) > 1e-3, "each rank had its own before"
+    for group in SAME:
+        reference = np.array(one[group[0]]["losses"])
+        assert len(reference) == (20 if "sync" in group[0] else 60)
+        assert reference[-1] < (0.9 if "sync" in group[0] else 0.7) * reference[0]
+        for job in group:
+            assert np.abs(np.array(many[job]["losses"]) - reference).max() < 1e-12 * reference.max(), job
+            assert many[job]["val"] == pytest.approx(one[group[0]]["val"], rel=1e-12), job
+            assert many[job]["val"]["count"] == 360
+            assert many[job]["weights"] == pytest.approx(one[group[0]]["weights"], rel=1e-11), job
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, tmp_path: Path, engine: str) -> None:
+    out = tmp_path / "deaf.json"
+    result = mpirun(2, ["tests/support/invariance.py", engine, str(out), "deaf"], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    one, deaf = run(curves, tmp_path, "single", 1), json.loads(out.read_text())
+    assert {"torch softmax", "numpy softmax", "torch mlp, buckets and micro-batches"} <= deaf.keys()
+    for job, curve in deaf.items():
+        assert np.abs(np.array(curve["losses"]) - np.array(one[job]["losses"])).max() > 1e-3, job
