@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdtrain.cli.bench.trainer import Trainer as BenchTrainer
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.train.health.signals import Signals
 
@@ -21,8 +21,8 @@ LOOPS = 9
 class Trainer(BenchTrainer):
     """Of a configuration in words."""
 
-    def __init__(self, words: list[str], engine: Engine, signals: Signals) -> None:
-        super().__init__(*configure(None, [f"comm.engine={engine.name}", *words]), engine, signals)
+    def __init__(self, words: list[str], communicator: Communicator, signals: Signals) -> None:
+        super().__init__(*configure(None, [f"comm.engine={communicator.name}", *words]), communicator, signals)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from blocks import Part, Trainer, changed, microseconds, ratio, spread
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.read import configure
@@ -37,90 +37,92 @@ from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import build
 from hvdtrain.train.build import connect
 from hvdtrain.train.checkpoint.saver import Saver
-from hvdtrain.train.health.heartbeat import Pulse
-from hvdtrain.train.health.monitor import Guard
+from hvdtrain.train.health.heartbeat import Heartbeat
+from hvdtrain.train.health.monitor import HealthMonitor
 from hvdtrain.train.health.replicas import check_equal
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watch
+from hvdtrain.train.health.watchdog import Watchdog
 from hvdtrain.train.job import identity
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
 STEPS = 20  # of a block: short ones, so that what else the machine does meets both of a pair, or one pair of many
 PARTS = ("nothing", "heartbeat, watch", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "settle")
 
 
-class Still(Pulse):
+class Still(Heartbeat):
     """A pulse that does not beat."""
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         pass
 
 
-class Deaf(Guard):
+class Deaf(HealthMonitor):
     """A guard that adds nothing to the sums, and hears nobody."""
 
     def flags(self, step: int = -1) -> Sums:
         return {"save": 0.0}
 
-    def heed(self, sums: Sums) -> None:
+    def update_flags(self, sums: Sums) -> None:
         pass
 
 
 class Foreground(Saver):
     """Training waits until the checkpoint is on the disk."""
 
-    def save(self, now: Standing, learner: Any) -> None:
+    def save(self, now: TrainState, learner: Any) -> None:
         super().save(now, learner)
         self.close()
 
 
-def watch(trainer: Trainer) -> Watch:
-    guard = trainer.job.guard
-    return Watch(guard.pulse, guard.signals, guard.config.guard, guard.engine.rank)
+def watch(trainer: Trainer) -> Watchdog:
+    health = trainer.job.health
+    return Watchdog(health.heartbeat, health.signals, health.config.guard, health.communicator.rank)
 
 
 def parts(trainer: Trainer) -> dict[str, Part]:
     """By PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
-    job, guard, learner = trainer.job, trainer.job.guard, trainer.job.learner
-    deaf = Deaf(**{field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)})
+    job, health, learner = trainer.job, trainer.job.health, trainer.job.learner
+    deaf = Deaf(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
     never = torch.zeros((), dtype=torch.bool)
     blind = ((build, "any_nonfinite", lambda parameters: never), (build, "slope", lambda loss: 1.0))
 
     def every(steps: int | None) -> tuple[Any, str, Any]:
-        return guard, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
+        return health, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
 
     made: list[Part] = [
         lambda on: changed(),
-        lambda on: watch(trainer) if on else changed((guard, "pulse", Still())),
-        lambda on: changed((job, "guard", guard if on else deaf)),
+        lambda on: watch(trainer) if on else changed((health, "pulse", Still())),
+        lambda on: changed((job, "guard", health if on else deaf)),
         lambda on: changed(*(() if on else blind)),
         lambda on: changed((learner, "skips", on)),
         lambda on: changed(every(100 if on else None)),
-        lambda on: changed(every(None), (learner, "settle", learner.settle if on else lambda engine: None)),  # unsettled ranks differ
+        lambda on: changed(
+            every(None), (learner, "settle", learner.sync_buffers if on else lambda communicator: None)
+        ),  # unsettled ranks differ
     ]
     return dict(zip(PARTS, made, strict=True))
 
 
 def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     """{"part", "us" of one call, "calls_per_step"}; some are collectives, so every rank goes through all of them."""
-    job, guard, engine, learner = trainer.job, trainer.job.guard, trainer.job.engine, trainer.job.learner
-    learner.settle(engine)
-    meetings = 1 / job.config.log.every_steps + job.config.batch.size / job.feed.samples  # per step: those of epochs, too
+    job, health, communicator, learner = trainer.job, trainer.job.health, trainer.job.communicator, trainer.job.learner
+    learner.sync_buffers(communicator)
+    meetings = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step: those of epochs, too
     parameters, loss, hyper = learner.parameters, torch.ones(()), job.recipe.at(trainer.now.progress)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad = torch.randn_like(p)
-    sums, flags = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}, guard.flags()
+    sums, flags = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}, health.flags()
     size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
-        ("one beat", 2 + meetings, microseconds(lambda: guard.pulse.beat("step", 3, 70))),
-        ("flags() and met()", meetings, microseconds(lambda: guard.met(sums | guard.flags()))),
-        ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(engine, sums, "train.sums"))),
-        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(engine, sums | flags, "train.sums"))),
+        ("one beat", 2 + meetings, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
+        ("flags() and after_sync()", meetings, microseconds(lambda: health.after_sync(sums | health.flags()))),
+        ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(communicator, sums, "train.sums"))),
+        ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(communicator, sums | flags, "train.sums"))),
         ("slope() and any_nonfinite()", 1, microseconds(lambda: (build.slope(loss), build.any_nonfinite(parameters)), 500)),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
-        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(engine, learner, hyper, guard.hosts), 100)),
-        ("settle", meetings, microseconds(lambda: learner.settle(engine), 200)),
+        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, health.hosts), 100)),
+        ("settle", meetings, microseconds(lambda: learner.sync_buffers(communicator), 200)),
     ]
     for p in parameters:
         p.grad = None
@@ -151,7 +153,7 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
 
             def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
                 saver = kind(Path(folder), settings, identity(job.config, trainer.data), Log([heard.append]))
-                return changed((job.guard, "saver", saver if on and job.engine.rank == 0 else None))
+                return changed((job.health, "saver", saver if on and job.communicator.rank == 0 else None))
 
             row = {"part": f"checkpoint every {every} steps, {name}", "model": job.config.model.name}
             row |= ratio(trainer, part, rounds, every)
@@ -163,9 +165,9 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
         heard.clear()
 
 
-def run(engine: Engine, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
+def run(communicator: Communicator, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
     """Every row; every rank takes them all."""
-    trainer = Trainer([], engine, signals)
+    trainer = Trainer([], communicator, signals)
     trainer.block(100)
     found = []
     for name, part in parts(trainer).items():
@@ -180,7 +182,7 @@ def run(engine: Engine, options: argparse.Namespace, signals: Signals) -> Iterat
     yield watch_seconds(trainer)
     if set(options.only) == set(PARTS):
         yield from saves(trainer, 40, options.rounds // 2)
-        yield from saves(Trainer(MLP, engine, signals), 20, options.rounds // 4)
+        yield from saves(Trainer(MLP, communicator, signals), 20, options.rounds // 4)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -204,17 +206,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows go there too, as JSON lines at its end")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts, and no checkpoints")
     options, place = parser.parse_args(), placement(os.environ)
-    engine, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
+    communicator, _ = connect(*configure(None, [f"comm.engine={options.communicator}"]), place)
     machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
-    machine |= {"engine": engine.name, "ranks": engine.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    machine |= {"engine": communicator.name, "ranks": communicator.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     with Signals(place.rank) as signals, contextlib.ExitStack() as stack:
-        file = stack.enter_context(options.json.open("a")) if options.json and engine.rank == 0 else None
-        for row in run(engine, options, signals):
-            if engine.rank == 0:
+        file = stack.enter_context(options.json.open("a")) if options.json and communicator.rank == 0 else None
+        for row in run(communicator, options, signals):
+            if communicator.rank == 0:
                 print(line(row), flush=True)
             if file:
                 print(json.dumps(row | machine | {"load": round(os.getloadavg()[0], 1)}), file=file, flush=True)
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ from typing import IO, Any
 
 from blocks import Part, Trainer, changed, ratio
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.events.background import Aside
+from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event, Log, Sink
 from hvdtrain.events.progress_display import Live
 from hvdtrain.events.rank_log import rank_log
@@ -74,16 +74,16 @@ class Watching:
     """The parts, each of which a block has or has not."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self.job, self.folder, self.speaks = trainer.job, folder, trainer.job.engine.rank == 0
+        self.job, self.folder, self.speaks = trainer.job, folder, trainer.job.communicator.rank == 0
         config = trainer.job.config
         self.trackers: list[Sink] = []
         if self.speaks:
             for leaf in (tensorboard, mlflow, wandb):
                 made = leaf.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(Aside(lambda sink=made: sink, leaf.__name__, print, every_s=TRACKED_S))  # type: ignore[misc]
+                self.trackers.append(BackgroundSink(lambda sink=made: sink, leaf.__name__, print, every_s=TRACKED_S))  # type: ignore[misc]
         self.json = JsonLines(folder / "events.jsonl")
         self.out = terminal()
-        self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.feed.samples, "max_steps": None})
+        self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})
         for sink in (*self.trackers, self.json):
             sink(self.start)
 
@@ -102,7 +102,7 @@ class Watching:
     @contextlib.contextmanager
     def told(self, sinks: list[Sink]) -> Iterator[None]:
         log = Log(sinks if self.speaks else [])
-        with changed((self.job, "log", log), (self.job.gauges, "log", log)):
+        with changed((self.job, "log", log), (self.job.telemetry, "log", log)):
             yield
 
     @contextlib.contextmanager
@@ -117,20 +117,20 @@ class Watching:
 
     @contextlib.contextmanager
     def each_step(self, on: bool) -> Iterator[None]:
-        with changed((self.job.gauges, "each_step", on)), self.told([self.json]):
+        with changed((self.job.telemetry, "each_step", on)), self.told([self.json]):
             yield
 
     @contextlib.contextmanager
     def everything(self, on: bool) -> Iterator[None]:
-        path = self.folder / f"rank-{self.job.engine.rank:05d}.log"
+        path = self.folder / f"rank-{self.job.communicator.rank:05d}.log"
         with rank_log(path if on else None), self.shown([self.json, *self.trackers] * on, on):
             yield
 
 
-def rows(engine: Engine, options: argparse.Namespace, words: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
+def rows(communicator: Communicator, options: argparse.Namespace, words: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
     """One of each part; every rank takes them all."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(words, engine, signals)
+        trainer = Trainer(words, communicator, signals)
         watching = Watching(trainer, Path(folder))
         trainer.block(options.steps)
         for name in options.only:
@@ -149,20 +149,26 @@ def main() -> None:
     options, words = parser.parse_known_args()
     os.environ.setdefault("WANDB_MODE", "offline")
     place = placement(os.environ)
-    config, origins = configure(None, words)
-    engine, _ = connect(config, origins, place)
+    config, provenance = configure(None, words)
+    communicator, _ = connect(config, provenance, place)
     words = [word for word in words if not word.startswith("comm.engine=")]
-    about = {"ranks": engine.size, "engine": engine.name, "words": words, "machine": platform.machine(), "cores": os.cpu_count()}
-    with Signals(engine.rank) as signals:
-        for row in rows(engine, options, words, signals):
-            if engine.rank == 0:
+    about = {
+        "ranks": communicator.size,
+        "engine": communicator.name,
+        "words": words,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    with Signals(communicator.rank) as signals:
+        for row in rows(communicator, options, words, signals):
+            if communicator.rank == 0:
                 low, high = row["quartiles"]
                 print(f"{row['part']:14} {row['images_per_s_ratio']:.4f} of the images/s (quartiles {low:.4f} to {high:.4f})", flush=True)
                 if options.json:
                     stamp = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
                     with Path(options.json).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(about | row | stamp) + "\n")
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

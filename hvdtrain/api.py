@@ -49,7 +49,7 @@ def train(config: Mapping[str, Any] | str | Path | None = None, *words: str) -> 
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
         raise
-    now = outcome.standing
+    now = outcome.train_state
     assert outcome.run is not None and now is not None, outcome
     numbers = (now.accuracy, now.best, now.progress.epochs, now.progress.step, now.seconds)
     return Run(outcome.run, placement(os.environ).rank, outcome.code, outcome.why, *numbers)

@@ -44,7 +44,7 @@ def test_what_is_measured_on_a_gpu_runs_anywhere(fashion: Path, tmp_path: Path) 
 
 def test_what_watching_costs_is_measured_with_every_part(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    words = ["--rounds", "3", "--steps", "10", "--json", str(out), "model.name=linear", "frame=numpy"]
+    words = ["--rounds", "3", "--steps", "10", "--json", str(out), "model.name=linear", "framework=numpy"]
     done = python(["benchmarks/watching.py", *words], timeout_s=100)
     assert (done.returncode, done.stderr) == (0, "")
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -96,10 +96,10 @@ def test_the_accuracy_that_the_script_prints_is_of_no_number_of_right_answers() 
 def test_what_the_table_says_of_optimizers() -> None:
     done = python(["-c", _FACTS], timeout_s=60)
     assert done.returncode == 0, done.stderr
-    shrunk, rate, slots, left = done.stdout.split()
+    shrunk, rate, optimizer_state, left = done.stdout.split()
     assert float(shrunk) == pytest.approx(0.1 * 1e-4, rel=0.05)  # the broadcast of a fresh optimizer's state: a step of decay
     assert float(rate) == 0.1  # not the 0.4 that the new optimizer was made with
-    assert (int(slots), int(left)) == (2, 0)  # a state that was loaded before the optimizer is wrapped
+    assert (int(optimizer_state), int(left)) == (2, 0)  # a state that was loaded before the optimizer is wrapped
 
 
 @pytest.mark.parametrize("page", PAGES)

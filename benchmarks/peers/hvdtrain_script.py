@@ -22,7 +22,7 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.train.build import connect
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watch
+from hvdtrain.train.health.watchdog import Watchdog
 
 LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
 
@@ -33,15 +33,15 @@ def main() -> None:
     made.add_argument("words", nargs="*", help="for hvdtrain: comm.reduce=bucket")
     options = made.parse_args()
     place = placement(os.environ)
-    engine, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
+    communicator, _ = connect(*configure(None, [f"comm.engine={options.communicator}"]), place)
     words = ["data.name=fashion_mnist", f"data.root={options.root}", f"batch.size={options.batch}", f"speed.precision={options.precision}"]
     words += ["model.name=wide_resnet", f"model.widths={list(WIDTHS)}", f"model.dropout={options.dropout}"]
     words += ["optim.name=sgd", f"optim.base_lr={LR}", f"optim.momentum={MOMENTUM}", *options.words]
     with Signals(place.rank) as signals:
-        trainer = Trainer(words, engine, signals)
+        trainer = Trainer(words, communicator, signals)
         learner: Any = trainer.job.learner
         learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())  # what the others start from
-        guard = trainer.job.guard
+        health = trainer.job.health
 
         def block(steps: int) -> float:
             before = trainer.now.sums
@@ -49,16 +49,16 @@ def main() -> None:
             after = trainer.now.sums
             return float(after["loss"] - before["loss"]) / float(after["count"] - before["count"])
 
-        clock = Clock(options, engine.exchange)
-        with Watch(guard.pulse, signals, guard.config.guard, engine.rank):
+        clock = Clock(options, communicator.exchange)
+        with Watchdog(health.heartbeat, signals, health.config.guard, communicator.rank):
             clock.run(block)
-    library = LIBRARY[options.engine]
+    library = LIBRARY[options.communicator]
     clock.tell(
-        engine.rank,
-        " ".join(["hvdtrain", options.engine, *options.words]),
+        communicator.rank,
+        " ".join(["hvdtrain", options.communicator, *options.words]),
         {"hvdtrain": __version__, library: importlib.metadata.version(library)},
     )
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Origins, assignments, configure, read_former
+from hvdtrain.config.read import Provenance, assignments, configure, read_former
 from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, code_of
 
 if TYPE_CHECKING:
-    from hvdtrain.comm.communicator import Engine
+    from hvdtrain.comm.communicator import Communicator
     from hvdtrain.comm.placement import Placement
     from hvdtrain.config.schema import Config
-    from hvdtrain.train.health.heartbeat import Pulse
+    from hvdtrain.train.health.heartbeat import Heartbeat
     from hvdtrain.train.health.signals import Signals
-    from hvdtrain.train.health.watchdog import Watch
-    from hvdtrain.train.progress.train_state import Standing
+    from hvdtrain.train.health.watchdog import Watchdog
+    from hvdtrain.train.progress.train_state import TrainState
 
-Failed = Callable[[BaseException, "Engine | None"], "Outcome"]
+Failed = Callable[[BaseException, "Communicator | None"], "Outcome"]
 
 
 class Outcome(NamedTuple):
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     code: int  # exit code
     run: Path | None = None  # the run folder, as rank 0 knows it
     why: str = ""  # it is over, or stopped
-    standing: Standing | None = None
+    train_state: TrainState | None = None
 
 
 LAST_WORDS_S = 0.2  # mpirun puts its own text between the pieces of ours that it has not passed on yet
@@ -52,101 +52,101 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
     """What became of the job; or what `failed` makes of an error, a UserError of the first words excepted, which is raised."""
     from hvdtrain.comm.placement import placement
     from hvdtrain.events.rank_log import tagged_warnings
-    from hvdtrain.train.build import check_watching
+    from hvdtrain.train.build import check_observation
     from hvdtrain.train.health.deadline import check_time
-    from hvdtrain.train.health.heartbeat import Pulse
+    from hvdtrain.train.health.heartbeat import Heartbeat
     from hvdtrain.train.health.signals import Signals
-    from hvdtrain.train.health.watchdog import Watch
+    from hvdtrain.train.health.watchdog import Watchdog
 
     place = placement(os.environ)
     given = configure(path, words, None if place.rank == 0 else ())
     check_names(*given)
     check_time(*given)
-    check_watching(*given)
-    pulse = Pulse(of_process=not from_script)
+    check_observation(*given)
+    heartbeat = Heartbeat(of_process=not from_script)
     with (
         Signals(place.rank) as signals,
-        Watch(pulse, signals, given[0].guard, place.rank) as watch,
+        Watchdog(heartbeat, signals, given[0].guard, place.rank) as watch,
         tagged_warnings(place.rank, place.size),
     ):
-        return _train((path, words), given, place, (signals, pulse, watch), failed)
+        return _train((path, words), given, place, (signals, heartbeat, watch), failed)
 
 
 def _train(
     typed: tuple[str | None, list[str]],
-    given: tuple[Config, Origins],
+    given: tuple[Config, Provenance],
     place: Placement,
-    eyes: tuple[Signals, Pulse, Watch],
+    eyes: tuple[Signals, Heartbeat, Watchdog],
     failed: Failed,
 ) -> Outcome:
     from hvdtrain.recipe.compose import for_ranks
     from hvdtrain.train.build import check_batch, connect
     from hvdtrain.train.job import prepare, train_job
 
-    engine: Engine | None = None
-    signals, pulse, watch = eyes
+    communicator: Communicator | None = None
+    signals, heartbeat, watch = eyes
     try:
-        pulse.beat("connecting the ranks", 0, 0)
-        engine, why = connect(*given, place)
-        watch.meet(engine)
-        config, origins = for_ranks(*_of_all(typed, given, engine), place.size)
-        check_batch(config, origins, place.size)
-        pulse.beat("reading the data", 0, 0)
-        parts = prepare(config, origins)
-        outcome = Outcome(*train_job(config, origins, parts, engine, why, (signals, pulse)))
-        engine.close()
+        heartbeat.beat("connecting the ranks", 0, 0)
+        communicator, why = connect(*given, place)
+        watch.meet(communicator)
+        config, provenance = for_ranks(*_of_all(typed, given, communicator), place.size)
+        check_batch(config, provenance, place.size)
+        heartbeat.beat("reading the data", 0, 0)
+        parts = prepare(config, provenance)
+        outcome = Outcome(*train_job(config, provenance, parts, communicator, why, (signals, heartbeat)))
+        communicator.close()
         return outcome
     except BaseException as error:  # SystemExit too: a rank that leaves alone would let the others wait for ever
-        return failed(error, engine)
+        return failed(error, communicator)
 
 
-def end_all(error: BaseException, engine: Engine | None) -> Outcome:
+def end_all(error: BaseException, communicator: Communicator | None) -> Outcome:
     """The error is told, and the job ends: in every process that belongs to it."""
     if isinstance(error, UserError):
-        return Outcome(fail(f"hvdtrain: {error}", error.code, engine))
+        return Outcome(fail(f"hvdtrain: {error}", error.code, communicator))
     if isinstance(error, BrokenPipeError):
         hush()
     code = code_of(error)
     advice = f"\nhvdtrain: {ADVICE[code]}" if code in ADVICE else ""
-    return Outcome(fail(traceback.format_exc().rstrip() + advice, code, engine))
+    return Outcome(fail(traceback.format_exc().rstrip() + advice, code, communicator))
 
 
-def raise_alone(error: BaseException, engine: Engine | None) -> Outcome:
+def raise_alone(error: BaseException, communicator: Communicator | None) -> Outcome:
     """For a script: raised where this process is the whole job."""
-    if _is_alone(engine):
+    if _is_alone(communicator):
         raise error
-    sys.exit(end_all(error, engine).code)
+    sys.exit(end_all(error, communicator).code)
 
 
-def _is_alone(engine: Engine | None) -> bool:
-    if engine is not None:
-        return engine.size == 1
+def _is_alone(communicator: Communicator | None) -> bool:
+    if communicator is not None:
+        return communicator.size == 1
     from hvdtrain.comm.placement import placement
 
     return placement(os.environ).size == 1
 
 
-def _of_all(typed: tuple[str | None, list[str]], given: tuple[Config, Origins], engine: Engine) -> tuple[Config, Origins]:
+def _of_all(typed: tuple[str | None, list[str]], given: tuple[Config, Provenance], communicator: Communicator) -> tuple[Config, Provenance]:
     """The configuration of the job. That of a run to go on from is known to rank 0 alone: the hosts need not share a file system."""
     if given[0].resume in ("auto", "no"):
         return given
     from hvdtrain.train.same_state import on_rank_0
 
-    return configure(*typed, on_rank_0(engine, lambda: read_former(assignments(*typed))))
+    return configure(*typed, on_rank_0(communicator, lambda: read_former(assignments(*typed))))
 
 
-def fail(text: str, code: int, engine: Engine | None) -> int:
+def fail(text: str, code: int, communicator: Communicator | None) -> int:
     """Says what went wrong and ends the job: all ranks at once where an engine connects them, else by this rank's exit code."""
-    rank, told_alike = _rank(engine), code in (USER, DIVERGED)
+    rank, told_alike = _rank(communicator), code in (USER, DIVERGED)
     if rank:
         time.sleep(ECHO_S)
     who = f"rank {rank} on {socket.gethostname()}"
     with contextlib.suppress(OSError):  # nobody reads it, as after the end of mpirun: the job ends all the same
         print(text if told_alike and not rank else f"{text}\n{who}: the error above ends the job", file=sys.stderr, flush=True)
-    if engine is not None and engine.size > 1:
+    if communicator is not None and communicator.size > 1:
         _last_words()
-        engine.abort(code)
-    if engine is None and "mpi4py.MPI" in sys.modules:
+        communicator.abort(code)
+    if communicator is None and "mpi4py.MPI" in sys.modules:
         from hvdtrain.comm.mpi import abort, is_together
 
         if is_together():
@@ -165,9 +165,9 @@ def _last_words() -> None:
     signal.alarm(END_S)
 
 
-def _rank(engine: Engine | None) -> int:
-    if engine is not None:
-        return engine.rank
+def _rank(communicator: Communicator | None) -> int:
+    if communicator is not None:
+        return communicator.rank
     from hvdtrain.comm.placement import placement
 
     try:

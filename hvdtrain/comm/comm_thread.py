@@ -9,19 +9,19 @@ from queue import SimpleQueue
 from hvdtrain.comm.communicator import Buffer
 
 
-class Courier:
+class CommThread:
     """One for each communicator that it alone uses. Its thread starts with the first collective, and does not keep the process alive."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Errand] = SimpleQueue()
+        self._queue: SimpleQueue[Future] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, call: Callable[[], Buffer]) -> Errand:
+    def start(self, call: Callable[[], Buffer]) -> Future:
         """call(), after all that were started before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hvdtrain-courier", daemon=True)
             self._thread.start()
-        errand = Errand(call)
+        errand = Future(call)
         self._queue.put(errand)
         return errand
 
@@ -30,7 +30,7 @@ class Courier:
             self._queue.get().do()
 
 
-class Errand:
+class Future:
     """A Handle."""
 
     def __init__(self, call: Callable[[], Buffer]) -> None:

@@ -1,4 +1,4 @@
-"""What crosses processes: the Engine protocol, and Single, the one-process engine, which is its reference."""
+"""What crosses processes: the Communicator protocol, and Single, the one-process engine, which is its reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Handle(Protocol):
         """The result, once; handles may be waited for in any order."""
 
 
-class Engine(Protocol):
+class Communicator(Protocol):
     """The collectives between `size` ranks, and nothing else that they share.
 
     `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
@@ -57,7 +57,7 @@ class Engine(Protocol):
     def exchange(self, thing: Any) -> list[Any]:
         """One small object per rank, in rank order."""
 
-    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         """From any thread, while the main one may hang in a collective. On rank 0 every rank's text in rank order, with None for
         those that sent nothing within wait_s; on the others an empty list once theirs is there, or wait_s is over.
 
@@ -105,7 +105,7 @@ class Single:
     def exchange(self, thing: Any) -> list[Any]:
         return [thing]
 
-    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         return [text]
 
     def abort(self, code: int) -> NoReturn:
@@ -115,7 +115,7 @@ class Single:
         pass
 
 
-def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """The engine of one process; refuses to be run `size` times by a launcher."""
     if place.size > 1:
         what = f"{place.launcher} started {place.size} processes, but the single engine is for one"

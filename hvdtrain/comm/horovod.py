@@ -7,9 +7,9 @@ import importlib
 import os
 from typing import Any, NoReturn
 
-from hvdtrain.comm.communicator import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
-from hvdtrain.comm.side_channel.mpi import Muster
+from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.errors import UserError
 
@@ -18,7 +18,7 @@ CPU_FUSION_MB = 4.0  # in host memory 100 MB take a sixth of the time that Horov
 _FIX = f"{_BUILD} builds Horovod for the MPI that is here; or comm.engine=mpi"
 
 
-def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts Horovod. Without a launcher this process is its rank 0 of 1."""
     torch, hvd = load()
     binding = Binding("horovod", f"Horovod uses {library()}", _FIX)
@@ -75,7 +75,7 @@ class Hvd:
 
     def __init__(self, torch: Any, hvd: Any, place: Placement) -> None:
         self._torch, self._hvd = torch, hvd
-        self._muster: Muster | None = None
+        self._muster: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -108,10 +108,10 @@ class Hvd:
     def exchange(self, thing: Any) -> list[Any]:
         return self._hvd.allgather_object(thing, name="exchange")
 
-    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         """Through MPI where Horovod runs on it, and mpi4py is here and uses the same."""
         if self._muster is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
-            self._muster = Muster(mpi)
+            self._muster = MpiSideChannel(mpi)
         return self._muster.gather(text, wait_s) if self._muster else None
 
     def abort(self, code: int) -> NoReturn:

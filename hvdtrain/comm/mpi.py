@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.comm_thread import Courier
-from hvdtrain.comm.communicator import Buffer, Done, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.comm_thread import CommThread
+from hvdtrain.comm.communicator import Buffer, Communicator, Done, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.half_sums import HALVES, adder
 from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
-from hvdtrain.comm.side_channel.mpi import Muster
+from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.errors import UserError
 
@@ -21,7 +21,7 @@ PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the t
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
 
-def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
     mpi = load()
     binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
@@ -81,14 +81,14 @@ class Mpi:
         self._mpi, self._comm = mpi, world.Dup()  # our messages never meet those of other users of the world
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
         self._halves: dict[str, Any] = {}  # MPI operations
-        self._muster = Muster(mpi)
+        self._muster = MpiSideChannel(mpi)
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         if place.launcher == NOBODY.launcher:
             host = world.Split_type(mpi.COMM_TYPE_SHARED)
             self.local_rank, self.local_size = host.rank, host.size
         threads = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        self._courier = (Courier(), world.Dup()) if threads and self.local_size < self.size else None
+        self._courier = (CommThread(), world.Dup()) if threads and self.local_size < self.size else None
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return self._reduce(self._comm, self._summand(x, "allreduce", name, op))
@@ -98,8 +98,8 @@ class Mpi:
         summand = self._summand(x, "allreduce", name, op)
         if self._courier is None:
             return Done(self._reduce(self._comm, summand))
-        courier, comm = self._courier
-        return courier.start(lambda: self._reduce(comm, summand))
+        comm_thread, comm = self._courier
+        return comm_thread.start(lambda: self._reduce(comm, summand))
 
     def _reduce(self, comm: Any, summand: Summand) -> Buffer:
         flat = summand.wide.reshape(-1)  # MPI_Iallreduce takes 3 times as long, one call for 100 MB too: the pieces stay in the cache
@@ -134,7 +134,7 @@ class Mpi:
     def exchange(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
-    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
+    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         return self._muster.gather(text, wait_s)
 
     def abort(self, code: int) -> NoReturn:

@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the IPv4 address of an interface
 _BY_HAND = "comm.address=HOST:PORT, with a host of rank 0 that the other hosts reach"
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Rank 0 listens there, unless the launcher does so for it."""
 
     host: str  # of rank 0, as the other hosts call it
@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
     job: str = "hvdtrain"  # before each key: a launcher that starts a job anew keeps the old job's
 
 
-def meeting(place: Placement, environ: Mapping[str, str], address: str | None) -> Meeting | None:
+def rendezvous(place: Placement, environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
     """Where the user, or else the launcher, says. None where only MPI can tell: under mpirun and mpiexec."""
     if address is not None:
         return _by_address(address, place, environ)
@@ -74,28 +74,28 @@ def _range_of(piece: str) -> list[str]:
     return texts
 
 
-def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> Meeting:
+def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> Rendezvous:
     host, port = split_address(address)
     peers = [] if place.local_size == place.size else _nodes(environ)
-    return Meeting(host, port, next((peer for peer in peers if peer != host), ""))
+    return Rendezvous(host, port, next((peer for peer in peers if peer != host), ""))
 
 
-def _by_torchrun(environ: Mapping[str, str]) -> Meeting:
+def _by_torchrun(environ: Mapping[str, str]) -> Rendezvous:
     if missing := [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environ]:
         raise UserError(f"torchrun did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_BY_HAND}")
     host, port = split_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     job = f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Meeting(host, port, hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", job=job)
+    return Rendezvous(host, port, hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", job=job)
 
 
-def _by_srun(environ: Mapping[str, str]) -> Meeting:
+def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
     """Rank 0 is on the step's first node. The port follows from the job and its step, so that each finds it without asking."""
     nodes = _nodes(environ)
     if not nodes:
         raise UserError("srun did not set SLURM_STEP_NODELIST", "the environment", _BY_HAND)
     step = "/".join(environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     port = PORTS[zlib.crc32(step.encode()) % len(PORTS)]
-    return Meeting(nodes[0], port, nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}")
+    return Rendezvous(nodes[0], port, nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}")
 
 
 def _nodes(environ: Mapping[str, str]) -> list[str]:
@@ -110,7 +110,7 @@ def own_address(peer: str) -> str | None:
     return None
 
 
-def address_here(meet: Meeting, one_host: bool) -> str | None:
+def address_here(meet: Rendezvous, one_host: bool) -> str | None:
     """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be a loopback one, to a peer."""
     found = own_address(meet.host)
     if one_host or (found and not found.startswith("127.")):
@@ -119,7 +119,7 @@ def address_here(meet: Meeting, one_host: bool) -> str | None:
     return None if found is None or found.startswith("127.") else found
 
 
-def host_to_call(meet: Meeting, one_host: bool) -> str:
+def host_to_call(meet: Rendezvous, one_host: bool) -> str:
     """Where the ranks of this host reach rank 0: by its name, but on its own host where that is a loopback one by the network's address."""
     found = own_address(meet.host)
     at_home = found is not None and found.startswith("127.") and not one_host and not meet.hosted
@@ -147,7 +147,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def listen(meet: Meeting, one_host: bool) -> socket.socket:
+def listen(meet: Rendezvous, one_host: bool) -> socket.socket:
     """The listening socket of rank 0, on one address only; port 0 is any that is free."""
     address = address_here(meet, one_host) or own_address(meet.host) or meet.host
     if address.startswith("127.") and not one_host:

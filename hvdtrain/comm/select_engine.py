@@ -41,7 +41,7 @@ def choose(place: Placement, environ: Mapping[str, str], found: Found) -> tuple[
 
 def found_here(config: Config) -> Found:
     """Asks the engines themselves."""
-    wanted = config.frame == "torch" and config.speed.device != "cpu"
+    wanted = config.framework == "torch" and config.speed.device != "cpu"
     return Found(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),

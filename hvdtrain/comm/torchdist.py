@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Engine, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, flush, leave, writable
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.rendezvous import LOOPBACK, Meeting, address_among, address_here, host_to_call, interface_of, listen, meeting
-from hvdtrain.comm.side_channel.store import Board
+from hvdtrain.comm.rendezvous import LOOPBACK, Rendezvous, address_among, address_here, host_to_call, interface_of, listen, rendezvous
+from hvdtrain.comm.side_channel.store import StoreSideChannel
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.errors import UserError
 
@@ -26,7 +26,7 @@ def has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
+def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Meets the other ranks: at comm.address, where the launcher's variables say, or where rank 0 tells by MPI."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise UserError("this torch was built without torch.distributed", "comm.engine=torchdist", "comm.engine=mpi, or another torch")
@@ -35,7 +35,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     if place.size == 1:
         _start(dist.HashStore(), place, limit)
         return TorchDist(place, None, None)
-    meet, messenger = meeting(place, os.environ, comm.address), None
+    meet, messenger = rendezvous(place, os.environ, comm.address), None
     if meet is None:
         messenger = mpi.connect(place)
         meet = _told_by(messenger)
@@ -43,19 +43,21 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Engine:
     _wait_for_all(store, meet, place, limit)
     _use_network_to(meet, place)
     _start(dist.PrefixStore("group", store), place, limit)
-    board = None if messenger else Board(lambda: dist.PrefixStore(meet.job, _connection(meet, place, limit)), place.rank, place.size)
+    board = (
+        None if messenger else StoreSideChannel(lambda: dist.PrefixStore(meet.job, _connection(meet, place, limit)), place.rank, place.size)
+    )
     return TorchDist(place, messenger, board)
 
 
-def _told_by(messenger: Engine) -> Meeting:
+def _told_by(messenger: Communicator) -> Rendezvous:
     """An address of rank 0 and a port that is free there a moment ago: by MPI to all."""
     hosts = messenger.exchange(socket.gethostname())
-    told: Meeting | UserError | None = None
+    told: Rendezvous | UserError | None = None
     if messenger.rank == 0:
         try:
             address = address_among(hosts, hosts[0])
-            with listen(Meeting(address, 0), address == LOOPBACK) as probe:
-                told = Meeting(address, probe.getsockname()[1])
+            with listen(Rendezvous(address, 0), address == LOOPBACK) as probe:
+                told = Rendezvous(address, probe.getsockname()[1])
         except UserError as error:
             told = error
     told = messenger.exchange(told)[0]
@@ -65,7 +67,7 @@ def _told_by(messenger: Engine) -> Meeting:
     return told
 
 
-def _enter(meet: Meeting, place: Placement, limit: timedelta) -> Any:
+def _enter(meet: Rendezvous, place: Placement, limit: timedelta) -> Any:
     """The store of this job, which rank 0 keeps unless the launcher does."""
     if place.rank == 0 and not meet.hosted:
         listener = listen(meet, place.local_size == place.size)
@@ -78,7 +80,7 @@ def _enter(meet: Meeting, place: Placement, limit: timedelta) -> Any:
     return dist.PrefixStore(meet.job, store)
 
 
-def _connection(meet: Meeting, place: Placement, limit: timedelta) -> Any:
+def _connection(meet: Rendezvous, place: Placement, limit: timedelta) -> Any:
     host = host_to_call(meet, place.local_size == place.size)
     try:
         return dist.TCPStore(host, meet.port, None, is_master=False, timeout=limit, wait_for_workers=False)
@@ -88,7 +90,7 @@ def _connection(meet: Meeting, place: Placement, limit: timedelta) -> Any:
         raise UserError(what, f"{host}:{meet.port}, from {socket.gethostname()}", fix) from None
 
 
-def _wait_for_all(store: Any, meet: Meeting, place: Placement, limit: timedelta) -> None:
+def _wait_for_all(store: Any, meet: Rendezvous, place: Placement, limit: timedelta) -> None:
     """Refuses two processes of one rank, and names those that do not come."""
     where = f"{meet.host}:{meet.port}"
     if store.add(f"rank/{place.rank}", 1) > 1:
@@ -104,7 +106,7 @@ def _wait_for_all(store: Any, meet: Meeting, place: Placement, limit: timedelta)
         raise UserError(what, where, "look for their own errors; or comm.timeout_s=...") from None
 
 
-def _use_network_to(meet: Meeting, place: Placement) -> None:
+def _use_network_to(meet: Rendezvous, place: Placement) -> None:
     """Gloo goes by the address of the host's own name, which often is a loopback one; the user's choice wins."""
     address = address_here(meet, place.local_size == place.size)
     name = interface_of(address) if address else None
@@ -130,7 +132,7 @@ class TorchDist:
 
     name = "torchdist"
 
-    def __init__(self, place: Placement, messenger: Engine | None, board: Board | None) -> None:
+    def __init__(self, place: Placement, messenger: Communicator | None, board: StoreSideChannel | None) -> None:
         """One of the two speaks while main threads hang: MPI where it started the ranks, else the board."""
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
@@ -175,8 +177,8 @@ class TorchDist:
         dist.all_gather_object(things, thing)
         return things
 
-    def muster(self, text: str, wait_s: float) -> list[str | None] | None:
-        speaker = self._messenger.muster if self._messenger else self._board.gather if self._board else None
+    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
+        speaker = self._messenger.side_channel_gather if self._messenger else self._board.gather if self._board else None
         return speaker(text, wait_s) if speaker else [text]
 
     def abort(self, code: int) -> NoReturn:

@@ -33,7 +33,7 @@ hvdtrain trains deep networks on many workers.
   --help [SECTION]   this page, or the keys and options of one section
   --print-config     the resolved configuration, ready for --config
   --version          the version
-  list               the names that data.name, model.name, optim.name, comm.engine and frame know
+  list               the names that data.name, model.name, optim.name, comm.engine and framework know
 
 Exit codes:
 {codes}
@@ -42,10 +42,10 @@ keys, defaults"""
 
 _FOLDERS = {
     **schema.OPEN_SECTIONS,
-    "model with frame=jax": "frameworks/jax/models",
+    "model with framework=jax": "frameworks/jax/models",
     "comm": "comm",
-    "frame": "frameworks",
-    "log.sinks": "events/trackers",
+    "framework": "frameworks",
+    "log.trackers": "events/trackers",
 }
 
 
@@ -68,7 +68,9 @@ def list_text() -> str:
     lines = []
     for section, folder in _FOLDERS.items():
         head, _, when = section.partition(" ")
-        lines.append({"comm": "comm.engine", "frame": "frame", "log.sinks": "log.sinks"}.get(head, f"{head}.name {when}".rstrip()))
+        lines.append(
+            {"comm": "comm.engine", "framework": "framework", "log.trackers": "log.trackers"}.get(head, f"{head}.name {when}".rstrip())
+        )
         lines += [f"  {name:14} {_first_line(path)}" for name, path in plugins.files(folder).items()]
     more = "model.name also takes package.module:Class, optim.name any class of torch.optim by its path, and comm.engine takes auto"
     return "\n".join([*lines, more])

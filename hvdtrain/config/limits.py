@@ -37,7 +37,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "norm.ghost": (1, 1e9, "1 or more"),
     "comm.timeout_s": (1, 1e7, "1 or more"),
     "comm.bucket_mb": (2**-10, 2**14, "1/1024 to 16384"),
-    "comm.every": (1, 1e9, "1 or more"),
+    "comm.local_steps": (1, 1e9, "1 or more"),
     "comm.cycle_ms": (0.001, 1e4, "0.001 to 10000"),
     "comm.fusion_mb": (0, 1e5, "0 to 100000"),
     "stop.target_accuracy": (0, 1, "0 to 1"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.read import Origins, nearest
+from hvdtrain.config.read import Provenance, nearest
 from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, Config
 from hvdtrain.config.yaml_reader import MOST_KEY, short
 from hvdtrain.errors import UserError
@@ -54,7 +54,7 @@ def find(folder: str, name: str, where: str) -> Path:
     known = files(folder)
     if name not in known:
         raise UserError(
-            f"unknown name{' for frame=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, nearest(name, sorted(known))
+            f"unknown name{' for framework=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, nearest(name, sorted(known))
         )
     return known[name]
 
@@ -114,22 +114,22 @@ def options(build: ast.FunctionDef) -> dict[str, str]:
     return {argument.arg: ast.unparse(default) if default else "" for argument, default in pairs}
 
 
-def check_names(config: Config, origins: Origins) -> None:
+def check_names(config: Config, provenance: Provenance) -> None:
     """A UserError for a name or an option that no file knows, before anything is imported or read."""
-    find("frameworks", config.frame, origins.where("frame"))
+    find("frameworks", config.framework, provenance.where("framework"))
     if config.comm.engine != "auto":
-        find("comm", config.comm.engine, origins.where("comm.engine"))
-    for sink in config.log.sinks:
-        find("events/trackers", sink, origins.where("log.sinks"))
+        find("comm", config.comm.engine, provenance.where("comm.engine"))
+    for sink in config.log.trackers:
+        find("events/trackers", sink, provenance.where("log.trackers"))
     for section in OPEN_SECTIONS:
         name, given = getattr(config, section).name, getattr(config, section).options
         if section == "model" and is_dotted(name) and of_python(name):  # it would be called: os:system
-            raise UserError(f"{short(name)} is a part of Python, no model", origins.where("model.name"), "write package.module:Class")
+            raise UserError(f"{short(name)} is a part of Python, no model", provenance.where("model.name"), "write package.module:Class")
         if section == "data" or not is_dotted(name):  # the user's own class checks its own
-            known = options(entry(find(folder_of(section, config), name, origins.where(f"{section}.name"))))
+            known = options(entry(find(folder_of(section, config), name, provenance.where(f"{section}.name"))))
             for option in given:
                 if option not in known:
-                    raise _unknown_option(section, name, option, known, origins)
+                    raise _unknown_option(section, name, option, known, provenance)
 
 
 def is_dotted(name: str) -> bool:
@@ -139,25 +139,25 @@ def is_dotted(name: str) -> bool:
 
 def folder_of(section: str, config: Config) -> str:
     """The folder whose files the names of an open section are: the models of JAX have their own."""
-    return "frameworks/jax/models" if section == "model" and config.frame == "jax" else OPEN_SECTIONS[section]
+    return "frameworks/jax/models" if section == "model" and config.framework == "jax" else OPEN_SECTIONS[section]
 
 
-def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], origins: Origins) -> UserError:
+def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], provenance: Provenance) -> UserError:
     keys = [f.name for f in dataclasses.fields(SECTIONS[section]) if f.name != "options"]
     shown = ", ".join(f"{known_option}={default}" for known_option, default in known.items()) or "none"
-    where = origins.where(f"{section}.{option}")
+    where = provenance.where(f"{section}.{option}")
     return UserError(
         f"{section}.name={name} has no option {option}", where, f"{nearest(option, [*known, *keys])} options of {name}: {shown}"
     )
 
 
-def check_options(build: Callable[..., Any], options: Mapping[str, Any], section: str, origins: Origins) -> dict[str, Any]:
+def check_options(build: Callable[..., Any], options: Mapping[str, Any], section: str, provenance: Provenance) -> dict[str, Any]:
     """The options, converted to the types that the keyword-only parameters of build() are annotated with; check_names() knows them all."""
     hints = typing.get_type_hints(build)
-    return {name: _convert(value, hints[name], f"{section}.{name}", origins) for name, value in options.items()}
+    return {name: _convert(value, hints[name], f"{section}.{name}", provenance) for name, value in options.items()}
 
 
-def _convert(value: Any, hint: Any, key: str, origins: Origins) -> Any:
+def _convert(value: Any, hint: Any, key: str, provenance: Provenance) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -167,4 +167,4 @@ def _convert(value: Any, hint: Any, key: str, origins: Origins) -> Any:
     except (OmegaConfBaseException, TypeError, ValueError, OverflowError):  # TypeError: a mapping where a list belongs
         words = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
         words = words.replace("typing.Literal[", "one of [").replace("typing.", "")
-        raise UserError(f"wrong value for {key}: {short(repr(value))}", origins.where(key), f"{key} takes {words}") from None
+        raise UserError(f"wrong value for {key}: {short(repr(value))}", provenance.where(key), f"{key} takes {words}") from None

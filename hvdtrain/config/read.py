@@ -24,14 +24,14 @@ class Assignment(NamedTuple):
     origin: str  # "configs/x.yaml:14" or "command line"
 
 
-class Origins(dict[str, str]):
+class Provenance(dict[str, str]):
     """key -> where it was set; says the key as well, ready for UserError.where."""
 
     def where(self, key: str) -> str:
         return f"{key}, {self.get(key, 'default')}"
 
 
-def configure(path: str | None, words: Sequence[str], former: Sequence[Assignment] | None = None) -> tuple[Config, Origins]:
+def configure(path: str | None, words: Sequence[str], former: Sequence[Assignment] | None = None) -> tuple[Config, Provenance]:
     """Defaults, then the file, then the words `key=value` or `--key=value`; the last one wins.
 
     With resume=RUN the resolved configuration of that run comes before all these: the same job goes on, but for what is said anew.
@@ -69,18 +69,18 @@ def _check_code(former: Sequence[Assignment], said: set[str]) -> None:
             raise UserError(f"{key}={short(value)} imports code, and only the run folder names it", origin, fix)
 
 
-def resolve(given: Sequence[Assignment]) -> tuple[Config, Origins]:
+def resolve(given: Sequence[Assignment]) -> tuple[Config, Provenance]:
     """The configuration that assignments make, the last of a key wins."""
     from omegaconf import OmegaConf  # 0.2 s, which --help does without
 
     node: Any = OmegaConf.structured(Config)
-    origins = Origins()
+    provenance = Provenance()
     for assignment in _followed(given):
         node = _assign(node, assignment)
-        origins[assignment.key] = assignment.origin
-    config = _to_config(node, origins)
-    _check_limits(config, origins)
-    return config, origins
+        provenance[assignment.key] = assignment.origin
+    config = _to_config(node, provenance)
+    _check_limits(config, provenance)
+    return config, provenance
 
 
 def _followed(given: Sequence[Assignment]) -> Iterator[Assignment]:
@@ -206,7 +206,7 @@ def _explain(error: Exception, value: Any) -> str:
     return f"{short(repr(value))} ({line})" if "VALUE" not in line else short(repr(value))
 
 
-def _to_config(node: Any, origins: Origins) -> Config:
+def _to_config(node: Any, provenance: Provenance) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -214,18 +214,18 @@ def _to_config(node: Any, origins: Origins) -> Config:
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "").replace(".options.", ".")
-        raise UserError(f"cannot take a value: {first_line(error)}", origins.where(key) if key else "", "see --help") from None
+        raise UserError(f"cannot take a value: {first_line(error)}", provenance.where(key) if key else "", "see --help") from None
     assert isinstance(config, Config), type(config)
     return config
 
 
-def _check_limits(config: Config, origins: Origins) -> None:
+def _check_limits(config: Config, provenance: Provenance) -> None:
     for key, (low, high, words) in LIMITS.items():
         value = _at(config, key)
         if value is not None and not low <= value <= high:
-            raise UserError(f"{key} is {value}", origins.where(key), f"give {words}")
+            raise UserError(f"{key} is {value}", provenance.where(key), f"give {words}")
     for key in ("run", "resume", "data.root", "data.stage"):
-        expand(_at(config, key) or "", origins.where(key))
+        expand(_at(config, key) or "", provenance.where(key))
 
 
 def expand(path: str | Path, where: str) -> Path:

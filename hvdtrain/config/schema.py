@@ -75,7 +75,7 @@ class ModelConfig:
     label_smoothing: float = 0.0
     """share of the label spread over all classes in training, 0 to 1; validation loss is told without it"""
     classifier_std: float | None = None
-    """start the last linear layer from a normal distribution of this deviation and bias 0 (Goyal 2017: 0.01); frame=torch"""
+    """start the last linear layer from a normal distribution of this deviation and bias 0 (Goyal 2017: 0.01); framework=torch"""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -166,7 +166,7 @@ class RecipeConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Which statistics the batch norm layers of a model use (frame=torch)."""
+    """Which statistics the batch norm layers of a model use (framework=torch)."""
 
     kind: Literal["batch", "ghost", "sync"] = "batch"
     """batch: over a rank's samples of one forward pass; ghost: over each `ghost` of them; sync: over those of all ranks"""
@@ -180,7 +180,7 @@ class NormConfig:
 class Config:
     """The job."""
 
-    frame: str = "torch"
+    framework: str = "torch"
     """framework inside a rank: torch, jax, or numpy (the reference for linear models)"""
     run: str | None = None
     """run folder; where left out, runs/DATA-MODEL-TIME"""

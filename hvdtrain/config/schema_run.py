@@ -20,9 +20,9 @@ class CommConfig:
     """how gradients meet: hvd.DistributedOptimizer (auto on Horovod), DDP (on torchdist), or own buckets overlapped with backward"""
     bucket_mb: float = 4.0
     """size of one gradient bucket (MiB)"""
-    wire: Literal["same", "fp16", "bf16"] = "same"
+    compression: Literal["none", "fp16", "bf16"] = "none"
     """number type in which gradients travel: that of the weights, or half of it, with buckets"""
-    every: int = 1
+    local_steps: int = 1
     """local steps: ranks train apart for so many, then weights and slots become their mean; log.every_steps: a multiple"""
     tune: bool = False
     """measure bucket sizes (and Horovod's cycle times) at the start, and take the fastest; sums may round otherwise in the next run"""
@@ -45,9 +45,9 @@ class SpeedConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU of this rank's local rank where there is one"""
     channels_last: bool | None = None
-    """images with their channels innermost; where left out so for the named models, not for a class of your own (frame=torch)"""
+    """images with their channels innermost; where left out so for the named models, not for a class of your own (framework=torch)"""
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
-    """torch.compile's mode; reduce-overhead: CUDA graphs (frame=torch)"""
+    """torch.compile's mode; reduce-overhead: CUDA graphs (framework=torch)"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class LogConfig:
     """live: a display that moves; lines: plain lines, fit for a file; auto: live where rank 0 writes to a terminal of a person"""
     per_rank: bool = False
     """each rank writes its own times and warnings to RUN/ranks/rank-00000.log"""
-    sinks: list[str] = field(default_factory=list)
+    trackers: list[str] = field(default_factory=list)
     """where figures go beside RUN/events.jsonl: tensorboard, mlflow, wandb"""
     targets: list[float] = field(default_factory=list)
     """validation accuracies whose time, epochs, images and joules are told when they are first reached, as is stop.target_accuracy's"""

@@ -16,19 +16,19 @@ from hvdtrain.core.seeds import fold
 Sampling = Literal["global", "partition"]
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Some samples of the stream, and the epoch of each: int64 (n,) both."""
 
     samples: np.ndarray
     epochs: np.ndarray
 
-    def split(self, parts: int) -> list[Places]:
+    def split(self, parts: int) -> list[Positions]:
         """As numpy.array_split does."""
         pairs = zip(np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True)
-        return [Places(*pair) for pair in pairs]
+        return [Positions(*pair) for pair in pairs]
 
 
-def places(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Places:
+def places(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Positions:
     """This rank's samples of the positions [start, start + count) of the stream. All ranks together read the same for any size.
 
     "global": rank r takes the r-th contiguous share of the positions, wherever they lie in the data set.
@@ -48,7 +48,7 @@ def places(start: int, count: int, rank: int, size: int, dataset: int, seed: int
             (epoch, permutation(seed, epoch, dataset)[first:last]) for epoch, first, last in _epochs(start + low, start + high, dataset)
         ]
     nothing = np.empty(0, np.int64)
-    return Places(
+    return Positions(
         np.concatenate([nothing, *(samples for _, samples in parts)]),
         np.concatenate([nothing, *(np.full(len(samples), epoch, np.int64) for epoch, samples in parts)]),
     )

@@ -15,7 +15,7 @@ CLOSE_S = 30.0  # that the end of a job waits for what is not written yet
 _MANY = ("step", "step_times")  # the kinds whose oldest go when the queue is full; of the others there are few
 
 
-class Aside:
+class BackgroundSink:
     """A call costs microseconds. `make` runs on the thread too, since a tracker's packages take seconds to import.
 
     An exception in it is told once, and nothing is given to it any more. What there is to tell is told by `warn` in the thread that
@@ -69,15 +69,15 @@ class Aside:
         if again:
             return done
         if self._lost:
-            self._warn(f"log.sinks {self._name}: too slow: {self._lost} step events found no room in its queue, and were left out")
+            self._warn(f"log.trackers {self._name}: too slow: {self._lost} step events found no room in its queue, and were left out")
         if not done:
-            self._warn(f"log.sinks {self._name}: not done after {timeout_s:g} s: {left} events wait, and the end does not wait for them")
+            self._warn(f"log.trackers {self._name}: not done after {timeout_s:g} s: {left} events wait, and the end does not wait for them")
         return done
 
     def _tell(self) -> None:
         if self._failure:
             failure, self._failure = self._failure, ""
-            self._warn(f"log.sinks {self._name}: {failure}; training goes on without it")
+            self._warn(f"log.trackers {self._name}: {failure}; training goes on without it")
 
     def _run(self) -> None:
         try:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums
@@ -51,10 +51,10 @@ class Learner(Protocol):
     stopwatch: Stopwatch  # the core enters "data", the learner the other phases of a step, and "" at its end
     waits_apart: bool  # all waiting for other ranks is in "communication", so what is left is this rank's own work
 
-    def hold(self, source: Source) -> bool:
-        """Whether the set stays on the device from now on: put() then takes "rows" (and "rows2") in the place of "x", "y" ("x2", "y2")."""
+    def cache_on_device(self, source: Source) -> bool:
+        """Whether the set stays on the device from now on: to_device() then takes "rows" ("rows2") in place of "x", "y" ("x2", "y2")."""
 
-    def put(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Host -> device, from any thread, with what data/augment.py has drawn for the samples done to them."""
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
@@ -66,7 +66,7 @@ class Learner(Protocol):
         weights, buffers and slots as they were, on every rank.
         """
 
-    def settle(self, engine: Engine) -> None:
+    def sync_buffers(self, communicator: Communicator) -> None:
         """Makes equal on all ranks what each gathered from its own samples (running statistics). Every rank calls it."""
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -91,34 +91,36 @@ class Learner(Protocol):
         """None where the rank computes on processors."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
-        """What is done inside goes into the folder `path`, with the phases of each step; run/build.py refuses frames without."""
+        """What is done inside goes into the folder `path`, with the phases of each step; run/build.py refuses frameworks without."""
 
 
-def check_knobs(config: Config, origins: Origins, engine: Engine) -> None:
+def check_knobs(config: Config, provenance: Provenance, communicator: Communicator) -> None:
     """A UserError for settings of Horovod's on another engine."""
     comm = config.comm
     knobs = {"hierarchical": comm.hierarchical, "cycle_ms": comm.cycle_ms is not None, "fusion_mb": comm.fusion_mb is not None}
     for key, given in knobs.items():
-        if given and engine.name != "horovod":
-            raise UserError(f"comm.{key} is Horovod's; this is {engine.name}", origins.where(f"comm.{key}"), "leave it out")
+        if given and communicator.name != "horovod":
+            raise UserError(f"comm.{key} is Horovod's; this is {communicator.name}", provenance.where(f"comm.{key}"), "leave it out")
 
 
-def plain_dtype(config: Config, origins: Origins) -> np.dtype[Any]:
-    """The number type of a frame that has one for all; a UserError for the wishes about speed that only frame=torch fulfils."""
+def plain_dtype(config: Config, provenance: Provenance) -> np.dtype[Any]:
+    """The number type of a framework that has one for all; a UserError for the wishes about speed that only framework=torch fulfils."""
     speed = config.speed
     wrong = {
         "speed.precision": speed.precision in ("bf16", "fp16"),
         "speed.compile": speed.compile != "none",
         "speed.channels_last": speed.channels_last is not None,
         "data.resident": bool(config.data.resident),
-        "comm.wire": config.comm.wire != "same",
+        "comm.compression": config.comm.compression != "none",
         "comm.op": config.comm.op != "mean",
-        "comm.every": config.comm.every > 1,
+        "comm.local_steps": config.comm.local_steps > 1,
         "comm.tune": config.comm.tune,
     }
     for key, is_wrong in wrong.items():
         if is_wrong:
-            raise UserError(f"frame={config.frame} cannot do this {key}", origins.where(key), f"leave {key} out, or frame=torch")
+            raise UserError(
+                f"framework={config.framework} cannot do this {key}", provenance.where(key), f"leave {key} out, or framework=torch"
+            )
     return np.dtype("float64" if speed.precision == "fp64" else "float32")
 
 
@@ -139,12 +141,12 @@ def check_fit(own: Arrays, given: Arrays) -> None:
             raise UserError(f"{name} has shape {given[name].shape}, the model has {array.shape}", "state of the model", fix)
 
 
-def make_model(config: Config, origins: Origins, task: Task, folder: str) -> Any:
+def make_model(config: Config, provenance: Provenance, task: Task, folder: str) -> Any:
     """What a leaf of `folder` builds, or the user's own package.module:name, which is given shape and classes where it asks for them."""
-    name, options, where = config.model.name, config.model.options, origins.where("model.name")
+    name, options, where = config.model.name, config.model.options, provenance.where("model.name")
     if not plugins.is_dotted(name):
         make = plugins.load(folder, name, where).build
-        return make(name, task.shape, task.classes, **plugins.check_options(make, options, "model", origins))
+        return make(name, task.shape, task.classes, **plugins.check_options(make, options, "model", provenance))
     make = plugins.load_dotted(name, where)
     signature = inspect.signature(make)
     known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
@@ -156,26 +158,28 @@ def make_model(config: Config, origins: Origins, task: Task, folder: str) -> Any
     return make(**arguments)
 
 
-def fair_threads(engine: Engine) -> int:
+def fair_threads(communicator: Communicator) -> int:
     """This rank's part of the cores that it may use. Every rank calls it."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     mine = (socket.gethostname(), tuple(cores))
-    sharers = engine.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    sharers = communicator.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
     return max(1, len(cores) // sharers)
 
 
-def build_rule(config: Config, origins: Origins) -> Rule:
+def build_rule(config: Config, provenance: Provenance) -> Rule:
     """The rule that optim.name means; a class of torch.optim is no rule."""
-    name, where = config.optim.name, origins.where("optim.name")
+    name, where = config.optim.name, provenance.where("optim.name")
     if plugins.is_dotted(name):
-        raise UserError(f"{name} is a torch optimizer, frame={config.frame} needs a rule", where, "frame=torch, or a name of `list`")
+        raise UserError(
+            f"{name} is a torch optimizer, framework={config.framework} needs a rule", where, "framework=torch, or a name of `list`"
+        )
     make = plugins.load("optim", name, where).build
-    rule: Rule = make(**plugins.check_options(make, config.optim.options, "optim", origins))
+    rule: Rule = make(**plugins.check_options(make, config.optim.options, "optim", provenance))
     return rule
 
 
-def momentum(config: Config, origins: Origins) -> float:
+def momentum(config: Config, provenance: Provenance) -> float:
     """optim.momentum, or where it is left out the rule's own; a class of torch.optim keeps what its constructor says."""
     if config.optim.momentum is not None or plugins.is_dotted(config.optim.name):
         return config.optim.momentum or 0.0
-    return build_rule(config, origins).momentum
+    return build_rule(config, provenance).momentum

@@ -1,4 +1,4 @@
-"""The numpy frame: softmax regression and linear least squares by hand-written gradients, the oracle of every other frame."""
+"""The numpy framework: softmax regression and linear least squares by hand-written gradients, the oracle of every other framework."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine, Single
-from hvdtrain.config.read import Origins
+from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums
@@ -28,8 +28,8 @@ from hvdtrain.optim.rule import Plain, Rule, is_excluded
 class NumpyLearner:
     """logits = x W' + b from zero weights; names and shapes are those of models/linear.py."""
 
-    def __init__(self, config: Config, task: Task, rule: Rule, engine: Engine, dtype: np.dtype[Any]) -> None:
-        self.config, self.task, self.engine = config, task, engine
+    def __init__(self, config: Config, task: Task, rule: Rule, communicator: Communicator, dtype: np.dtype[Any]) -> None:
+        self.config, self.task, self.communicator = config, task, communicator
         self.skips = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.stopwatch: Stopwatch = HostStopwatch()
@@ -37,15 +37,15 @@ class NumpyLearner:
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
         self.ops = Plain(np)
-        self.slots = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
+        self.optimizer_state = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
         spared = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
-        self.rules = {name: rule.unadapted() if name in spared else rule for name in self.weights}
+        self.rules = {name: rule.without_trust_ratio() if name in spared else rule for name in self.weights}
         self.decays = {name: 0.0 if name in spared else 1.0 for name in self.weights}
 
-    def hold(self, source: Source) -> bool:
+    def cache_on_device(self, source: Source) -> bool:
         return False
 
-    def put(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         batch = augment.finish(batch)
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
         x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
@@ -68,15 +68,15 @@ class NumpyLearner:
             gradient += np.concatenate([(error.T @ batch["x"]).ravel(), error.sum(0)])
             total = {name: total[name] + sums[name] for name in total}
         enter("communication")
-        mean = self.engine.allreduce(gradient, "gradient.0")
+        mean = self.communicator.allreduce(gradient, "gradient.0")
         enter("update")
         bad = not np.isfinite(mean).all()
         if not (bad and self.skips):
             self._update(mean, hyper, seed)
         enter("")
-        return total | {"nonfinite": bad / self.engine.size}
+        return total | {"nonfinite": bad / self.communicator.size}
 
-    def settle(self, engine: Engine) -> None:
+    def sync_buffers(self, communicator: Communicator) -> None:
         pass  # nothing is gathered beside the weights
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -87,16 +87,18 @@ class NumpyLearner:
 
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from ((f"p.{name}", p) for name, p in self.weights.items())
-        yield from ((f"s.{name}.{i}", slot) for name, slots in self.slots.items() for i, slot in enumerate(slots))
+        yield from (
+            (f"s.{name}.{i}", slot) for name, optimizer_state in self.optimizer_state.items() for i, slot in enumerate(optimizer_state)
+        )
 
     def published(self) -> dict[str, str]:
         return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:
         check_fit(self.state(), state)
-        for name, slots in self.slots.items():
+        for name, optimizer_state in self.optimizer_state.items():
             self.weights[name] = state[f"p.{name}"].astype(self.dtype)
-            self.slots[name] = tuple(state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(slots)))
+            self.optimizer_state[name] = tuple(state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(optimizer_state)))
 
     def describe(self) -> str:
         parameters = sum(p.size for p in self.weights.values())
@@ -137,12 +139,14 @@ class NumpyLearner:
             if hyper.noise:
                 g = g + random.normal(0.0, hyper.noise**0.5, g.shape)  # noqa: PLW2901 (the same on every rank, since the seed is)
             h = hyper._replace(weight_decay=hyper.weight_decay * self.decays[name])
-            new, slots = self.rules[name].update(g.astype(self.dtype).reshape(p.shape), self.slots[name], p, h, self.ops)
-            self.weights[name], self.slots[name] = new.astype(self.dtype), slots
+            new, optimizer_state = self.rules[name].update(
+                g.astype(self.dtype).reshape(p.shape), self.optimizer_state[name], p, h, self.ops
+            )
+            self.weights[name], self.optimizer_state[name] = new.astype(self.dtype), optimizer_state
 
 
-def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
-    """The learner of frame=numpy; it knows model.name=linear alone."""
+def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+    """The learner of framework=numpy; it knows model.name=linear alone."""
     impossible = {
         "model.name": config.model.name != "linear",
         "comm.reduce": config.comm.reduce != "auto",
@@ -153,13 +157,13 @@ def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learn
     }
     for key, wrong in impossible.items():
         if wrong:
-            fix = "frame=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or frame=torch"
-            raise UserError(f"frame=numpy cannot do this {key}", origins.where(key), fix)
-    check_knobs(config, origins, engine)
-    return NumpyLearner(config, task, build_rule(config, origins), engine, plain_dtype(config, origins))
+            fix = "framework=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or framework=torch"
+            raise UserError(f"framework=numpy cannot do this {key}", provenance.where(key), fix)
+    check_knobs(config, provenance, communicator)
+    return NumpyLearner(config, task, build_rule(config, provenance), communicator, plain_dtype(config, provenance))
 
 
-def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them: without their memory, and with its refusals."""
-    build(config, origins, replace(task, shape=(1, 1, 1), classes=1), Single())
+    build(config, provenance, replace(task, shape=(1, 1, 1), classes=1), Single())
     return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}

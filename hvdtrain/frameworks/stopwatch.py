@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-# data: waiting for samples. compute: forward and backward where a frame makes one program of both. communication: waiting for the
+# data: waiting for samples. compute: forward and backward where a framework makes one program of both. communication: waiting for the
 # gradients of other ranks, as far as nothing else is done meanwhile. update: checks, clipping and the optimizer.
 PHASES = ("data", "forward", "backward", "compute", "communication", "update")
 
-Laps = dict[str, float]  # seconds of each phase of one step
+PhaseTimes = dict[str, float]  # seconds of each phase of one step
 
 
 class Stopwatch(Protocol):
@@ -20,7 +20,7 @@ class Stopwatch(Protocol):
     def enter(self, phase: str) -> None:
         """A phase begins, and the one before it ends. A phase may come several times in a step. Half a microsecond."""
 
-    def read(self) -> list[Laps]:
+    def read(self) -> list[PhaseTimes]:
         """Of each step since the last read. The host waits for the device here."""
 
 
@@ -38,14 +38,14 @@ class HostStopwatch:
             self._wait()
         self._stamps.append((phase, time.perf_counter()))
 
-    def read(self) -> list[Laps]:
+    def read(self) -> list[PhaseTimes]:
         stamps, self._stamps = self._stamps, []
-        return laps([(phase, b - a) for (phase, a), (_, b) in itertools.pairwise(stamps)])
+        return phase_times([(phase, b - a) for (phase, a), (_, b) in itertools.pairwise(stamps)])
 
 
-def laps(pieces: Sequence[tuple[str, float]]) -> list[Laps]:
+def phase_times(pieces: Sequence[tuple[str, float]]) -> list[PhaseTimes]:
     """Steps, each from "data" to "", of (phase, seconds) in order."""
-    steps: list[Laps] = []
+    steps: list[PhaseTimes] = []
     for phase, seconds in pieces:
         if phase == "data":
             steps.append({})
@@ -54,6 +54,6 @@ def laps(pieces: Sequence[tuple[str, float]]) -> list[Laps]:
     return steps
 
 
-def total(steps: Sequence[Laps]) -> Laps:
+def total(steps: Sequence[PhaseTimes]) -> PhaseTimes:
     """Seconds of each phase over some steps."""
     return {phase: sum(step.get(phase, 0.0) for step in steps) for phase in PHASES if any(phase in step for step in steps)}

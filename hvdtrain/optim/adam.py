@@ -19,16 +19,16 @@ class Adam:
     eps: float = 1e-8
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         decayed = ops.axpy(h.weight_decay, P, ops.copy(g))
-        factor, u, slots = adapted(decayed, slots, h, (self.beta2, self.eps), ops)
-        return ops.axpy(-h.lr * factor, u, P), slots
+        factor, u, optimizer_state = adapted(decayed, optimizer_state, h, (self.beta2, self.eps), ops)
+        return ops.axpy(-h.lr * factor, u, P), optimizer_state
 
 
 def moments(p: Array, ops: Ops) -> tuple[Any, ...]:
@@ -36,7 +36,9 @@ def moments(p: Array, ops: Ops) -> tuple[Any, ...]:
     return ops.zeros_like(p), ops.zeros_like(p)
 
 
-def adapted(g: Array, slots: tuple[Any, ...], h: Hyper, constants: tuple[float, float], ops: Ops) -> tuple[Any, Array, tuple[Any, ...]]:
+def adapted(
+    g: Array, optimizer_state: tuple[Any, ...], h: Hyper, constants: tuple[float, float], ops: Ops
+) -> tuple[Any, Array, tuple[Any, ...]]:
     """(factor, u, new slots); `factor u`, u in new memory, is the mean of gradients over the root of the mean of their squares.
 
     With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1 - b1^t and c2 = 1 - b2^t:
@@ -47,8 +49,8 @@ def adapted(g: Array, slots: tuple[Any, ...], h: Hyper, constants: tuple[float, 
     beta2, eps = constants
     t = h.step + 1
     root = (1 - beta2**t) ** 0.5
-    m = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, slots[0]))
-    v = ops.addcmul(1 - beta2, g, g, ops.scale(beta2, slots[1]))
+    m = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, optimizer_state[0]))
+    v = ops.addcmul(1 - beta2, g, g, ops.scale(beta2, optimizer_state[1]))
     return root / (1 - h.momentum**t), ops.over_root(m, v, eps * root), (m, v)
 
 

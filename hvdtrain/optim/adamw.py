@@ -21,15 +21,15 @@ class AdamW:
     eps: float = 1e-8
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        factor, u, slots = adapted(g, slots, h, (self.beta2, self.eps), ops)
-        return ops.axpy(-h.lr * factor, u, ops.scale(1 - h.lr * h.weight_decay, P)), slots
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        factor, u, optimizer_state = adapted(g, optimizer_state, h, (self.beta2, self.eps), ops)
+        return ops.axpy(-h.lr * factor, u, ops.scale(1 - h.lr * h.weight_decay, P)), optimizer_state
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-8) -> Rule:

@@ -23,19 +23,19 @@ class Lamb:
     adapt: bool = True
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return replace(self, adapt=False)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        factor, u, slots = adapted(g, slots, h, (self.beta2, self.eps), ops)
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        factor, u, optimizer_state = adapted(g, optimizer_state, h, (self.beta2, self.eps), ops)
         u = ops.axpy(h.weight_decay, P, ops.scale(factor, u))
         if not self.adapt:
-            return ops.axpy(-h.lr, u, P), slots
+            return ops.axpy(-h.lr, u, P), optimizer_state
         weights, step = ops.norm(P), ops.norm(u)
-        return ops.axpy(-h.lr * ratio_or_one(weights, step, moving(weights, step), ops), u, P), slots
+        return ops.axpy(-h.lr * ratio_or_one(weights, step, moving(weights, step), ops), u, P), optimizer_state
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-6) -> Rule:

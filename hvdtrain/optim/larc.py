@@ -25,15 +25,15 @@ class Larc:
     adapt: bool = True
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return replace(self, adapt=False)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         a, decay = self._factors(g, P, h, ops)
-        v = ops.axpy(decay, P, ops.axpy(a, g, ops.scale(h.momentum, slots[0])))
+        v = ops.axpy(decay, P, ops.axpy(a, g, ops.scale(h.momentum, optimizer_state[0])))
         return ops.axpy(-h.lr, v, P), (v,)
 
     def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> tuple[Any, Any]:

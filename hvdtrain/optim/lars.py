@@ -25,16 +25,16 @@ class Lars:
     adapt: bool = True
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return replace(self, adapt=False)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)  # the rate after the momentum, or inside of it
         a = before * self._ratio(g, P, h, ops)
-        v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, slots[0])))
+        v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, optimizer_state[0])))
         return ops.axpy(-after, v, P), (v,)
 
     def _ratio(self, g: Array, p: Array, h: Hyper, ops: Ops) -> Scalar | float:

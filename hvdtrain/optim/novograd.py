@@ -22,18 +22,18 @@ class NovoGrad:
     eps: float = 1e-8
     momentum: float = 0.95
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return ops.zeros_like(p), ops.zero(p)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         norm = ops.norm(g)
         square = norm * norm
-        v = ops.where(slots[1] > 0, self.beta2 * slots[1] + (1 - self.beta2) * square, square)
+        v = ops.where(optimizer_state[1] > 0, self.beta2 * optimizer_state[1] + (1 - self.beta2) * square, square)
         share = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)  # where v is 0 so is g: no division by an eps of 0
-        m = ops.axpy(h.weight_decay, P, ops.axpy(share, g, ops.scale(h.momentum, slots[0])))
+        m = ops.axpy(h.weight_decay, P, ops.axpy(share, g, ops.scale(h.momentum, optimizer_state[0])))
         return ops.axpy(-h.lr, m, P), (m, v)
 
 

@@ -47,13 +47,13 @@ class Rule(Protocol):
     def momentum(self) -> float:
         """Hyper.momentum where the user names none."""
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         """The rule for norms and biases, whose step no layer-wise ratio scales: itself where there is no such ratio."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         """The slots before the first step."""
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         """(new parameters, new slots); g is the gradient of the mean loss and stays as it is, P and the slots may be overwritten."""
 
 

@@ -16,14 +16,14 @@ class Sgd:
     nesterov: bool = False
     momentum: float = 0.9
 
-    def unadapted(self) -> Rule:
+    def without_trust_ratio(self) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, slots: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, slots[0])))
+    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, optimizer_state[0])))
         if self.nesterov:
             step = ops.axpy(h.momentum, v, ops.axpy(h.weight_decay, P, ops.copy(g)))
             return ops.axpy(-h.lr, step, P), (v,)

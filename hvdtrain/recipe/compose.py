@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hvdtrain.config.read import COMMAND_LINE, Origins
+from hvdtrain.config.read import COMMAND_LINE, Provenance
 from hvdtrain.config.schema import Config, PieceConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, from_decays
@@ -16,12 +16,12 @@ from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
 
-def compose(config: Config, origins: Origins, dataset: int, momentum: float) -> Recipe:
+def compose(config: Config, provenance: Provenance, dataset: int, momentum: float) -> Recipe:
     """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's own where the user names none."""
-    check(config, origins)
+    check(config, provenance)
     base_batch = config.optim.base_batch or config.batch.size
-    batch, lr = batches(config, origins, dataset), rates(config, origins, dataset)
-    _check_range(lr, float(epochs(config)), origins)
+    batch, lr = batches(config, provenance, dataset), rates(config, provenance, dataset)
+    _check_range(lr, float(epochs(config)), provenance)
     return Recipe(
         lr=lr,
         batch=batch,
@@ -35,21 +35,21 @@ def compose(config: Config, origins: Origins, dataset: int, momentum: float) -> 
     )
 
 
-def for_ranks(config: Config, origins: Origins, ranks: int) -> tuple[Config, Origins]:
+def for_ranks(config: Config, provenance: Provenance, ranks: int) -> tuple[Config, Provenance]:
     """With batch.per_rank turned into batch.size, where it counts: a run folder keeps the latter, so a resumed job keeps its batch.
 
     The command line counts more than a file, and what a run was made with more than a file that is given with resume.
     """
     if config.batch.per_rank is None:
-        return config, origins
-    told = [key for key in ("batch.size", "batch.per_rank") if origins.get(key) == COMMAND_LINE]
-    size_first = told == ["batch.size"] or (not told and "batch.size" in origins and config.resume != "no")
-    if len(told) == 2 or (not told and "batch.size" in origins and not size_first):
-        raise UserError("batch.size and batch.per_rank are both given", origins.where("batch.per_rank"), "keep one of them")
+        return config, provenance
+    told = [key for key in ("batch.size", "batch.per_rank") if provenance.get(key) == COMMAND_LINE]
+    size_first = told == ["batch.size"] or (not told and "batch.size" in provenance and config.resume != "no")
+    if len(told) == 2 or (not told and "batch.size" in provenance and not size_first):
+        raise UserError("batch.size and batch.per_rank are both given", provenance.where("batch.per_rank"), "keep one of them")
     size = config.batch.size if size_first else config.batch.per_rank * ranks
     if not size_first:
-        origins = Origins(origins | {"batch.size": f"{origins.where('batch.per_rank')} x {ranks} ranks"})
-    return replace(config, batch=replace(config.batch, size=size, per_rank=None)), origins
+        provenance = Provenance(provenance | {"batch.size": f"{provenance.where('batch.per_rank')} x {ranks} ranks"})
+    return replace(config, batch=replace(config.batch, size=size, per_rank=None)), provenance
 
 
 def stretch(config: Config) -> int:
@@ -86,27 +86,27 @@ def warmup_from(config: Config) -> float:
     return config.optim.base_lr if peak(config) > config.optim.base_lr else 0.0
 
 
-def rates(config: Config, origins: Origins, dataset: int) -> Schedule:
+def rates(config: Config, provenance: Provenance, dataset: int) -> Schedule:
     """The learning rate for the first batch, over the whole job."""
     warm = warmup_epochs(config, dataset)
     if warm >= epochs(config) and (config.recipe.schedule in ("cosine", "polynomial") or config.recipe.chain):
         what = f"a warm-up of {warm:g} epochs leaves nothing of {epochs(config)} epochs to the schedule"
-        raise UserError(what, origins.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
+        raise UserError(what, provenance.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
     r = config.recipe
     whole = PieceConfig(r.schedule, None, 1.0, r.milestones, r.gamma, r.power, r.end_lr)
-    then = _chain(config, origins, r.chain or [whole], warm)
+    then = _chain(config, provenance, r.chain or [whole], warm)
     if not warm:
         return then
     return (ConstantWarmup if r.warmup == "constant" else Warmup)(warm, warmup_from(config), then)
 
 
-def batches(config: Config, origins: Origins, dataset: int) -> Growth:
+def batches(config: Config, provenance: Provenance, dataset: int) -> Growth:
     """The global batch over the whole job; no step is more than one pass over the data."""
     growth = grown(config)
     for batch in (growth.first, *growth.to):
         if batch > dataset:
             key = "batch.size" if batch == growth.first else "recipe.batch_max" if config.recipe.growth == "decays" else "recipe.grow_to"
-            raise UserError(f"batch {batch} is more than the {dataset} training samples", origins.where(key), f"{dataset} or less")
+            raise UserError(f"batch {batch} is more than the {dataset} training samples", provenance.where(key), f"{dataset} or less")
     return growth
 
 
@@ -119,22 +119,22 @@ def grown(config: Config) -> Growth:
     return Growth(first, tuple(e * k for e in r.grow_at), tuple(r.grow_to))
 
 
-def _check_range(lr: Schedule, end: float, origins: Origins) -> None:
+def _check_range(lr: Schedule, end: float, provenance: Provenance) -> None:
     """A rate that no float can hold is told before the first step."""
     try:
         fits = all(math.isfinite(lr(epoch)) for epoch in (0.0, end / 2, end))
     except OverflowError:
         fits = False
     if not fits:
-        raise UserError("the rate grows beyond every number", origins.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
+        raise UserError("the rate grows beyond every number", provenance.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
 
 
-def _chain(config: Config, origins: Origins, pieces: Sequence[PieceConfig], warm: float) -> Schedule:
+def _chain(config: Config, provenance: Provenance, pieces: Sequence[PieceConfig], warm: float) -> Schedule:
     k, end = stretch(config), float(epochs(config))
     starts = [0.0, *itertools.accumulate(float((piece.epochs or 0.0) * k) for piece in pieces[:-1])]
     if starts[-1] >= end:
         what = f"the chain's last piece begins at epoch {starts[-1]:g} of {end:g}"
-        raise UserError(what, origins.where("recipe.chain"), "shorter pieces, or more epochs")
+        raise UserError(what, provenance.where("recipe.chain"), "shorter pieces, or more epochs")
     bounds = [*starts[1:], starts[-1] + pieces[-1].epochs * k if pieces[-1].epochs else end]
     made = tuple(_piece(piece, peak(config), (a, max(a, warm), b), k) for piece, a, b in zip(pieces, starts, bounds, strict=True))
     return made[0] if len(made) == 1 else Chain(tuple(starts), made)

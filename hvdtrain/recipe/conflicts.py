@@ -7,18 +7,18 @@ import math
 from collections.abc import Sequence
 
 from hvdtrain.config.limits import LIMITS
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config, PieceConfig
 from hvdtrain.errors import UserError
 
 
-def check(config: Config, origins: Origins) -> None:
+def check(config: Config, provenance: Provenance) -> None:
     """Raises a UserError where the words of the recipe contradict each other."""
     r = config.recipe
-    _check_rising("recipe.milestones", r.milestones, origins.where("recipe.milestones"))
-    _check_rising("recipe.grow_at", r.grow_at, origins.where("recipe.grow_at"))
+    _check_rising("recipe.milestones", r.milestones, provenance.where("recipe.milestones"))
+    _check_rising("recipe.grow_at", r.grow_at, provenance.where("recipe.grow_at"))
     for place, piece in enumerate(r.chain):
-        _check_piece(f"recipe.chain[{place}]", piece, origins.where("recipe.chain"))
+        _check_piece(f"recipe.chain[{place}]", piece, provenance.where("recipe.chain"))
     steps = r.schedule == "steps"
     by_hand = r.growth == "milestones"
     wrong = [
@@ -42,7 +42,7 @@ def check(config: Config, origins: Origins) -> None:
     ]  # fmt: skip
     for is_wrong, key, what, fix in wrong:
         if is_wrong:
-            raise UserError(what, origins.where(key), fix)
+            raise UserError(what, provenance.where(key), fix)
 
 
 def _check_rising(name: str, epochs: Sequence[float], where: str) -> None:

@@ -52,7 +52,7 @@ def _facts(record: Record) -> dict[str, str]:
         "ranks": shown(number(start, "ranks"), ",.0f"),
         "hosts": _hosts(start.get("hosts")),
         "engine": _text(start.get("engine")),
-        "frame": _text(start.get("frame") or record.config.get("frame")),
+        "framework": _text(start.get("framework") or record.config.get("framework")),
         "device": _text(start.get("device")),
         "model": _text(start.get("model") or record.config.get("model.name")),
         "parameters": shown(number(start, "parameters"), ",.0f"),

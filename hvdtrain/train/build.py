@@ -9,11 +9,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.select_engine import choose, found_here
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.data.files.staging import near
 from hvdtrain.data.source import Source, Split
@@ -24,13 +24,13 @@ from hvdtrain.recipe.conflicts import check
 from hvdtrain.recipe.recipe import Recipe
 
 
-def build_source(config: Config, origins: Origins, split: Split) -> Source:
+def build_source(config: Config, provenance: Provenance, split: Split) -> Source:
     """One part of the data set; needs no engine, so that missing data is told before any rank waits for another."""
-    make = plugins.load("data/datasets", config.data.name, origins.where("data.name")).build
-    options = plugins.check_options(make, config.data.options, "data", origins)
+    make = plugins.load("data/datasets", config.data.name, provenance.where("data.name")).build
+    options = plugins.check_options(make, config.data.options, "data", provenance)
     root = Path(config.data.root).expanduser() if config.data.root else None
     if config.data.stage is not None:
-        root, options = near(config.data.name, root, options, config.data.stage, origins.where("data.stage"))
+        root, options = near(config.data.name, root, options, config.data.stage, provenance.where("data.stage"))
     source: Source = make(config.data.name, root, split, **options)
     return source
 
@@ -40,29 +40,29 @@ def unstaged(config: Config) -> Config:
     return replace(config, data=replace(config.data, stage=None))
 
 
-def connect(config: Config, origins: Origins, place: Placement) -> tuple[Engine, str]:
+def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[Communicator, str]:
     """The engine, and why it is this one."""
     name, why = config.comm.engine, "as asked"
     if name == "auto":
         name, why = choose(place, os.environ, found_here(config))
-    engine: Engine = plugins.load("comm", name, origins.where("comm.engine")).connect(place, config.comm)
-    return engine, why
+    communicator: Communicator = plugins.load("comm", name, provenance.where("comm.engine")).connect(place, config.comm)
+    return communicator, why
 
 
-def check_watching(config: Config, origins: Origins) -> None:
+def check_observation(config: Config, provenance: Provenance) -> None:
     """What is to be seen of a job can be seen; told before any rank waits for another."""
-    profiled(config.profile.steps, config.frame, origins.where("profile.steps"))
+    profiled(config.profile.steps, config.framework, provenance.where("profile.steps"))
     odd = [target for target in config.log.targets if not 0 <= target <= 1]
     if odd:
-        raise UserError(f"log.targets has {odd[0]:g}: accuracies are 0 to 1", origins.where("log.targets"), "log.targets=[0.9] for 90 %")
+        raise UserError(f"log.targets has {odd[0]:g}: accuracies are 0 to 1", provenance.where("log.targets"), "log.targets=[0.9] for 90 %")
 
 
-def profiled(steps: str | None, frame: str, where: str) -> tuple[int, int] | None:
+def profiled(steps: str | None, framework: str, where: str) -> tuple[int, int] | None:
     """The steps of profile.steps=A:B."""
     if steps is None:
         return None
-    if frame == "numpy":
-        raise UserError("frame=numpy has no profiler", where, "frame=torch or jax, or leave profile.steps out")
+    if framework == "numpy":
+        raise UserError("framework=numpy has no profiler", where, "framework=torch or jax, or leave profile.steps out")
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(
@@ -71,51 +71,55 @@ def profiled(steps: str | None, frame: str, where: str) -> tuple[int, int] | Non
     return int(found[1]), int(found[2])
 
 
-def check_batch(config: Config, origins: Origins, size: int) -> None:
+def check_batch(config: Config, provenance: Provenance, size: int) -> None:
     """Every rank has a sample of every step, in a recipe without contradictions; what ranks are compared for has ranks to compare."""
-    check(config, origins)
+    check(config, provenance)
     if config.log.noise_scale and size == 1:
         what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
-        raise UserError(what, origins.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
+        raise UserError(what, provenance.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
     for key, batch in {"batch.size": config.batch.size, "recipe.grow_to": min(config.recipe.grow_to, default=size)}.items():
         if batch < size:
             what = f"batch {batch} does not split over {size} ranks: some would have no sample"
-            raise UserError(what, origins.where(key), f"{size} or more, or fewer ranks")
+            raise UserError(what, provenance.where(key), f"{size} or more, or fewer ranks")
 
 
-def build_task(train: Source, val: Source, origins: Origins) -> Task:
+def build_task(train: Source, val: Source, provenance: Provenance) -> Task:
     """What both parts of the data set ask of a model; channels are normalized by the training set's statistics."""
     if (train.shape, train.classes) != (val.shape, val.classes):
         what = f"training images are {train.shape} with {train.classes} classes, validation images {val.shape} with {val.classes}"
-        raise UserError(what, origins.where("data.root"), "both parts need the same shape (H, W, C) and the same classes")
+        raise UserError(what, provenance.where("data.root"), "both parts need the same shape (H, W, C) and the same classes")
     mean, std = train.stats()
     return Task(train.shape, train.classes, mean, std)
 
 
-def build_learner(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
-    """The model and optimizer of config.frame on this rank."""
-    learner: Learner = plugins.load("frameworks", config.frame, origins.where("frame")).build(config, origins, task, engine)
+def build_learner(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+    """The model and optimizer of config.framework on this rank."""
+    learner: Learner = plugins.load("frameworks", config.framework, provenance.where("framework")).build(
+        config, provenance, task, communicator
+    )
     return learner
 
 
-def build_recipe(config: Config, origins: Origins, dataset: int) -> Recipe:
+def build_recipe(config: Config, provenance: Provenance, dataset: int) -> Recipe:
     """Every number of every step of a job on `dataset` training samples."""
-    return compose(config, origins, dataset, momentum(config, origins))
+    return compose(config, provenance, dataset, momentum(config, provenance))
 
 
-def make_run_folder(config: Config, origins: Origins, resumed: Path | None = None) -> Path:
+def make_run_folder(config: Config, provenance: Provenance, resumed: Path | None = None) -> Path:
     """Where rank 0 writes: made anew, or the resumed run's own. A folder that holds another run is refused, never overwritten."""
     try:
         if config.run is not None:
             run = Path(config.run).expanduser()
             if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
                 fix = f"resume=auto or resume={run} goes on with it; or give another run="
-                raise UserError(f"{run} holds another run", origins.where("run"), fix)
+                raise UserError(f"{run} holds another run", provenance.where("run"), fix)
             run.mkdir(parents=True, exist_ok=True)
             return run
         return resumed or _new_folder(config)
     except OSError as error:
-        raise UserError(f"cannot write the run folder: {error}", origins.where("run"), "give run= a folder that can be written") from None
+        raise UserError(
+            f"cannot write the run folder: {error}", provenance.where("run"), "give run= a folder that can be written"
+        ) from None
 
 
 def _holds_a_run(run: Path) -> bool:

@@ -13,10 +13,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.sampler import share
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_words, lr_words
-from hvdtrain.train.checkpoint.resume import Beginning
+from hvdtrain.train.checkpoint.resume import ResumePoint
 from hvdtrain.train.input.micro_batches import passes
 from hvdtrain.train.loop import Job
-from hvdtrain.train.progress.train_state import Reached, Standing
+from hvdtrain.train.progress.train_state import Reached, TrainState
 from hvdtrain.train.progress.triggers import energy_of
 from hvdtrain.train.telemetry import energy
 from hvdtrain.version import __version__
@@ -24,56 +24,56 @@ from hvdtrain.version import __version__
 SCHEMA = 1  # of the events; docs/events.md
 
 
-def header(job: Job, why: str, beginning: Beginning) -> list[str]:
+def header(job: Job, why: str, resume_point: ResumePoint) -> list[str]:
     """What will run, in about ten lines."""
-    config, engine, hosts, standing = job.config, job.engine, job.guard.hosts, beginning.standing
+    config, communicator, hosts, train_state = job.config, job.communicator, job.health.hosts, resume_point.train_state
     where = ", ".join(f"{host} x {hosts.count(host)}" for host in sorted(set(hosts)))
-    counts = f"{job.feed.samples:,} training and {len(job.val):,} validation samples"
-    on_each = f"{_share(job.feed.samples, engine.size)} of an epoch on each rank, " * (engine.size > 1)
+    counts = f"{job.prefetcher.samples:,} training and {len(job.val):,} validation samples"
+    on_each = f"{_share(job.prefetcher.samples, communicator.size)} of an epoch on each rank, " * (communicator.size > 1)
     lines = [
-        f"ranks   {engine.size} ({where}), engine {engine.name}: {why}",
-        f"data    {config.data.name}: {counts}, {on_each}{config.data.sampling} sampling, {job.feed.words}",
-        f"batch   {batch_words(job.recipe)} over all ranks, {_share(config.batch.size, engine.size)} on each"
+        f"ranks   {communicator.size} ({where}), engine {communicator.name}: {why}",
+        f"data    {config.data.name}: {counts}, {on_each}{config.data.sampling} sampling, {job.prefetcher.words}",
+        f"batch   {batch_words(job.recipe)} over all ranks, {_share(config.batch.size, communicator.size)} on each"
         + " at first" * bool(job.recipe.batch.to),
-        f"recipe  {config.optim.name}, {lr_words(config, job.feed.samples)}",
+        f"recipe  {config.optim.name}, {lr_words(config, job.prefetcher.samples)}",
         f"model   {config.model.name}: {job.learner.describe()}",
-        energy.words(job.gauges.energy.why),
-        f"run     {beginning.run}",
+        energy.words(job.telemetry.energy.why),
+        f"run     {resume_point.run}",
     ]
     if config.norm.kind != "batch":
-        high = -(-config.batch.size // engine.size)
+        high = -(-config.batch.size // communicator.size)
         lines.insert(4, f"norm    {_norm_words(config, -(-high // passes(config, high, config.batch.size, config.batch.size)))}")
-    if standing.progress.step:
-        lines.append(f"resume  from step {standing.progress.step}, epoch {standing.progress.epochs:.2f}")
-    if job.guard.deadline and job.guard.deadline.words:
-        lines.append(f"limit   {job.guard.deadline.words}")
-    return lines + [f"        {note}" for note in beginning.notes]
+    if train_state.progress.step:
+        lines.append(f"resume  from step {train_state.progress.step}, epoch {train_state.progress.epochs:.2f}")
+    if job.health.deadline and job.health.deadline.words:
+        lines.append(f"limit   {job.health.deadline.words}")
+    return lines + [f"        {note}" for note in resume_point.notes]
 
 
-def start_fields(job: Job, beginning: Beginning) -> dict[str, Any]:
+def start_fields(job: Job, resume_point: ResumePoint) -> dict[str, Any]:
     """Of the event "start", beside its lines."""
-    hosts = job.guard.hosts
+    hosts = job.health.hosts
     return {
         "schema": SCHEMA,
         "version": __version__,
-        "ranks": job.engine.size,
+        "ranks": job.communicator.size,
         "hosts": sorted(set(hosts)),
         "host_of_rank": hosts,
-        "frame": job.config.frame,
+        "framework": job.config.framework,
         "model": f"{job.config.model.name}: {job.learner.describe()}",
         "device": _device(job.learner.gpu()),
-        "samples": job.feed.samples,
+        "samples": job.prefetcher.samples,
         "val_samples": len(job.val),
         "max_steps": job.config.max_steps,
-        "seconds": round(beginning.standing.seconds, 3),
-        "energy": job.gauges.energy.why,
-        "run": str(beginning.run),
+        "seconds": round(resume_point.train_state.seconds, 3),
+        "energy": job.telemetry.energy.why,
+        "run": str(resume_point.run),
     }
 
 
-def end_fields(job: Job, now: Standing) -> dict[str, Any]:
+def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     """Of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
-    joules, p = energy_of(now, job.gauges.kinds), now.progress
+    joules, p = energy_of(now, job.telemetry.kinds), now.progress
     trained, trained_s = now.trained_images + now.sums["count"], now.trained_s + now.epoch_s
     return {
         "val_accuracy": now.accuracy,
@@ -88,7 +88,7 @@ def end_fields(job: Job, now: Standing) -> dict[str, Any]:
     }
 
 
-def done(job: Job, began: Standing, now: Standing, why: str, run: Path) -> list[str]:
+def done(job: Job, began: TrainState, now: TrainState, why: str, run: Path) -> list[str]:
     """Of a job that is over; it began this time where `began` is."""
     reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
     lines = [f"done ({why}): {reached}", *_summary(job, now), *_again(job.config, now, run)]
@@ -97,7 +97,7 @@ def done(job: Job, began: Standing, now: Standing, why: str, run: Path) -> list[
     return [*lines, f"report   {shlex.join(['python', '-m', 'hvdtrain', 'report', str(run)])}", f"run folder: {run}"]
 
 
-def _again(config: Config, now: Standing, run: Path) -> list[str]:
+def _again(config: Config, now: TrainState, run: Path) -> list[str]:
     """The command that goes on. Code that a run folder names is imported only where the command names it too."""
     if config.model.name.startswith("__main__:"):
         return [f"go on    the same script, with {shlex.join([f'run={run}', _further(config, now)])}"]
@@ -106,7 +106,7 @@ def _again(config: Config, now: Standing, run: Path) -> list[str]:
     return [f"go on    {shlex.join(['python', '-m', 'hvdtrain', f'resume={run}', *own, _further(config, now)])}"]
 
 
-def _further(config: Config, now: Standing) -> str:
+def _further(config: Config, now: TrainState) -> str:
     """What a job that is over needs to hear to go on."""
     if config.max_steps is not None and now.progress.step >= config.max_steps:
         return f"max_steps={2 * config.max_steps}"
@@ -114,14 +114,14 @@ def _further(config: Config, now: Standing) -> str:
     return "stop.target_accuracy=null" if held else f"epochs={2 * max(config.epochs, now.epoch)}"
 
 
-def stopped(job: Job, now: Standing, why: str, last: str, run: Path) -> list[str]:
+def stopped(job: Job, now: TrainState, why: str, last: str, run: Path) -> list[str]:
     """Of a job that has to stop before its end; `last` tells of the checkpoint."""
     again = f"the same command goes on, with {shlex.join([f'run={run}', *['resume=auto'] * (job.config.resume == 'no')])}"
     where = f"stopped ({why}) at step {now.progress.step}, epoch {now.progress.epochs:.2f}: {last}"
     return [where, *_summary(job, now), again]
 
 
-def _summary(job: Job, now: Standing) -> list[str]:
+def _summary(job: Job, now: TrainState) -> list[str]:
     fields = end_fields(job, now)
     lines = []
     if not math.isnan(now.best):

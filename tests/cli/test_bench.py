@@ -201,7 +201,7 @@ def test_picture(tmp_path: Path) -> None:
 
 @needs_mpirun
 def test_scaling_of_real_jobs(tmp_path: Path) -> None:
-    words = ["frame=numpy", "model.name=linear", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=200", "data.val_samples=20"]
+    words = ["framework=numpy", "model.name=linear", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=200", "data.val_samples=20"]
     words += ["batch.size=8", "comm.engine=mpi", f"run={tmp_path}/never"]
     result = python([*BENCH, "scaling", "--ranks", "2", "--weak", "--steps", "12", "--repeat", "2", "--json", "-", *words])
     assert result.returncode == 0, result
@@ -227,12 +227,12 @@ def test_which_jobs() -> None:
 
 @needs_mpirun
 def test_job_that_fails() -> None:
-    words = ["frame=numpy", "model.name=linear", "data.root=/nowhere", "data.name=mnist", "data.download=false"]
+    words = ["framework=numpy", "model.name=linear", "data.root=/nowhere", "data.name=mnist", "data.download=false"]
     result = python([*BENCH, "scaling", "--ranks", "1", *words])
     assert result.returncode != 0 and "/nowhere" in result.stderr
     result = python([*BENCH, "scaling"], env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert result.returncode != 0 and "this is already rank 1 of 2, and bench scaling starts ranks itself" in result.stderr
-    result = python([*BENCH, "scaling", "--ranks", "1", "--limit", "0.3", "frame=numpy", "model.name=linear", "data.name=digits"])
+    result = python([*BENCH, "scaling", "--ranks", "1", "--limit", "0.3", "framework=numpy", "model.name=linear", "data.name=digits"])
     assert result.returncode != 0 and "the job on 1 rank did not end within 0.3 s" in result.stderr and result.seconds < 10
 
 
@@ -269,5 +269,5 @@ def test_data_of_each_source_against_the_need() -> None:
 
 
 def test_bench_of_a_frame_without_figures() -> None:
-    result = python([*BENCH, "step", "frame=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "2", "--steps", "2"])
+    result = python([*BENCH, "step", "framework=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "2", "--steps", "2"])
     assert result.returncode == 0 and "images/s" in result.stdout and "GFLOP" not in result.stdout, result

@@ -14,7 +14,7 @@ from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
 import hvdtrain
 
 CHECK = ["-m", "hvdtrain", "check"]
-SMALL = ["frame=numpy", "model.name=linear"]  # needs no torch
+SMALL = ["framework=numpy", "model.name=linear"]  # needs no torch
 MNIST = [*SMALL, "data.name=mnist", "data.root=data", "data.download=false", "batch.size=4"]
 
 # Becomes `check` with the words, after each rank has done what it was told: {rank: [Python to run, more words, environment]}

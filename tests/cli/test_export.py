@@ -30,7 +30,7 @@ from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.train.build import build_learner
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.saver import Saver
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 TASK = Task((8, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 DATA = {"samples": 40, "shape": [8, 4, 2], "classes": 3, "mean": [0.4, 0.5], "std": [0.2, 0.3]}
@@ -43,16 +43,16 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluated: int | None = None) -> Path:
     """A checkpoint of `run`: weight w is the step."""
-    standing = Standing(Progress(40, 400, step, 20 * step), evaluated=step if evaluated is None else evaluated, accuracy=accuracy)
+    train_state = TrainState(Progress(40, 400, step, 20 * step), evaluated=step if evaluated is None else evaluated, accuracy=accuracy)
     arrays = arrays or {"p.w": np.full(2, step, np.float32), "b.n": np.array(7), "s.w.0": np.zeros(2, np.float32)}
-    return files.write(Path("run"), standing, arrays, {"seed": 5, "data": DATA})
+    return files.write(Path("run"), train_state, arrays, {"seed": 5, "data": DATA})
 
 
 def trained(*words: str) -> Learner:
     """After one step; its checkpoint and its config.yaml are in `run`."""
-    config, origins = configure(None, words)
-    one = build_learner(config, origins, TASK, Single())
-    one.step([one.put(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
+    config, provenance = configure(None, words)
+    one = build_learner(config, provenance, TASK, Single())
+    one.step([one.to_device(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
     save(1, one.state())
     Path("run/config.yaml").write_text(to_yaml(config))
     return one
@@ -102,7 +102,7 @@ def test_the_files_give_the_logits_of_the_learner(name: str, options: dict, word
     assert {key: json.loads(told[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
         **{"mean": [0.4, 0.5], "std": [0.2, 0.3], "image_shape": [8, 4, 2], "classes": 3, "step": 1, "epochs": 0.5}
     }
-    assert (told["format"], told["hvdtrain"], told["frame"], told["accuracy"]) == ("pt", __version__, "torch", "0.5")
+    assert (told["format"], told["hvdtrain"], told["framework"], told["accuracy"]) == ("pt", __version__, "torch", "0.5")
     assert json.loads(told["model"]) == {"name": name, "options": {key: list(v) if key == "widths" else v for key, v in options.items()}}
     mean, std = (torch.tensor(json.loads(told[key]), dtype=dtype).view(1, -1, 1, 1) for key in ("mean", "std"))
     x = (torch.from_numpy(batch["x"]).permute(0, 3, 1, 2).to(dtype) / 255 - mean) / std
@@ -112,7 +112,7 @@ def test_the_files_give_the_logits_of_the_learner(name: str, options: dict, word
         with torch.no_grad():
             assert torch.equal(model.eval()(x), learner.model.eval()(x))
             loss = torch.nn.functional.cross_entropy(model(x).double(), torch.from_numpy(batch["y"]), reduction="sum")
-        assert float(loss) == pytest.approx(float(learner.evaluate(learner.put(batch))["loss"]), rel=1e-6)
+        assert float(loss) == pytest.approx(float(learner.evaluate(learner.to_device(batch))["loss"]), rel=1e-6)
 
 
 def test_both_formats_hold_the_state_dict_and_nothing_else() -> None:
@@ -127,25 +127,25 @@ def test_both_formats_hold_the_state_dict_and_nothing_else() -> None:
             assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape)
 
 
-@pytest.mark.parametrize("frame", ["jax", "numpy"])
-def test_other_frames_keep_their_names(frame: str, capsys: pytest.CaptureFixture[str]) -> None:
-    state = trained(f"frame={frame}", "model.name=linear").state()
+@pytest.mark.parametrize("framework", ["jax", "numpy"])
+def test_other_frames_keep_their_names(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+    state = trained(f"framework={framework}", "model.name=linear").state()
     lines = exported(capsys, "--to", "m.safetensors")
     found: dict = {}
     exec("\n".join(line[9:] for line in lines[-2:]), found)
     for weights in (found["weights"], load_numpy("m.safetensors")):
         assert weights.keys() == {"fc.weight", "fc.bias"}
         np.testing.assert_array_equal(weights["fc.weight"], state["p.fc.weight"])
-    assert about()["frame"] == frame
+    assert about()["framework"] == framework
     assert exported(capsys, "--to", "m.pt")[-1] == '         weights = torch.load("m.pt", weights_only=True)'
 
 
 def test_the_lines_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
-    trained("frame=numpy", "model.name=linear")
+    trained("framework=numpy", "model.name=linear")
     save(30, accuracy=0.75, evaluated=20)
     assert exported(capsys, "--to", "m.safetensors")[:3] == [
         "step-00000030 of run (epoch 15.00, validation accuracy 0.7500 of step 20) -> m.safetensors: 2 arrays, 3 numbers, 0.0 MB",
-        'model    {"name": "linear", "options": {}} of frame \'numpy\'',
+        'model    {"name": "linear", "options": {}} of framework \'numpy\'',
         "input    (pixels / 255 - mean) / std: mean [0.4, 0.5], std [0.2, 0.3], image_shape [8, 4, 2], classes 3",
     ]
     assert (about()["accuracy"], about()["accuracy_of_step"]) == ("0.75", "20")
@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_another_run_replaces_it(to: s
 
 
 def test_a_whole_job_is_exported_without_torch() -> None:
-    words = ["frame=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
+    words = ["framework=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
     code = f"""
 import sys
 from hvdtrain.__main__ import main
@@ -240,7 +240,7 @@ def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
     assert one.published()["two.weight"] == one.published()["one.weight"] == "p.one.weight"
     shutil.rmtree("run/checkpoints")
     saver = Saver(Path("run"), configure(None, [])[0].checkpoint, {"seed": 5, "data": DATA}, Log([]))
-    assert saver.finish(Standing(Progress(40, 400, 3, 60)), one) == ""
+    assert saver.finish(TrainState(Progress(40, 400, 3, 60)), one) == ""
     exported(capsys, "--to", "model.safetensors")
     from faulty import Tied
 

@@ -16,7 +16,7 @@ from test_export import about, exported, refused, save
 from hvdtrain import __version__
 from hvdtrain.core.progress import Progress
 from hvdtrain.train.checkpoint import files
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_more_than_the_memory_is_not_read() -> None:
         (lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9))), "it has no model.name"),
         (lambda path: path.write_text("[" * 30000), "cannot read the configuration: more than 32 levels deep"),
         (lambda path: path.write_text("a: ["), "not YAML: expected the node content, but found '<stream end>'"),
-        (lambda path: path.write_text("frame: torch\n"), "it has no model.name"),
+        (lambda path: path.write_text("framework: torch\n"), "it has no model.name"),
         (
             lambda path: path.write_text('"a\\e[2J": 1\n"a\\e[2J": 2\n'),
             "not YAML: a key is a text of at most 200 characters, not a\\x1b[2J",
@@ -119,11 +119,11 @@ def test_weights_without_a_readable_configuration(make: Callable[[Path], object]
 def test_nothing_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PASSWORD", "secret")
     save(1)
-    Path("run/config.yaml").write_text("frame: torch\nmodel:\n  name: os:system\n  command: ${oc.env:PASSWORD}\n  loss: touch x\n")
+    Path("run/config.yaml").write_text("framework: torch\nmodel:\n  name: os:system\n  command: ${oc.env:PASSWORD}\n  loss: touch x\n")
     lines = exported(capsys, "--to", "m.safetensors")
     assert "cannot read the value of model.command: ${oc.env:PASSWORD}: only the value of another key is looked up" in lines[0]
     assert "secret" not in "".join(lines) and "model" not in about()
-    Path("run/config.yaml").write_text("frame: torch\nmodel:\n  name: os:system\n  command: touch x\n")
+    Path("run/config.yaml").write_text("framework: torch\nmodel:\n  name: os:system\n  command: touch x\n")
     exported(capsys, "--to", "m.safetensors", "--force")
     assert json.loads(about()["model"]) == {"name": "os:system", "options": {"command": "touch x"}}
     assert not Path("x").exists()
@@ -132,7 +132,7 @@ def test_nothing_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.Monke
 def test_numbers_of_images_that_are_none_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     run = Path("run")
     for step, identity in enumerate(({"data": 3}, {"data": {"mean": "\x1b[2J", "std": [[1]], "shape": {}, "classes": True}}, {})):
-        files.write(run, Standing(Progress(40, 400, step)), {"p.w": np.zeros(2)}, identity)
+        files.write(run, TrainState(Progress(40, 400, step)), {"p.w": np.zeros(2)}, identity)
         lines = exported(capsys, "--to", "m.safetensors", "--force")
         assert "input    (pixels / 255 - mean) / std: mean unknown, std unknown, image_shape unknown, classes unknown" in lines
         assert about() == {"format": "pt", "hvdtrain": __version__, "step": str(step), "epochs": "0.0"}

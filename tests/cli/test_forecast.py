@@ -72,9 +72,9 @@ def test_passes_are_those_of_a_step(words: list[str]) -> None:
     for ranks in (1, 3, 8):
         row = planned("batch.size=64", *GROWTH, *words, dataset=1000, ranks=ranks)
         for batch in (64, 300, 200):
-            engine: Any = Single()
-            engine.rank, engine.size = ranks - 1, ranks
-            passes = rows_of_step(row.config, Progress(1000, 9000), Hyper(0.1, 0.9, 0.0, batch), 64, engine)
+            communicator: Any = Single()
+            communicator.rank, communicator.size = ranks - 1, ranks
+            passes = rows_of_step(row.config, Progress(1000, 9000), Hyper(0.1, 0.9, 0.0, batch), 64, communicator)
             assert row.passes(batch) == len(passes)
 
 
@@ -88,18 +88,20 @@ FRAMES = [
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
-@pytest.mark.parametrize(("frame", "words"), FRAMES, ids=[f"{frame} {words[0]}" for frame, words in FRAMES])
-def test_shapes_and_memory_are_those_of_the_learner(frame: str, words: list[str], optimizer: str) -> None:
-    config, origins = configure(None, [f"frame={frame}", *words, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])
+@pytest.mark.parametrize(("framework", "words"), FRAMES, ids=[f"{framework} {words[0]}" for framework, words in FRAMES])
+def test_shapes_and_memory_are_those_of_the_learner(framework: str, words: list[str], optimizer: str) -> None:
+    config, provenance = configure(
+        None, [f"framework={framework}", *words, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
+    )
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
-    shapes = plugins.load("frameworks", frame, "").shapes(config, origins, task)
-    state = build_learner(config, origins, task, Single()).state()
+    shapes = plugins.load("frameworks", framework, "").shapes(config, provenance, task)
+    state = build_learner(config, provenance, task, Single()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
-    held = memory(shapes, build_rule(config, origins), "fp64")
+    held = memory(shapes, build_rule(config, provenance), "fp64")
     assert held.weights == held.gradients == held.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))
-    assert held.slots == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
+    assert held.optimizer_state == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
 
 
 def test_memory_is_not_taken_by_telling_it() -> None:
     held = memory({"huge": (10**6, 10**6)}, build_rule(*configure(None, ["optim.name=adam"])), "fp32")
-    assert (held.weights, held.slots) == (4 * 10**12, 8 * 10**12)
+    assert (held.weights, held.optimizer_state) == (4 * 10**12, 8 * 10**12)

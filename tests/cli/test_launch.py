@@ -345,7 +345,7 @@ def really(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 @needs_mpirun
 def test_it_runs_and_its_exit_code_is_the_jobs(tmp_path: Path) -> None:
     run, ranks = f"run={tmp_path}/run", 4
-    quick = ["model.name=linear", "frame=numpy", "max_steps=12", "comm.engine=mpi", "batch.size=8", "log.every_steps=2"]
+    quick = ["model.name=linear", "framework=numpy", "max_steps=12", "comm.engine=mpi", "batch.size=8", "log.every_steps=2"]
     done = really(["-np", f"{ranks}", "--", run, *quick])
     assert done.returncode == 0, done.stderr
     assert f"ranks   {ranks} (" in done.stdout

@@ -14,7 +14,7 @@ from hvdtrain.__main__ import main
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
 GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup_epochs=5",
          "recipe.schedule=steps", "recipe.milestones=[30,60,80]", "optim.weight_decay=1e-4"]  # fmt: skip
-SMALL = ["frame=numpy", "model.name=linear", "--samples", "1000", "--image", "4x4x1", "--classes", "10"]  # imports no torch: fast
+SMALL = ["framework=numpy", "model.name=linear", "--samples", "1000", "--image", "4x4x1", "--classes", "10"]  # imports no torch: fast
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 
 
@@ -119,7 +119,7 @@ def test_a_users_own_model_and_optimizer(capsys: pytest.CaptureFixture[str], mon
     assert "  ".join(cells(lines, 1)[-2:]) == "its  own"
     lines = told(capsys, "model.name=own_model:reads", *data, "optim.exclude=none")
     assert "            not decayed: none (optim.exclude=none)" in lines
-    assert "model       own_model:reads: 1 tensor, 640 numbers, frame=torch, fp32" in lines
+    assert "model       own_model:reads: 1 tensor, 640 numbers, framework=torch, fp32" in lines
 
 
 def test_names_of_what_is_spared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,8 +145,8 @@ def test_names_of_what_is_spared(capsys: pytest.CaptureFixture[str]) -> None:
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
         (["data.name=folder", "data.root=nowhere"], ["nowhere", "or plan without data: --samples"]),
-        ([*SMALL, "model.name=mlp"], ["frame=numpy cannot do this model.name"]),
-        ([*SMALL, "optim.name=torch.optim.SGD"], ["torch.optim.SGD is a torch optimizer, frame=numpy needs a rule"]),
+        ([*SMALL, "model.name=mlp"], ["framework=numpy cannot do this model.name"]),
+        ([*SMALL, "optim.name=torch.optim.SGD"], ["torch.optim.SGD is a torch optimizer, framework=numpy needs a rule"]),
         (["--config", "none.yaml"], ["cannot read the configuration", "none.yaml"]),
     ],
     ids=lambda words: " ".join(words)[:40],

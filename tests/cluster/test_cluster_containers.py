@@ -31,11 +31,11 @@ def job(engine: str, folder: Path) -> list[str]:
 def outside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
     """What the job of each engine comes to without a container."""
     outcomes = {}
-    for engine in ("mpi", "horovod"):
-        folder = tmp_path_factory.mktemp(engine)
-        result = mpirun(2, job(engine, folder))
+    for communicator in ("mpi", "horovod"):
+        folder = tmp_path_factory.mktemp(communicator)
+        result = mpirun(2, job(communicator, folder))
         assert result.returncode == 0, result
-        outcomes[engine] = outcome(folder / "run")
+        outcomes[communicator] = outcome(folder / "run")
     return outcomes
 
 

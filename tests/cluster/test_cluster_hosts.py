@@ -81,7 +81,7 @@ def whole(hosts: Hosts) -> Iterator[None]:
 
 def of(engine: str) -> list[str]:
     """The words of an engine; numpy where the engine imports no torch either: 8 ranks start in 2 s instead of 17."""
-    return [f"comm.engine={engine}", f"frame={'numpy' if engine == 'mpi' else 'torch'}"]
+    return [f"comm.engine={engine}", f"framework={'numpy' if engine == 'mpi' else 'torch'}"]
 
 
 def ended(job: Job, run: Path, hosts: list[str]) -> None:

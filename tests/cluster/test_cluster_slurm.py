@@ -162,7 +162,7 @@ def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
     """The last stop ends the job with 75, and says how it goes on."""
-    words = [*DATA, "comm.engine=mpi", "frame=numpy", "model.name=linear", "--max-time", "3", "epochs=9000"]
+    words = [*DATA, "comm.engine=mpi", "framework=numpy", "model.name=linear", "--max-time", "3", "epochs=9000"]
     job = state(slurm, submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], words), {"FAILED", "COMPLETED"}, 60)
     log = (tmp_path / "log").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{REQUEUE}:0"), log

@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of the Engine protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
+"""Every engine keeps the promises of the Communicator protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
 
 from __future__ import annotations
 
@@ -76,11 +76,17 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
 def pairs() -> list[Any]:
     """Every check of every engine at every size, an id for each."""
     marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod], "torchdist": [needs_mpirun]}
-    sizes = [("single", 1), *((engine, size) for engine in ("mpi", "horovod", "torchdist") for size in (1, 2, 4))]
+    sizes = [("single", 1), *((communicator, size) for communicator in ("mpi", "horovod", "torchdist") for size in (1, 2, 4))]
     return [
-        pytest.param(engine, size, check, id=f"{engine}-x{size}-{check}", marks=[*marks[engine], *([pytest.mark.ranks4] * (size == 4))])
-        for engine, size in sizes
-        for check in conformance.checks_of(engine)
+        pytest.param(
+            communicator,
+            size,
+            check,
+            id=f"{communicator}-x{size}-{check}",
+            marks=[*marks[communicator], *([pytest.mark.ranks4] * (size == 4))],
+        )
+        for communicator, size in sizes
+        for check in conformance.checks_of(communicator)
     ]
 
 

@@ -23,15 +23,15 @@ from hvdtrain.comm.placement import NOBODY, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     PORTS,
-    Meeting,
+    Rendezvous,
     address_among,
     address_here,
     host_to_call,
     hosts_of,
     interface_of,
     listen,
-    meeting,
     own_address,
+    rendezvous,
     split_address,
 )
 from hvdtrain.comm.select_engine import Found, choose
@@ -63,15 +63,15 @@ def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
 
 def test_where_torchrun_srun_and_the_user_say() -> None:
     told = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
-    assert meeting(TORCHRUN, told, None) == Meeting("n1", 29500, hosted=True, job="hvdtrain/7/0")
-    assert meeting(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Meeting("n1", 29500, job="hvdtrain/7/0")
+    assert rendezvous(TORCHRUN, told, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
+    assert rendezvous(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous("n1", 29500, job="hvdtrain/7/0")
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-    met = meeting(SRUN, slurm, None)
+    met = rendezvous(SRUN, slurm, None)
     assert met is not None and (met.host, met.peer, met.job) == ("n1", "n2", "hvdtrain/12/0/0") and met.port in PORTS
-    ports = {m.port for step in range(20) if (m := meeting(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
+    ports = {m.port for step in range(20) if (m := rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
     assert len(ports) > 17, "steps of one job meet at different ports"
-    assert meeting(SRUN, slurm, "n1:4000") == Meeting("n1", 4000, "n2")
-    assert meeting(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
+    assert rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
+    assert rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_where_torchrun_srun_and_the_user_say() -> None:
 )
 def test_no_place_to_meet(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        meeting(place, environ, address)
+        rendezvous(place, environ, address)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -100,23 +100,23 @@ def test_addresses() -> None:
 
 
 def test_rank_0_listens_on_one_address_only() -> None:
-    with listen(Meeting(LOOPBACK, 0), one_host=True) as listener:
+    with listen(Rendezvous(LOOPBACK, 0), one_host=True) as listener:
         host, port = listener.getsockname()
         assert host == LOOPBACK
         with pytest.raises(UserError, match="the ranks cannot meet there: Address already in use"):
-            listen(Meeting(LOOPBACK, port), one_host=True)
+            listen(Rendezvous(LOOPBACK, port), one_host=True)
     with pytest.raises(UserError, match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it"):
-        listen(Meeting(LOOPBACK, 0), one_host=False)
+        listen(Rendezvous(LOOPBACK, 0), one_host=False)
 
 
 def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
     routes = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}  # from n1 to there: by which of its own addresses
     monkeypatch.setattr("hvdtrain.comm.rendezvous.own_address", routes.get)
-    by_name, alone = Meeting("n1", 4000, "n2"), Meeting("n1", 4000)
+    by_name, alone = Rendezvous("n1", 4000, "n2"), Rendezvous("n1", 4000)
     assert address_here(by_name, False) == "10.0.0.1" and host_to_call(by_name, False) == "10.0.0.1"
     assert address_here(by_name, True) == LOOPBACK and host_to_call(by_name, True) == "n1"
-    assert address_here(Meeting("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
+    assert address_here(Rendezvous("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
     assert address_here(alone, False) is None and host_to_call(alone, False) == "n1"
     assert host_to_call(alone._replace(hosted=True), False) == "n1"
     with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
@@ -127,11 +127,11 @@ BOARD = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from hvdtrain.comm.side_channel.store import Board
+from hvdtrain.comm.side_channel.store import StoreSideChannel
 rank, port, late = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "late"
 limit = timedelta(seconds=30)
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit)
-board = Board(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
+board = StoreSideChannel(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
 if rank and late:
     time.sleep(60)
 board.close(2.0)
@@ -160,16 +160,16 @@ def test_two_ranks_on_one_gpu_are_refused_where_nccl_is(monkeypatch: pytest.Monk
         def exchange(self, thing: Any) -> list[Any]:
             return [(thing[0], card, thing[2]) for card in self.cards]
 
-    origins = configure(None, [])[1]
+    provenance = configure(None, [])[1]
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     monkeypatch.setattr("hvdtrain.comm.torchdist.has_nccl", lambda: True)
-    engine, card = OfTwo(), torch.device("cuda", 0)
-    check_shared(card, engine, origins)
-    engine.cards = ("a", "a")
+    communicator, card = OfTwo(), torch.device("cuda", 0)
+    check_shared(card, communicator, provenance)
+    communicator.cards = ("a", "a")
     with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):
-        check_shared(card, engine, origins)
-    engine.name = "mpi"
-    check_shared(card, engine, origins)
+        check_shared(card, communicator, provenance)
+    communicator.name = "mpi"
+    check_shared(card, communicator, provenance)
 
 
 def test_two_ranks_on_one_gpu_are_named() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import help, plugins
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.errors import UserError
 
 
@@ -16,7 +16,7 @@ def build(name: str, *, widths: tuple[int, ...] = (3,), root: Path | None = None
 
 
 def test_every_name_loads() -> None:
-    for folder in ("data", "models", "optim", "frames"):
+    for folder in ("data/datasets", "frameworks/torch/models", "optim", "frameworks"):
         for name in plugins.files(folder):
             assert callable(plugins.load(folder, name, "here").build)
     assert set(plugins.files("comm")) == {"single", "mpi", "horovod", "torchdist"}
@@ -48,7 +48,7 @@ def test_a_name_never_leaves_its_folder() -> None:
 
 def test_options_are_converted_to_their_annotations() -> None:
     given = {"widths": [4, "5"], "ratio": 1, "root": "/x"}
-    assert plugins.check_options(build, given, "model", Origins()) == {"widths": (4, 5), "ratio": 1.0, "root": Path("/x")}
+    assert plugins.check_options(build, given, "model", Provenance()) == {"widths": (4, 5), "ratio": 1.0, "root": Path("/x")}
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_options_are_converted_to_their_annotations() -> None:
         ("optim.base_rl=0.1", "optim.name=sgd has no option base_rl", "did you mean base_lr?"),
         ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
         ("data.name=nonsense", "unknown name: nonsense", "known: "),
-        ("frame=tensorflow", "unknown name: tensorflow", "known: jax, numpy, torch"),
+        ("framework=tensorflow", "unknown name: tensorflow", "known: jax, numpy, torch"),
         ("comm.engine=nccl", "unknown name: nccl", "known: horovod, mpi, single"),
     ],
 )
 def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
-    config, origins = configure(None, [word])
+    config, provenance = configure(None, [word])
     with pytest.raises(UserError) as caught:
-        plugins.check_names(config, origins)
+        plugins.check_names(config, provenance)
     assert caught.value.what == what
     assert "command line" in caught.value.where
     assert fix in caught.value.fix
@@ -89,7 +89,7 @@ def test_good_names_and_options_pass() -> None:
 @pytest.mark.parametrize(("name", "value"), [("widths", "abc"), ("widths", [1, "x"]), ("ratio", [1]), ("widths", None)])
 def test_an_option_of_the_wrong_type(name: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
-        plugins.check_options(build, {name: value}, "model", Origins())
+        plugins.check_options(build, {name: value}, "model", Provenance())
     assert f"wrong value for model.{name}" in caught.value.what
     assert f"model.{name} takes" in caught.value.fix
 
@@ -131,7 +131,7 @@ def test_a_misspelt_class_and_a_misspelt_choice_are_told_the_right_one() -> None
     with pytest.raises(UserError) as caught:
         plugins.load_dotted("torch.optim.RMSPROP", "optim.name")
     assert (caught.value.what, caught.value.fix) == ("torch.optim has no RMSPROP", "write package.module:Class; did you mean RMSprop?")
-    config, origins = configure(None, ["optim.name=larc", "optim.mode=clap"])
+    config, provenance = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
-        plugins.check_options(plugins.load("optim", "larc", "").build, config.optim.options, "optim", origins)
+        plugins.check_options(plugins.load("optim", "larc", "").build, config.optim.options, "optim", provenance)
     assert caught.value.fix == "optim.mode takes one of ['clip', 'scale']"

@@ -66,10 +66,10 @@ def test_null_and_nothing_leave_out() -> None:
 def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> None:
     former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
     (tmp_path / "config.yaml").write_text(to_yaml(former))
-    now, origins = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
+    now, provenance = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
     assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
     assert (now.run, now.resume) == (None, str(tmp_path))
-    assert origins["optim.base_lr"].startswith(f"{tmp_path}/config.yaml:")
+    assert provenance["optim.base_lr"].startswith(f"{tmp_path}/config.yaml:")
     with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere/config\.yaml"):
         configure(None, ["resume=nowhere"])
 
@@ -77,10 +77,10 @@ def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> Non
 def test_origins_name_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
-    _, origins = configure(str(path), ["seed=2"])
-    assert origins.where("batch.size") == f"batch.size, {path}:5"
-    assert origins.where("seed") == "seed, command line"
-    assert origins.where("run") == "run, default"
+    _, provenance = configure(str(path), ["seed=2"])
+    assert provenance.where("batch.size") == f"batch.size, {path}:5"
+    assert provenance.where("seed") == "seed, command line"
+    assert provenance.where("run") == "run, default"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
         ("size=3", "no such key: size", "did you mean batch.size?"),
         ("epoch=3", "no such key: epoch", "did you mean epochs?"),
         ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
-        ("zzz=3", "no such key: zzz", "known: frame, run"),
+        ("zzz=3", "no such key: zzz", "known: framework, run"),
         ("model=3", "no such key: model", "model is a section: write model.<key>=value"),
         ("epochs=x", "wrong value for epochs: 'x'", "epochs takes int"),
         ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes int"),

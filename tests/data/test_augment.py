@@ -1,4 +1,4 @@
-"""Augmentation: what it does by hand, the laws of its draws, whose they are, one result on every frame, and the loss of a mixture."""
+"""Augmentation: what it does by hand, the laws of its draws, whose they are, one result on every framework, and the loss of a mixture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.core.torchvision import torchvision
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.augment import Drawn
+from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.resize import resized
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
@@ -28,7 +28,9 @@ SHAPES = [(32, 32, 3), (28, 20, 1), (9, 13, 4)]
 PICTURE = np.arange(1, 17, dtype=np.uint8).reshape(1, 4, 4, 1)  # 1 2 3 4 / 5 6 7 8 / 9 10 11 12 / 13 14 15 16
 
 
-def drawn(config: AugmentConfig, n: int, shape: tuple[int, int, int] = (32, 32, 3), seed: int = 1, epoch: int = 3) -> Drawn:
+def augmentation(
+    config: AugmentConfig, n: int, shape: tuple[int, int, int] = (32, 32, 3), seed: int = 1, epoch: int = 3
+) -> AugmentationParameters:
     return augment.draw(config, seed, np.full(n, epoch), np.arange(n), shape)
 
 
@@ -36,8 +38,8 @@ def images(n: int, shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
 
 
-def taken(d: Drawn, rows: np.ndarray | slice) -> Drawn:
-    return Drawn(*(None if part is None else part[rows] for part in d))
+def taken(d: AugmentationParameters, rows: np.ndarray | slice) -> AugmentationParameters:
+    return AugmentationParameters(*(None if part is None else part[rows] for part in d))
 
 
 def table(x: np.ndarray) -> list[list[int]]:
@@ -46,13 +48,13 @@ def table(x: np.ndarray) -> list[list[int]]:
 
 
 def test_each_change_by_hand() -> None:
-    moved = augment.apply(PICTURE, Drawn(shift=np.array([[1, -1]])))
+    moved = augment.apply(PICTURE, AugmentationParameters(shift=np.array([[1, -1]])))
     assert table(moved) == [[0, 5, 6, 7], [0, 9, 10, 11], [0, 13, 14, 15], [0, 0, 0, 0]]
-    turned = augment.apply(PICTURE, Drawn(mirrored=np.array([True])))
+    turned = augment.apply(PICTURE, AugmentationParameters(mirrored=np.array([True])))
     assert table(turned) == [[4, 3, 2, 1], [8, 7, 6, 5], [12, 11, 10, 9], [16, 15, 14, 13]]
-    blackened = augment.apply(PICTURE, Drawn(square=np.array([[0, 1, 2, 4]])))
+    blackened = augment.apply(PICTURE, AugmentationParameters(square=np.array([[0, 1, 2, 4]])))
     assert table(blackened) == [[1, 2, 0, 0], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
-    both = Drawn(shift=np.array([[1, -1]]), mirrored=np.array([True]), square=np.array([[0, 2, 0, 1]]))  # in this order
+    both = AugmentationParameters(shift=np.array([[1, -1]]), mirrored=np.array([True]), square=np.array([[0, 2, 0, 1]]))  # in this order
     assert table(augment.apply(PICTURE, both)) == [[0, 6, 5, 0], [0, 10, 9, 0], [15, 14, 13, 0], [0, 0, 0, 0]]
     assert table(PICTURE) == np.arange(1, 17).reshape(4, 4).tolist(), "nothing is changed in place"
 
@@ -62,7 +64,9 @@ def test_a_box_by_hand() -> None:
     x = np.array([[0, 100, 250, 7], [80, 180, 9, 9], [5, 5, 5, 5], [5, 5, 5, 5]], np.uint8).reshape(1, 4, 4, 1)
     assert table(resized(x, np.array([[0, 0, 2, 2]]))) == [[0, 25, 75, 100], [20, 45, 95, 120], [60, 85, 135, 160], [80, 105, 155, 180]]
     assert table(resized(x, np.array([[0, 0, 4, 4]]))) == table(x)
-    turned = augment.apply(x, Drawn(box=np.array([[0, 0, 2, 2]]), mirrored=np.array([True]), square=np.array([[1, 4, 0, 4]])))
+    turned = augment.apply(
+        x, AugmentationParameters(box=np.array([[0, 0, 2, 2]]), mirrored=np.array([True]), square=np.array([[1, 4, 0, 4]]))
+    )
     assert table(turned) == [[100, 75, 25, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
@@ -81,7 +85,7 @@ def test_mixing_is_exact_and_rounds_half_up() -> None:
 
 def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
     n = 20_000
-    d = drawn(ALL, n)
+    d = augmentation(ALL, n)
     assert d.shift is not None and d.mirrored is not None and d.square is not None and d.share is not None
     counts = np.bincount((d.shift + 4) @ [9, 1], minlength=81)
     assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8  # chi-square, 80 degrees of freedom, 99.9 %
@@ -93,13 +97,13 @@ def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
 
 def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
     n = 8000
-    square = drawn(AugmentConfig(cutout=2), n, (4, 5, 3)).square
+    square = augmentation(AugmentConfig(cutout=2), n, (4, 5, 3)).square
     assert square is not None
     edges, counts = np.unique(square, axis=0, return_counts=True)
     rows, columns = [(0, 1), (0, 2), (1, 3), (2, 4)], [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
     assert edges.tolist() == sorted([*r, *c] for r in rows for c in columns)
     assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # chi-square, 19 degrees of freedom, 99.9 %
-    odd = drawn(AugmentConfig(cutout=3), n, (9, 9, 3)).square
+    odd = augmentation(AugmentConfig(cutout=3), n, (9, 9, 3)).square
     assert odd is not None and (odd[:, 1] - odd[:, 0]).max() == 3 == (odd[:, 3] - odd[:, 2]).max()
 
 
@@ -107,7 +111,7 @@ def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
 def test_shares_follow_the_beta_law(alpha: float) -> None:
     """Variance 1 / (4 (2 alpha + 1)), kurtosis 3 - 6 / (2 alpha + 3), and the quantiles of numpy's own draws."""
     n = 100_000
-    share = drawn(AugmentConfig(mixup=alpha), n).share
+    share = augmentation(AugmentConfig(mixup=alpha), n).share
     assert share is not None and share.min() >= 0 and share.max() <= 1 and (share * 65536 % 1 == 0).all()
     deviation = (4 * (2 * alpha + 1)) ** -0.5
     assert share.mean() == pytest.approx(0.5, abs=4 * deviation / n**0.5)
@@ -133,13 +137,13 @@ def test_boxes_follow_the_law_of_torchvision() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = np.array([RandomResizedCrop.get_params(torch.zeros(1, 40, 50), [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(3000)])
-    box = drawn(AugmentConfig(resized_crop=0.2), 20_000, (40, 50, 3)).box
+    box = augmentation(AugmentConfig(resized_crop=0.2), 20_000, (40, 50, 3)).box
     assert box is not None
     for ours, other in ((box, theirs), (box[:, 2:].prod(1, keepdims=True), theirs[:, 2:].prod(1, keepdims=True))):
         np.testing.assert_allclose(ours.mean(0), other.mean(0), atol=5 * (other.std(0) / 3000**0.5).max())
         np.testing.assert_allclose(ours.std(0), other.std(0), rtol=0.05)
     for shape, middle in (((10, 100, 3), [0, 43, 10, 13]), ((100, 10, 3), [43, 0, 13, 10])):  # the whole area fits in no try
-        assert (drawn(AugmentConfig(resized_crop=1.0), 5, shape).box == middle).all()
+        assert (augmentation(AugmentConfig(resized_crop=1.0), 5, shape).box == middle).all()
 
 
 @pytest.mark.parametrize("config", [ALL, BOXES], ids=["crop", "box"])
@@ -147,18 +151,18 @@ def test_draws_belong_to_seed_epoch_and_sample(config: AugmentConfig) -> None:
     epochs, rows = np.array([3, 3, 4, 4, 4, 5]), np.array([7, 50_000, 7, 0, 31, 7])
     whole, order = augment.draw(config, 9, epochs, rows, (32, 32, 3)), np.array([4, 0, 5, 2, 1, 3])
     parts = [augment.draw(config, 9, epochs[part], rows[part], (32, 32, 3)) for part in (order[:1], order[1:1], order[1:])]
-    for name, found in zip(Drawn._fields, zip(*parts, strict=True), strict=True):
+    for name, found in zip(AugmentationParameters._fields, zip(*parts, strict=True), strict=True):
         if found[0] is not None:
             np.testing.assert_array_equal(np.concatenate(found), getattr(taken(whole, order), name))
-    base = drawn(config, 500)
+    base = augmentation(config, 500)
     for other in (
-        drawn(config, 500, seed=2),
-        drawn(config, 500, epoch=4),
+        augmentation(config, 500, seed=2),
+        augmentation(config, 500, epoch=4),
         augment.draw(config, 1, np.full(500, 3), np.arange(1, 501), (32, 32, 3)),
     ):
         for a, b in zip(base, other, strict=True):
             assert a is None or (a == b).all(axis=tuple(range(1, a.ndim))).mean() < 0.6, "a half of the mirrorings agrees"
-    alone = drawn(AugmentConfig(flip=True), 500)
+    alone = augmentation(AugmentConfig(flip=True), 500)
     np.testing.assert_array_equal(alone.mirrored, base.mirrored, err_msg="what is drawn beside it changes nothing")
     assert alone.shift is alone.box is alone.square is alone.share is None
 
@@ -167,7 +171,7 @@ def test_draws_belong_to_seed_epoch_and_sample(config: AugmentConfig) -> None:
 @pytest.mark.parametrize("config", [ALL, BOXES, AugmentConfig(crop=2), AugmentConfig(cutout=3)], ids=["all", "box", "crop", "cutout"])
 @pytest.mark.parametrize("n", [0, 9])
 def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int, int, int], n: int) -> None:
-    x, d = images(n, shape), drawn(config, n, shape)
+    x, d = images(n, shape), augmentation(config, n, shape)
     host = augment.apply(x, d)
     assert host.shape == x.shape and host.dtype == np.uint8 and (n == 0 or (host != x).any())
     np.testing.assert_array_equal(torch_augment.gathered(torch.from_numpy(x), d).numpy(), host)
@@ -181,7 +185,7 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
     torchvision()
     from torchvision.transforms import functional
 
-    x, box = images(40, shape), drawn(AugmentConfig(resized_crop=0.08), 40, shape).box
+    x, box = images(40, shape), augmentation(AugmentConfig(resized_crop=0.08), 40, shape).box
     assert box is not None
     tensors = torch.from_numpy(x).permute(0, 3, 1, 2).double()
     theirs = [functional.resized_crop(image, *b, list(shape[:2]), antialias=False) for image, b in zip(tensors, box.tolist(), strict=True)]
@@ -197,16 +201,16 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
     ],
 )
 def test_what_leaves_nothing_of_an_image_is_refused(words: list[str], what: str) -> None:
-    config, origins = configure(None, words)
+    config, provenance = configure(None, words)
     with pytest.raises(UserError) as caught:
-        augment.check(config.augment, (8, 9, 3), origins)
+        augment.check(config.augment, (8, 9, 3), provenance)
     assert caught.value.what == what and caught.value.fix and words[0].split("=")[0] in caught.value.where
-    augment.check(AugmentConfig(crop=7, cutout=8), (8, 9, 3), origins)
+    augment.check(AugmentConfig(crop=7, cutout=8), (8, 9, 3), provenance)
     assert augment.is_on(config.augment) and not augment.is_on(AugmentConfig())
 
 
 def mixture(n: int) -> Batch:
-    rng, d = np.random.default_rng(4), drawn(ALL, n, (7, 6, 2))
+    rng, d = np.random.default_rng(4), augmentation(ALL, n, (7, 6, 2))
     partners = augment.draw(ALL, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
     labels = {"y": rng.integers(0, 3, n), "y2": rng.integers(0, 3, n), "share": d.share, "w": np.linspace(-0.5, 2.0, n)}
     return labels | {"x": images(n, (7, 6, 2)), "x2": images(n, (7, 6, 2), 1), "drawn": d, "drawn2": partners}
@@ -229,13 +233,13 @@ def test_one_step_along_a_mixture_is_the_same_in_every_frame(loss: str) -> None:
     else:
         error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
     error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
-    for frame in ("numpy", "torch", "jax"):
-        config, origins = configure(None, [*words, f"frame={frame}"])
-        one = build_learner(config, origins, task, Single())
+    for framework in ("numpy", "torch", "jax"):
+        config, provenance = configure(None, [*words, f"framework={framework}"])
+        one = build_learner(config, provenance, task, Single())
         one.load(one.state() | weights)
-        sums = one.step([one.put(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
-        assert float(sums["loss"]) == pytest.approx((data["share"] * each + (1 - data["share"]) * each2).sum(), rel=1e-12), frame
+        sums = one.step([one.to_device(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
+        assert float(sums["loss"]) == pytest.approx((data["share"] * each + (1 - data["share"]) * each2).sum(), rel=1e-12), framework
         assert (float(sums["right"]), int(sums["count"])) == ((logits.argmax(1) == data["y"]).sum(), 7)
         moved = {name: array - one.state()[name] for name, array in weights.items()}
-        np.testing.assert_allclose(moved["p.fc.weight"], error.T @ x, rtol=1e-12, atol=1e-14, err_msg=frame)
-        np.testing.assert_allclose(moved["p.fc.bias"], error.sum(0), rtol=1e-12, atol=1e-14, err_msg=frame)
+        np.testing.assert_allclose(moved["p.fc.weight"], error.T @ x, rtol=1e-12, atol=1e-14, err_msg=framework)
+        np.testing.assert_allclose(moved["p.fc.bias"], error.sum(0), rtol=1e-12, atol=1e-14, err_msg=framework)

@@ -128,7 +128,7 @@ def test_a_damaged_shard_alone_is_decoded_anew(tmp_path: Path, capsys: pytest.Ca
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, "tests/support")
+sys.path[:0] = ["tests/data", "tests/support"]
 from test_pack import Counted, packed
 
 class Mortal(Counted):
@@ -159,7 +159,7 @@ def test_eight_threads_read_at_once(tmp_path: Path, kind: str) -> None:
             future.result()
 
 
-class Meeting(Counted):
+class Rendezvous(Counted):
     """Says how many threads were in one of its images at once; place 0 only tells how large the files are."""
 
     def __init__(self, padding: int) -> None:
@@ -179,7 +179,7 @@ class Meeting(Counted):
 
 @pytest.mark.parametrize(("padding", "at_once"), [(0, 1), (4096, 2)])
 def test_small_images_are_read_by_one_thread_at_a_time(padding: int, at_once: int) -> None:
-    encoded = Meeting(padding)
+    encoded = Rendezvous(padding)
     source = streamed(encoded)
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(check_pixels, source, [0, 1, 2, 3, 4, 5]) for _ in range(2)]:

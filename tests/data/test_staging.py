@@ -341,7 +341,7 @@ def test_size_words() -> None:
 @needs_mpirun
 def test_training_does_not_notice(tmp_path: Path) -> None:
     root = idx_root(tmp_path / "source")
-    words = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "frame=numpy", "model.name=linear", "batch.size=8"]
+    words = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "framework=numpy", "model.name=linear", "batch.size=8"]
     words += ["max_steps=10", "log.every_steps=5", "data.download=false"]
     alone = python([*words, f"run={tmp_path}/alone"])
     two = mpirun(2, [*words, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"])

@@ -147,7 +147,7 @@ def test_a_screen_that_fails_is_told_once_and_ends_nothing(capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--print-config"], "run: 日本"), (["frame=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c")],
+    [(["--print-config"], "run: 日本"), (["framework=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c")],
     ids=["config", "job"],
 )
 def test_the_command_line_writes_every_name(tmp_path: Path, words: list[str], said: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from hvdtrain.errors import UserError
-from hvdtrain.events.background import Aside
+from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event
 from hvdtrain.events.scalars import scalars
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
@@ -59,11 +59,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def feed(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
+def prefetcher(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
     """As a job does: each run has a sink of its own, on a thread of its own."""
     for events in runs:
         sink, heard = build(config, run), list[str]()
-        aside = Aside(lambda sink=sink: sink, "x", heard.append)
+        aside = BackgroundSink(lambda sink=sink: sink, "x", heard.append)
         for event in events:
             aside(event)
         assert aside.close(60) and heard == []
@@ -137,7 +137,7 @@ def test_a_package_that_is_missing(name: str, run: Path, monkeypatch: pytest.Mon
     module = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}[name]
     with pytest.raises(UserError) as told:
         module.build(CONFIG, run)  # type: ignore[attr-defined]
-    assert str(told.value) == f"{name} is not installed\n  where: log.sinks\n  fix: pip install 'hvdtrain[{name}]'"
+    assert str(told.value) == f"{name} is not installed\n  where: log.trackers\n  fix: pip install 'hvdtrain[{name}]'"
 
 
 def test_nothing_is_imported_before_the_first_event(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_tensorboard_reads_back(run: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    feed(tensorboard.build, run, FIRST, SECOND)
+    prefetcher(tensorboard.build, run, FIRST, SECOND)
     reader = EventAccumulator(str(run / "tensorboard"))
     reader.Reload()
     assert [(s.step, s.value, s.wall_time) for s in reader.Scalars("train/loss")] == [
@@ -173,7 +173,7 @@ def test_tensorboard_reads_back(run: Path) -> None:
 
 def test_mlflow_reads_back(run: Path) -> None:
     pytest.importorskip("mlflow")
-    feed(mlflow.build, run, FIRST)
+    prefetcher(mlflow.build, run, FIRST)
     from mlflow.tracking import MlflowClient
 
     client, run_id = MlflowClient((run / "mlflow").as_uri()), json.loads((run / "mlflow_run.json").read_text())["run_id"]
@@ -203,7 +203,7 @@ def test_mlflow_of_a_failed_job_and_where_the_user_wants_it(run: Path, monkeypat
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # else a text that is too long is cut by mlflow, with a warning
     long = Config(model=ModelConfig(name="a.B", options={"k" * 300: "v" * 7000}))
     failed = Event(T0, "failed", 10, {"reason": "x", "exit_code": 83})
-    feed(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
+    prefetcher(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient((run / "else where").as_uri())
@@ -221,7 +221,7 @@ def test_mlflow_goes_on_elsewhere_with_a_run_of_its_own(run: Path) -> None:
     ids = []
     for text in (json.dumps({"run_id": "0" * 32}), '{"run_'):
         (run / "mlflow_run.json").write_text(text)
-        feed(mlflow.build, run, SECOND)
+        prefetcher(mlflow.build, run, SECOND)
         ids.append(json.loads((run / "mlflow_run.json").read_text())["run_id"])
     assert len({*ids, "0" * 32}) == 3
     assert len({folder.name for folder in (run / "mlflow").glob("*/*") if folder.name in ids}) == 2
@@ -261,9 +261,9 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[i
 def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
     before = sys.exit, sys.excepthook, sys.stdout, sys.stderr
-    feed(wandb.build, run, FIRST)
+    prefetcher(wandb.build, run, FIRST)
     time.sleep(1)  # wandb names the folder of a run by the second
-    feed(wandb.build, run, SECOND)
+    prefetcher(wandb.build, run, SECOND)
     assert capfd.readouterr() == ("", "")
     assert (sys.exit, sys.excepthook, sys.stdout, sys.stderr) == before
     run_id = json.loads((run / "wandb_run.json").read_text())["run_id"]
@@ -291,7 +291,7 @@ def test_wandb_modes(tmp_path: Path) -> None:
     with pytest.raises(UserError) as told:
         wandb.mode({**nobody, "WANDB_MODE": "online"})
     assert str(told.value) == (
-        "WANDB_MODE=online, but there is no key for https://api.wandb.ai\n  where: log.sinks\n"
+        "WANDB_MODE=online, but there is no key for https://api.wandb.ai\n  where: log.trackers\n"
         "  fix: wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder"
     )
 
@@ -319,7 +319,7 @@ def test_aside_keeps_the_order_and_closes() -> None:
         made.append(threading.current_thread().name)
         return sink
 
-    aside = Aside(make, "slow", heard.append)
+    aside = BackgroundSink(make, "slow", heard.append)
     events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
     for event in events:
         aside(event)
@@ -332,7 +332,7 @@ def test_aside_keeps_the_order_and_closes() -> None:
 
 def test_aside_when_full_leaves_out_the_oldest_steps_alone() -> None:
     sink, heard = Slow(), list[str]()
-    aside = Aside(lambda: sink, "slow", heard.append, most=4)
+    aside = BackgroundSink(lambda: sink, "slow", heard.append, most=4)
     aside(start(0))
     assert sink.begun.wait(20)
     for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
@@ -342,12 +342,12 @@ def test_aside_when_full_leaves_out_the_oldest_steps_alone() -> None:
     assert [(event.kind, event.step) for event in sink.seen] == [
         *(("start", 0), ("epoch", 2), ("epoch", 4), ("epoch", 6), ("epoch", 7), ("end", 8)),
     ]
-    assert heard == ["log.sinks slow: too slow: 3 step events found no room in its queue, and were left out"]
+    assert heard == ["log.trackers slow: too slow: 3 step events found no room in its queue, and were left out"]
 
 
 def test_aside_thins_out_steps_and_nothing_else() -> None:
     seen = list[tuple[str, int]]()
-    aside = Aside(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, every_s=1.0)
+    aside = BackgroundSink(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, every_s=1.0)
     for event in [
         step(1, 1)._replace(time=10.0),
         step(2, 1)._replace(time=10.9),
@@ -362,14 +362,14 @@ def test_aside_thins_out_steps_and_nothing_else() -> None:
 
 def test_aside_of_a_sink_that_blocks_ends_in_time() -> None:
     sink, heard = Slow(), list[str]()
-    aside = Aside(lambda: sink, "stuck", heard.append)
+    aside = BackgroundSink(lambda: sink, "stuck", heard.append)
     for number in range(3):
         aside(epoch(number, 0.5))
     assert sink.begun.wait(20)
     began = time.monotonic()
     assert not aside.close(0.2)
     assert 0.15 < time.monotonic() - began < 5
-    assert heard == ["log.sinks stuck: not done after 0.2 s: 2 events wait, and the end does not wait for them"]
+    assert heard == ["log.trackers stuck: not done after 0.2 s: 2 events wait, and the end does not wait for them"]
     sink.free.set()
     assert aside.close(20)  # it was not told to stop: all is written in the end
     assert [event.step for event in sink.seen] == [0, 1, 2]
@@ -379,7 +379,7 @@ def test_aside_of_a_sink_that_blocks_ends_in_time() -> None:
     ("error", "words"),
     [
         (OSError("no\n route to http://me:pw@host:1/x"), "OSError: no route to http://***@host:1/x"),
-        (UserError("no key", "log.sinks", "log in"), "no key"),
+        (UserError("no key", "log.trackers", "log in"), "no key"),
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
@@ -391,14 +391,14 @@ def test_aside_drops_a_sink_that_raises_and_says_so_once(error: BaseException, w
         if event.step == 2:
             raise error
 
-    aside = Aside(lambda: sink, "frail", lambda line: heard.append((threading.current_thread().name, line)))
+    aside = BackgroundSink(lambda: sink, "frail", lambda line: heard.append((threading.current_thread().name, line)))
     for number in (1, 2):
         aside(step(number, 1.0))
     until(lambda: not aside._thread.is_alive())
     for number in (3, 4):
         aside(step(number, 1.0))
     assert aside.close(20)
-    line = f"log.sinks frail: {words}; training goes on without it"
+    line = f"log.trackers frail: {words}; training goes on without it"
     assert heard == [(threading.main_thread().name, line)]  # in the thread that may use the log
     assert seen == [1, 2]
     assert not aside._many and not aside._few  # what nobody will take is not kept
@@ -410,9 +410,9 @@ def test_aside_of_a_sink_that_cannot_be_made() -> None:
     def make() -> Any:
         raise ImportError("a broken package")
 
-    aside = Aside(make, "broken", heard.append)
+    aside = BackgroundSink(make, "broken", heard.append)
     assert aside.close()
-    assert heard == ["log.sinks broken: ImportError: a broken package; training goes on without it"]
+    assert heard == ["log.trackers broken: ImportError: a broken package; training goes on without it"]
 
 
 def test_names_are_file_names() -> None:

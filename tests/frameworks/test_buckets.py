@@ -9,7 +9,8 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, Single
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.strategy import Named, fits_horovod
+from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
+from hvdtrain.frameworks.torch.parallel.strategy import Named
 
 
 class Twice(Single):
@@ -37,14 +38,14 @@ def named(model: nn.Module) -> Named:
     return list(model.named_parameters())
 
 
-def backward(model: nn.Module, reducer: Buckets, passes: int = 1) -> None:
-    reducer.begin(passes)
+def backward(model: nn.Module, strategy: Buckets, passes: int = 1) -> None:
+    strategy.begin(passes)
     for place in range(passes):
         if place == passes - 1:
-            reducer.last_pass()
+            strategy.last_pass()
         x = torch.ones(2, next(model.parameters()).shape[1])
         model(x).square().sum().backward()
-    reducer.finish()
+    strategy.finish()
 
 
 def test_gradients_are_summed_over_ranks_and_passes() -> None:
@@ -56,24 +57,24 @@ def test_gradients_are_summed_over_ranks_and_passes() -> None:
 
 
 def test_buckets_are_cut_by_bytes_from_the_last_layer_on() -> None:
-    model, engine = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
-    backward(model, Buckets(named(model), engine, bucket_bytes=100))
-    assert engine.sizes == [(25, torch.float32), (16, torch.float32)]
-    assert engine.seen == ["gradient.0", "gradient.1"]
+    model, communicator = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
+    backward(model, Buckets(named(model), communicator, bucket_bytes=100))
+    assert communicator.sizes == [(25, torch.float32), (16, torch.float32)]
+    assert communicator.seen == ["gradient.0", "gradient.1"]
 
 
 def test_a_bucket_starts_while_backward_still_runs() -> None:
-    model, engine = layers(3, 4, 5), Twice()
-    reducer = Buckets(named(model), engine, bucket_bytes=100)
-    next(model.parameters()).register_hook(lambda gradient: engine.seen.append("first layer"))
-    backward(model, reducer)
-    assert engine.seen == ["gradient.0", "first layer", "gradient.1"]
+    model, communicator = layers(3, 4, 5), Twice()
+    strategy = Buckets(named(model), communicator, bucket_bytes=100)
+    next(model.parameters()).register_hook(lambda gradient: communicator.seen.append("first layer"))
+    backward(model, strategy)
+    assert communicator.seen == ["gradient.0", "first layer", "gradient.1"]
 
 
 def test_only_the_last_pass_starts_buckets() -> None:
-    model, engine = layers(3, 4), Twice()
-    backward(model, Buckets(named(model), engine, bucket_bytes=1 << 20), passes=4)
-    assert engine.seen == ["gradient.0"]
+    model, communicator = layers(3, 4), Twice()
+    backward(model, Buckets(named(model), communicator, bucket_bytes=1 << 20), passes=4)
+    assert communicator.seen == ["gradient.0"]
 
 
 def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
@@ -87,12 +88,12 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(self.second(x))
 
-    model, engine = Reversed(), Twice()
-    reducer = Buckets(named(model), engine, bucket_bytes=48)
+    model, communicator = Reversed(), Twice()
+    strategy = Buckets(named(model), communicator, bucket_bytes=48)
     for _ in range(2):
-        engine.seen.clear()
-        backward(model, reducer)
-        assert engine.seen == [f"gradient.{i}" for i in range(3)]
+        communicator.seen.clear()
+        backward(model, strategy)
+        assert communicator.seen == [f"gradient.{i}" for i in range(3)]
     assert torch.count_nonzero(model.unused.weight.grad) == 0
 
 
@@ -118,11 +119,11 @@ def test_gradients_lie_as_their_parameters_do() -> None:
     models[0].to(memory_format=torch.channels_last)
     x = torch.rand(2, 3, 4, 4)
     for model in models:
-        reducer = Buckets(named(model), Twice(), bucket_bytes=200)
-        reducer.begin(1)
-        reducer.last_pass()
+        strategy = Buckets(named(model), Twice(), bucket_bytes=200)
+        strategy.begin(1)
+        strategy.last_pass()
         model(x).square().sum().backward()
-        reducer.finish()
+        strategy.finish()
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert p.grad.stride() == p.stride()
         torch.testing.assert_close(p.grad, q.grad)

@@ -1,4 +1,4 @@
-"""The JAX frame: the numbers of the numpy and torch frames, few compilations, its own state, refusals, and jobs on ranks."""
+"""The JAX framework: the numbers of the numpy and torch frameworks, few compilations, its own state, refusals, and jobs on ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
@@ -25,10 +25,10 @@ TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
 
 
-def learner(*words: str, engine: Engine | None = None) -> Learner:
+def learner(*words: str, communicator: Communicator | None = None) -> Learner:
     """Shares of 7 and 8 samples take 8 rows: of a batch of 7 one row is padding."""
-    config, origins = configure(None, ["frame=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
-    return build_learner(config, origins, TASK, engine or Single())
+    config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
+    return build_learner(config, provenance, TASK, communicator or Single())
 
 
 def batch(n: int, seed: int = 0) -> Batch:
@@ -50,9 +50,9 @@ def move_alike(a: Learner, b: Learner, weighted: bool = False) -> None:
     before = digest(a.state())
     for step in range(20):
         data = batch(7, step) | ({"w": np.linspace(0.2, 1.8, 7)} if weighted else {})
-        sums = [floats(one.step([one.put(data)], hyper(7, step), step)) for one in (a, b)]
+        sums = [floats(one.step([one.to_device(data)], hyper(7, step), step)) for one in (a, b)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-12)
-    assert floats(a.evaluate(a.put(batch(9)))) == pytest.approx(floats(b.evaluate(b.put(batch(9)))), rel=1e-12)
+    assert floats(a.evaluate(a.to_device(batch(9)))) == pytest.approx(floats(b.evaluate(b.to_device(batch(9)))), rel=1e-12)
     states = a.state(), b.state()
     assert states[0].keys() == states[1].keys()
     assert digest(states[0]) != before
@@ -80,19 +80,19 @@ def compilations() -> Iterator[list[str]]:
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
 @pytest.mark.parametrize("words", ["", "model.label_smoothing=0.2", "optim.clip_norm=0.3 optim.clip_value=0.05", "optim.exclude=none"])
 def test_jax_and_numpy_move_alike(loss: str, words: str) -> None:
-    both = [learner(f"frame={frame}", f"model.loss={loss}", *words.split()) for frame in ("numpy", "jax")]
+    both = [learner(f"framework={framework}", f"model.loss={loss}", *words.split()) for framework in ("numpy", "jax")]
     move_alike(*both, weighted=not words)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_jax_and_torch_move_an_mlp_alike(rule: str) -> None:
     words = ["model.name=mlp", "model.widths=[6,5]", f"optim.name={rule}"]
-    move_alike(learner(*words, "frame=torch"), learner(*words))
+    move_alike(learner(*words, "framework=torch"), learner(*words))
 
 
 def test_jax_and_torch_move_a_convnet_alike() -> None:
     words = ["model.name=convnet", "model.widths=[4,6]", "optim.name=lars", "optim.trust=0.1"]
-    move_alike(learner(*words, "frame=torch", "model.norm=false"), learner(*words))
+    move_alike(learner(*words, "framework=torch", "model.norm=false"), learner(*words))
 
 
 def test_single_precision_follows_double() -> None:
@@ -101,17 +101,17 @@ def test_single_precision_follows_double() -> None:
     single.load(double.state())
     before = double.state()["p.fc1.weight"]
     for step in range(3):
-        sums = [one.step([one.put(batch(7, step))], hyper(7, step), step) for one in (double, single)]
+        sums = [one.step([one.to_device(batch(7, step))], hyper(7, step), step) for one in (double, single)]
         assert floats(sums[0]) == pytest.approx(floats(sums[1]), rel=1e-4)
         assert sums[1]["loss"].dtype == np.float32 and isinstance(sums[1]["loss"], jax.Array), "no wait for the device"
-        assert sums[0]["loss"] + 0.0 == float(sums[0]["loss"]), "float64 for those who add sums outside of the frame"
+        assert sums[0]["loss"] + 0.0 == float(sums[0]["loss"]), "float64 for those who add sums outside of the framework"
         if step == 0:  # a correction 1 - beta^t in float32 would be off by 2e-5
             moved = [(one.state()["p.fc1.weight"] - before) for one in (double, single)]
             assert np.median(np.abs(moved[1] / moved[0] - 1)) < 5e-6
     assert {array.dtype for array in single.state().values()} == {np.dtype(np.float32)}
     for name, array in double.state().items():
         np.testing.assert_allclose(single.state()[name], array, rtol=2e-5, atol=1e-6, err_msg=name)
-    assert jnp.ones(1).dtype == np.float32, "float64 has leaked out of the frame"
+    assert jnp.ones(1).dtype == np.float32, "float64 has leaked out of the framework"
 
 
 def test_weights_start_as_torch_starts_them_and_differ_by_seed() -> None:
@@ -129,15 +129,15 @@ def test_micro_batches_and_empty_ones_change_nothing() -> None:
     for step in range(3):
         data = batch(9, step)
         cuts = [{"x": data["x"][a:b], "y": data["y"][a:b]} for a, b in ((0, 7), (7, 7), (7, 9))]
-        a = floats(whole.step([whole.put(data)], hyper(9), 0))
-        b = floats(pieces.step([pieces.put(cut) for cut in cuts], hyper(9), 0))
+        a = floats(whole.step([whole.to_device(data)], hyper(9), 0))
+        b = floats(pieces.step([pieces.to_device(cut) for cut in cuts], hyper(9), 0))
         assert a == pytest.approx(b, rel=1e-12)
         assert a["count"] == 9
     for name, array in whole.state().items():
         np.testing.assert_allclose(pieces.state()[name], array, rtol=1e-12, atol=1e-15)
     before = pieces.state()
-    sums = pieces.step([pieces.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
-    assert floats(pieces.evaluate(pieces.put(batch(0)))) == {"loss": 0.0, "right": 0.0, "count": 0}
+    sums = pieces.step([pieces.to_device(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    assert floats(pieces.evaluate(pieces.to_device(batch(0)))) == {"loss": 0.0, "right": 0.0, "count": 0}
     assert sums == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
     for name, array in pieces.state().items():
         if name.startswith("p."):
@@ -148,7 +148,7 @@ def test_noise_is_normal_and_the_same_for_the_same_seed() -> None:
     one, two, three = (learner("model.name=mlp", "model.widths=[500]") for _ in range(3))
     before = one.state()
     for each, seed in ((one, 7), (two, 7), (three, 7 + 2**40)):
-        each.step([each.put(batch(0))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=4, noise=0.25), seed)
+        each.step([each.to_device(batch(0))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=4, noise=0.25), seed)
     assert digest(one.state()) == digest(two.state()) != digest(three.state())
     noise = (one.state()["p.fc1.weight"] - before["p.fc1.weight"]).ravel()  # 20,000 numbers
     assert abs(noise.mean()) < 5 * 0.5 / 20000**0.5
@@ -173,11 +173,11 @@ class Pair(Single):
 def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     other = np.linspace(-0.5, 1.0, 3 * 40 + 3)
     pair = Pair(other)
-    one, alone = learner("log.noise_scale=true", engine=pair), learner()
+    one, alone = learner("log.noise_scale=true", communicator=pair), learner()
     data = batch(4)
     straight = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=10)  # the other rank has 6 samples
-    sums = floats(one.step([one.put(data)], straight, 0))
-    alone.step([alone.put(data)], straight, 0)
+    sums = floats(one.step([one.to_device(data)], straight, 0))
+    alone.step([alone.to_device(data)], straight, 0)
     own, whole = (-np.concatenate([x.state()["p.fc.bias"], x.state()["p.fc.weight"].ravel()]) for x in (alone, one))
     np.testing.assert_allclose(whole, own + other, rtol=1e-12)
     assert pair.names == ["gradient.0"]
@@ -188,16 +188,16 @@ def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
 
 def test_few_shapes_are_compiled(compilations: list[str]) -> None:
     one = learner("batch.size=32", "batch.micro=16")
-    one.step([one.put(batch(16)), one.put(batch(15))], hyper(31), 0)
-    one.evaluate(one.put(batch(50)))
+    one.step([one.to_device(batch(16)), one.to_device(batch(15))], hyper(31), 0)
+    one.evaluate(one.to_device(batch(50)))
     one.state()
     first = len(compilations)
     assert 3 <= first <= 16, "gradient, update, sums, and single operations"
     for step, sizes in enumerate([(15, 16), (16, 14), (0, 16), (0, 0), (14, 0)]):
-        one.step([one.put(batch(n)) for n in sizes], hyper(sum(sizes) or 1, step, momentum=0.1 * step, weight_decay=0.1), step)
-        one.evaluate(one.put(batch(49)))
+        one.step([one.to_device(batch(n)) for n in sizes], hyper(sum(sizes) or 1, step, momentum=0.1 * step, weight_decay=0.1), step)
+        one.evaluate(one.to_device(batch(49)))
     assert len(compilations) == first, "other shares, another batch, another rate: nothing is compiled anew"
-    one.step([one.put(batch(16))], hyper(16, noise=0.1), 0)
+    one.step([one.to_device(batch(16))], hyper(16, noise=0.1), 0)
     assert 0 < len(compilations) - first < 4, "the noise, once"
 
 
@@ -211,12 +211,12 @@ def test_rows_are_few_and_follow_from_the_share_alone() -> None:
 
 def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
     a, b = learner("model.name=mlp", "optim.name=lamb"), learner("model.name=mlp", "optim.name=lamb", "seed=2")
-    a.step([a.put(batch(8))], hyper(8), 0)
+    a.step([a.to_device(batch(8))], hyper(8), 0)
     state = a.state()
     b.load(state)
     given = digest(state)
     for one in (a, b):
-        one.step([one.put(batch(8, 9))], hyper(8, 1), 9)
+        one.step([one.to_device(batch(8, 9))], hyper(8, 1), 9)
     assert digest(a.state()) == digest(b.state()) != digest(state) == given
     with pytest.raises(UserError, match=r"p\.fc1\.bias has shape \(6,\), the model has \(128,\)"):
         a.load(learner("model.name=mlp", "optim.name=lamb", "model.widths=[6]").state())

@@ -1,4 +1,4 @@
-"""The JAX frame from outside: the user's own function, refusals, its start, and whole jobs on ranks."""
+"""The JAX framework from outside: the user's own function, refusals, its start, and whole jobs on ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
-    config, origins = configure(None, ["frame=jax", "model.name=linear", "speed.precision=fp64", *words])
-    return build_learner(config, origins, TASK, Single())
+    config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
+    return build_learner(config, provenance, TASK, Single())
 
 
 def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "") -> Any:
@@ -42,7 +42,7 @@ def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "
         return wrong.get(what, layers | {"in.w": jnp.zeros(1)} if what == "twice" else layers)
 
     def apply(params: Any, x: jax.Array) -> Any:
-        assert x.dtype == jnp.zeros(1).dtype, "arrays that a user makes are of the frame's precision"
+        assert x.dtype == jnp.zeros(1).dtype, "arrays that a user makes are of the framework's precision"
         hidden = jnp.tanh(jnp.einsum("nhwc,hwck->nk", x, params["in"]["w"]))
         logits = hidden @ params["out"][0] + params["out"][1]
         return {"few": logits[:, :2], "pair": (logits, hidden), "hits": logits > 0}.get(what, logits)
@@ -61,7 +61,7 @@ def test_the_users_own_function_trains() -> None:
     assert one.describe() == "test_jax_job:own, 261 parameters, jax float64 on cpu:0, no reduction"
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (6, 5, 4, 2), dtype=np.uint8), np.array([0, 1, 2, 2, 2, 1])
-    one.step([one.put({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0)
+    one.step([one.to_device({"x": x, "y": y})], Hyper(lr=0.6, momentum=0.0, weight_decay=0.0, batch=6), 0)
     expected = 0.6 * (np.array([1, 2, 3]) / 6 - 1 / 3)  # zero logits: the gradient of the last bias is 1/3 - share of the label
     np.testing.assert_allclose(one.state()["p.out.1"], expected, rtol=1e-12)
     hidden = np.tanh(np.einsum("nhwc,hwck->nk", (x / 255 - TASK.mean) / TASK.std, before["p.in.w"]))
@@ -71,19 +71,19 @@ def test_the_users_own_function_trains() -> None:
 def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
     for precision in ("fp32", "fp64", "fp32"):
         one = learner(OWN, f"speed.precision={precision}")
-        sums = one.evaluate(one.put({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])}))
+        sums = one.evaluate(one.to_device({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])}))
         assert float(sums["loss"]) == pytest.approx(np.log(3), rel=1e-6 if precision == "fp32" else 1e-15)
 
 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["comm.reduce=bucket"], "frame=jax cannot do this comm.reduce", "leave comm.reduce out, or frame=torch"),
-        (["norm.kind=ghost"], "frame=jax cannot do this norm.kind", "leave norm.kind out"),
-        (["model.classifier_std=0.01"], "frame=jax cannot do this model.classifier_std", "or frame=torch"),
+        (["comm.reduce=bucket"], "framework=jax cannot do this comm.reduce", "leave comm.reduce out, or framework=torch"),
+        (["norm.kind=ghost"], "framework=jax cannot do this norm.kind", "leave norm.kind out"),
+        (["model.classifier_std=0.01"], "framework=jax cannot do this model.classifier_std", "or framework=torch"),
         (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
-        (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, frame=jax needs a rule", "frame=torch"),
-        (["model.name=resnet18"], "unknown name for frame=jax: resnet18", "known: convnet, linear, mlp"),
+        (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule", "framework=torch"),
+        (["model.name=resnet18"], "unknown name for framework=jax: resnet18", "known: convnet, linear, mlp"),
         (["model.name=mlp", "model.widths=[0]"], "widths (0,) make no network", "1 or more"),
         (["model.name=convnet", "model.widths=[]"], "widths () make no convolutions", "1 or more"),
         ([OWN, "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'", "model.<name>=<value>"),
@@ -109,14 +109,14 @@ def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str, f
 
 @pytest.mark.parametrize(
     ("found", "what"),
-    [(None, "frame=jax needs jax: "), (SimpleNamespace(__version__="0.6.2"), "frame=jax needs jax 0.8 or later; this is 0.6.2")],
+    [(None, "framework=jax needs jax: "), (SimpleNamespace(__version__="0.6.2"), "framework=jax needs jax 0.8 or later; this is 0.6.2")],
 )
 def test_a_missing_or_old_jax_is_told(found: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", found)
     with pytest.raises(UserError) as caught:
         learner()
     assert caught.value.what.startswith(what)
-    assert (caught.value.where, caught.value.fix) == ("frame, command line", "pip install 'hvdtrain[jax]'")
+    assert (caught.value.where, caught.value.fix) == ("framework, command line", "pip install 'hvdtrain[jax]'")
 
 
 class FourOnThisHost(Single):
@@ -157,15 +157,15 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The run folders of torch's first epoch on one process, and of the two after it."""
     folder = tmp_path_factory.mktemp("torch")
     first, rest = folder / "first", folder / "rest"
-    job(0, first, "frame=torch", "epochs=1")
-    job(0, rest, "frame=torch", "epochs=3", f"resume={first}")
+    job(0, first, "framework=torch", "epochs=1")
+    job(0, rest, "framework=torch", "epochs=3", f"resume={first}")
     return first, rest
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
     run, (first, rest) = tmp_path / "run", torchs
-    found = job(2, run, "frame=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")
+    found = job(2, run, "framework=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")
     assert "mlp, 9,610 parameters, jax float64 on cpu:0, gradients by one allreduce" in found.stdout
     assert "resume  from step 44" in found.stdout
     for mine, theirs in zip(epochs(run), epochs(rest), strict=True):

@@ -1,4 +1,4 @@
-"""What a frame computes on one rank: against hand-written gradients, against the rule, and against itself in pieces."""
+"""What a framework computes on one rank: against hand-written gradients, against the rule, and against itself in pieces."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
-    config, origins = configure(None, ["speed.precision=fp64", *words])
-    return build_learner(config, origins, TASK, Single())
+    config, provenance = configure(None, ["speed.precision=fp64", *words])
+    return build_learner(config, provenance, TASK, Single())
 
 
 def batch(n: int, seed: int = 0) -> Batch:
@@ -38,8 +38,8 @@ def floats(sums: dict) -> dict[str, float]:
 
 def test_numpy_gradient_is_the_difference_quotient_of_its_loss() -> None:
     for loss in ("cross_entropy", "squared_error"):
-        one = learner("frame=numpy", "model.name=linear", f"model.loss={loss}")
-        data = one.put(batch(5))
+        one = learner("framework=numpy", "model.name=linear", f"model.loss={loss}")
+        data = one.to_device(batch(5))
         state = one.state()
         rng = np.random.default_rng(1)
         state["p.fc.weight"] = rng.normal(size=state["p.fc.weight"].shape)
@@ -57,9 +57,9 @@ def test_numpy_gradient_is_the_difference_quotient_of_its_loss() -> None:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
 def test_torch_and_numpy_move_alike(loss: str) -> None:
-    both = [learner(f"frame={frame}", "model.name=linear", f"model.loss={loss}") for frame in ("torch", "numpy")]
+    both = [learner(f"framework={framework}", "model.name=linear", f"model.loss={loss}") for framework in ("torch", "numpy")]
     for step in range(20):
-        sums = [floats(one.step([one.put(batch(7, step))], hyper(7, lr=0.02 * (step + 1)), step)) for one in both]
+        sums = [floats(one.step([one.to_device(batch(7, step))], hyper(7, lr=0.02 * (step + 1)), step)) for one in both]
         assert sums[0] == pytest.approx(sums[1], rel=1e-12)
     states = [one.state() for one in both]
     assert states[0].keys() == states[1].keys() == {"p.fc.weight", "p.fc.bias", "s.fc.weight.0", "s.fc.bias.0"}
@@ -79,13 +79,13 @@ def test_torch_and_numpy_move_alike(loss: str) -> None:
     ],
 )
 def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
-    plain = learner("frame=numpy", "model.name=linear")
-    both = [learner(f"frame={frame}", "model.name=linear", *words) for frame in ("torch", "numpy")]
+    plain = learner("framework=numpy", "model.name=linear")
+    both = [learner(f"framework={framework}", "model.name=linear", *words) for framework in ("torch", "numpy")]
     for step in range(5):
         data = batch(7, step)
         weighted = data | {"w": np.linspace(-0.5, 2.0, 7)}
-        plain.step([plain.put(data)], hyper(7), step)
-        sums = [floats(one.step([one.put(weighted)], hyper(7), step)) for one in both]
+        plain.step([plain.to_device(data)], hyper(7), step)
+        sums = [floats(one.step([one.to_device(weighted)], hyper(7), step)) for one in both]
         assert sums[0] == pytest.approx(sums[1], rel=1e-12)
     states = [one.state() for one in both]
     for name in states[0]:
@@ -95,7 +95,7 @@ def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]
 
 def test_a_model_of_the_users_may_view_its_images() -> None:
     one = learner("model.name=faulty:Views")
-    one.step([one.put(batch(4))], hyper(4), 0)
+    one.step([one.to_device(batch(4))], hyper(4), 0)
     with pytest.raises(UserError, match=r"the model fails for images \(0, 2, 4, 4\): RuntimeError") as caught:
         learner("model.name=faulty:Views", "norm.kind=sync")
     assert "faulty.py:" in caught.value.where
@@ -104,7 +104,7 @@ def test_a_model_of_the_users_may_view_its_images() -> None:
 
 def test_label_smoothing_is_for_training_alone() -> None:
     one, other = learner("model.name=mlp", "model.label_smoothing=0.3"), learner("model.name=mlp")
-    data = one.put(batch(6))
+    data = one.to_device(batch(6))
     assert floats(one.evaluate(data)) == floats(other.evaluate(data))
     assert floats(one.step([data], hyper(6), 0))["loss"] != pytest.approx(floats(other.step([data], hyper(6), 0))["loss"], rel=1e-3)
 
@@ -112,7 +112,7 @@ def test_label_smoothing_is_for_training_alone() -> None:
 def test_excluded_parameters_do_not_decay() -> None:
     one = learner("model.name=mlp")
     before = one.state()
-    one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    one.step([one.to_device(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
     for name, array in one.state().items():
         if name.startswith("p."):
             np.testing.assert_allclose(array, before[name] * (0.95 if array.ndim > 1 else 1.0), rtol=1e-12)
@@ -122,7 +122,7 @@ def test_added_noise_is_drawn_from_the_seed() -> None:
     a, b, c = (learner("model.name=mlp") for _ in range(3))
     h = hyper(4)._replace(noise=0.01, momentum=0.0)
     for one, seed in ((a, 7), (b, 7), (c, 8)):
-        one.step([one.put(batch(0))], h, seed)  # no sample: the gradient is noise alone
+        one.step([one.to_device(batch(0))], h, seed)  # no sample: the gradient is noise alone
     assert digest(a.state()) == digest(b.state()) != digest(c.state())
     moved = learner("model.name=mlp").state()["p.fc1.weight"] * (1 - 0.1 * 0.01) - a.state()["p.fc1.weight"]
     assert moved.std() / 0.1 == pytest.approx(0.1, rel=0.05)
@@ -133,12 +133,12 @@ def test_a_torch_class_by_its_path_is_saved_and_goes_on() -> None:
     a = learner(*words)
     assert not any(name.startswith("s.") for name in a.state()), "its state comes with its first step"
     for step in range(3):
-        a.step([a.put(batch(8, step))], hyper(8, 0.001), step)
+        a.step([a.to_device(batch(8, step))], hyper(8, 0.001), step)
     assert "s.fc1.weight.square_avg" in a.state()
     b = learner(*words, "seed=2")
     b.load(a.state())
     for one in (a, b):
-        one.step([one.put(batch(8, 9))], hyper(8, 0.001), 9)
+        one.step([one.to_device(batch(8, 9))], hyper(8, 0.001), 9)
     assert digest(a.state()) == digest(b.state())
     model = torch.nn.Sequential(*[torch.nn.Linear(*shape).double() for shape in ((32, 128), (128, 3))])
     by_hand = torch.optim.RMSprop(model.parameters(), alpha=0.9)
@@ -152,8 +152,8 @@ def test_micro_batches_and_empty_ones_change_nothing(reduce: str) -> None:
     for step in range(3):
         data = batch(9, step)
         cuts = [{"x": data["x"][a:b], "y": data["y"][a:b]} for a, b in ((0, 4), (4, 4), (4, 9))]
-        a = floats(whole.step([whole.put(data)], hyper(9), 0))
-        b = floats(pieces.step([pieces.put(cut) for cut in cuts], hyper(9), 0))
+        a = floats(whole.step([whole.to_device(data)], hyper(9), 0))
+        b = floats(pieces.step([pieces.to_device(cut) for cut in cuts], hyper(9), 0))
         assert a == pytest.approx(b, rel=1e-12)
         assert a["count"] == 9
     for name, array in whole.state().items():
@@ -163,7 +163,7 @@ def test_micro_batches_and_empty_ones_change_nothing(reduce: str) -> None:
 def test_a_step_of_no_samples_only_decays() -> None:
     one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]", "optim.exclude=none")
     before = one.state()
-    sums = one.step([one.put(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
+    sums = one.step([one.to_device(batch(0))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.1, batch=4), 0)
     assert floats(sums) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
     for name, array in one.state().items():
         if name.startswith("p."):
@@ -176,7 +176,7 @@ def test_a_step_of_no_samples_only_decays() -> None:
 def test_a_parameter_that_no_loss_reaches_counts_as_zero_gradient(reduce: str) -> None:
     one = learner("model.name=faulty:Faulty", f"comm.reduce={reduce}")
     before = one.state()["p.unused.weight"]
-    one.step([one.put(batch(4))], Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=4), 0)
+    one.step([one.to_device(batch(4))], Hyper(lr=0.5, momentum=0.9, weight_decay=0.1, batch=4), 0)
     np.testing.assert_allclose(one.state()["p.unused.weight"], before * 0.95, rtol=1e-12)
 
 
@@ -185,7 +185,7 @@ def test_dropout_is_seeded_by_the_step() -> None:
     a, b, c = learner(*words), learner(*words), learner(*words)
     data = batch(8)
     for one, seed in ((a, 7), (b, 7), (c, 8)):
-        one.step([one.put(data)], hyper(8), seed)
+        one.step([one.to_device(data)], hyper(8), seed)
     assert digest(a.state()) == digest(b.state()) != digest(c.state())
 
 
@@ -193,9 +193,9 @@ def test_evaluation_learns_nothing_and_counts_hits() -> None:
     one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
     before = digest(one.state())
     data = batch(6)
-    sums = floats(one.evaluate(one.put(data)))
+    sums = floats(one.evaluate(one.to_device(data)))
     assert digest(one.state()) == before
-    halves = [floats(one.evaluate(one.put({k: v[s] for k, v in data.items()}))) for s in (slice(0, 2), slice(2, 6))]
+    halves = [floats(one.evaluate(one.to_device({k: v[s] for k, v in data.items()}))) for s in (slice(0, 2), slice(2, 6))]
     assert sums == pytest.approx({k: halves[0][k] + halves[1][k] for k in sums}, rel=1e-12)
     assert 0 <= sums["right"] <= 6 == sums["count"]
 
@@ -204,12 +204,12 @@ def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
     words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]"]
     a = learner(*words)
     for step in range(3):
-        a.step([a.put(batch(8, step))], hyper(8), step)
+        a.step([a.to_device(batch(8, step))], hyper(8), step)
     b = learner(*words, "seed=2")
     assert digest(b.state()) != digest(a.state())
     b.load(a.state())
     for one in (a, b):
-        one.step([one.put(batch(8, 9))], hyper(8), 9)
+        one.step([one.to_device(batch(8, 9))], hyper(8), 9)
     assert digest(a.state()) == digest(b.state())
     assert any(name.startswith("b.stem.1.running_mean") for name in a.state())
 
@@ -225,9 +225,9 @@ def test_a_state_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["frame=numpy", "model.name=mlp"], "frame=numpy cannot do this model.name"),
-        (["frame=numpy", "model.name=linear", "speed.device=cuda"], "frame=numpy cannot do this speed.device"),
-        (["frame=numpy", "model.name=linear", "comm.reduce=bucket"], "frame=numpy cannot do this comm.reduce"),
+        (["framework=numpy", "model.name=mlp"], "framework=numpy cannot do this model.name"),
+        (["framework=numpy", "model.name=linear", "speed.device=cuda"], "framework=numpy cannot do this speed.device"),
+        (["framework=numpy", "model.name=linear", "comm.reduce=bucket"], "framework=numpy cannot do this comm.reduce"),
         (["model.name=torch.nn:Identity"], "torch.nn:Identity has no parameter to train"),
         (["model.name=torch.nn:Conv2d", "model.in_channels=2", "model.out_channels=5", "model.kernel_size=1"], "not logits (2, 3)"),
         (["model.widths=[0,4,4,4]"], "make no network"),
@@ -236,10 +236,10 @@ def test_a_state_of_another_model_is_refused() -> None:
         (["speed.device=cuda"], "no CUDA device is visible"),
         (["optim.name=sgdd"], "unknown name: sgdd"),
         (
-            ["frame=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
-            "torch.optim.SGD is a torch optimizer, frame=numpy needs a rule",
+            ["framework=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
+            "torch.optim.SGD is a torch optimizer, framework=numpy needs a rule",
         ),
-        (["frame=numpy", "model.name=linear", "norm.kind=ghost"], "frame=numpy cannot do this norm.kind"),
+        (["framework=numpy", "model.name=linear", "norm.kind=ghost"], "framework=numpy cannot do this norm.kind"),
         (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
         (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
         (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),

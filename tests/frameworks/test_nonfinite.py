@@ -118,10 +118,10 @@ BADLY = {  # a learner's words, and a bad batch for it
     "torch, Adam counts": (["model.name=nonfinite_on_ranks:Net", "optim.name=torch.optim.Adam"], -math.inf),
     "torch, buckets": (["model.name=wide_resnet", "model.widths=[4,4,4,4]", "comm.reduce=bucket"], math.inf),
     "torch, ghosts": (["model.name=wide_resnet", "model.widths=[4,4,4,4]", "norm.kind=ghost", "norm.ghost=2"], math.nan),
-    "numpy, inf": (["frame=numpy", "model.name=linear"], math.inf),
-    "numpy, nan": (["frame=numpy", "model.name=linear", "optim.name=adam"], math.nan),
-    "jax, inf": (["frame=jax", "model.name=convnet", "model.widths=[3]"], math.inf),
-    "jax, nan": (["frame=jax", "model.name=mlp", "model.widths=[5]", "optim.name=lamb"], math.nan),
+    "numpy, inf": (["framework=numpy", "model.name=linear"], math.inf),
+    "numpy, nan": (["framework=numpy", "model.name=linear", "optim.name=adam"], math.nan),
+    "jax, inf": (["framework=jax", "model.name=convnet", "model.widths=[3]"], math.inf),
+    "jax, nan": (["framework=jax", "model.name=mlp", "model.widths=[5]", "optim.name=lamb"], math.nan),
 }
 
 
@@ -133,12 +133,12 @@ def test_a_skipped_step_is_as_if_it_had_not_been(case: str) -> None:
     for step in range(5):
         data = weighted(6, step, weight) if step == 2 else batch(6, step)
         before = one.state()
-        sums = floats(one.step([one.put(data)], hyper(6, step), step))
+        sums = floats(one.step([one.to_device(data)], hyper(6, step), step))
         counts.append(sums["nonfinite"])
         assert sums["count"] == 6
         if step != 2:
             assert not same(before, one.state())
-            straight.step([straight.put(data)], hyper(6, step), step)
+            straight.step([straight.to_device(data)], hyper(6, step), step)
         assert same(one.state(), straight.state() if step != 2 else before), step
     assert counts == [0.0, 0.0, 1.0, 0.0, 0.0]
     buffers = {name.rpartition(".")[2] for name in one.state() if name.startswith("b.")}
@@ -149,17 +149,17 @@ def test_the_first_step_and_a_buffer_in_another_tensor() -> None:
     """Nothing of a torch class's own state appears, and the model's buffers are the tensors that they were."""
     one = learner("model.name=nonfinite_on_ranks:Net", "model.bad_pass=1", "optim.name=torch.optim.RMSprop")
     before, there = one.state(), dict(one.model.named_buffers())
-    one.step([one.put(batch(6, 0))], hyper(6, 0), 0)
+    one.step([one.to_device(batch(6, 0))], hyper(6, 0), 0)
     assert same(one.state(), before) and not any(name.startswith("s.") for name in before)
     assert all(b is there[name] for name, b in one.model.named_buffers())
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_without_skip_a_bad_step_is_counted_and_stays(frame: str) -> None:
-    one, counts = learner(f"frame={frame}", "model.name=linear", "guard.nonfinite=stop"), []
+@pytest.mark.parametrize("framework", FRAMES)
+def test_without_skip_a_bad_step_is_counted_and_stays(framework: str) -> None:
+    one, counts = learner(f"framework={framework}", "model.name=linear", "guard.nonfinite=stop"), []
     for step in range(3):
         data = weighted(6, step, math.inf) if step == 1 else batch(6, step)
-        counts.append(float(one.step([one.put(data)], hyper(6, step), step)["nonfinite"]))
+        counts.append(float(one.step([one.to_device(data)], hyper(6, step), step)["nonfinite"]))
     assert counts == [0.0, 1.0, 1.0], "the weights are no numbers any more"
     assert not np.isfinite(one.state()["p.fc.weight"]).all()
 
@@ -170,25 +170,25 @@ def test_one_bad_micro_batch_spoils_the_step(bad_pass: int, reduce: str) -> None
     one = learner("model.name=nonfinite_on_ranks:Net", f"model.bad_pass={bad_pass}", f"comm.reduce={reduce}")
     before = one.state()
     for expected in (1.0, 0.0):
-        sums = floats(one.step([one.put(batch(n, n)) for n in (4, 0, 5)], hyper(9, 0), 0))
+        sums = floats(one.step([one.to_device(batch(n, n)) for n in (4, 0, 5)], hyper(9, 0), 0))
         assert (sums["nonfinite"], sums["count"]) == (expected, 9)
         assert same(one.state(), before) == (expected == 1)
-    for frame in ("numpy", "jax"):
-        other = learner(f"frame={frame}", "model.name=linear")
+    for framework in ("numpy", "jax"):
+        other = learner(f"framework={framework}", "model.name=linear")
         before = other.state()
-        sums = floats(other.step([other.put(d) for d in (weighted(4, 0, math.nan), batch(0, 0), batch(5, 1))], hyper(9, 0), 0))
+        sums = floats(other.step([other.to_device(d) for d in (weighted(4, 0, math.nan), batch(0, 0), batch(5, 1))], hyper(9, 0), 0))
         assert (sums["nonfinite"], sums["count"]) == (1.0, 9) and same(other.state(), before)
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_an_empty_share_is_finite(frame: str) -> None:
-    one = learner(f"frame={frame}", "model.name=linear")
-    assert floats(one.step([one.put(batch(0, 0))], hyper(6, 0), 0)) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
+@pytest.mark.parametrize("framework", FRAMES)
+def test_an_empty_share_is_finite(framework: str) -> None:
+    one = learner(f"framework={framework}", "model.name=linear")
+    assert floats(one.step([one.to_device(batch(0, 0))], hyper(6, 0), 0)) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
 
 
-def single(frame: str, *words: str, std: float = 0.25) -> Learner:
-    config, origins = configure(None, [f"frame={frame}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
-    return build_learner(config, origins, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), Single())
+def single(framework: str, *words: str, std: float = 0.25) -> Learner:
+    config, provenance = configure(None, [f"framework={framework}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
+    return build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), Single())
 
 
 def two(weight: float) -> Batch:
@@ -197,66 +197,66 @@ def two(weight: float) -> Batch:
     return {"x": x, "y": np.zeros(2, np.int64), "w": np.full(2, weight)}
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_a_loss_beyond_all_numbers_counts_though_its_gradient_is_finite(frame: str) -> None:
+@pytest.mark.parametrize("framework", FRAMES)
+def test_a_loss_beyond_all_numbers_counts_though_its_gradient_is_finite(framework: str) -> None:
     """Logits of 1e30: half the square is beyond float32, and the gradient is 1e30."""
-    one = single(frame, "model.loss=squared_error")
+    one = single(framework, "model.loss=squared_error")
     one.load(one.state() | {"p.fc.bias": np.full(3, 1e30, np.float32)})
     before = one.state()
-    sums = floats(one.step([one.put(two(1.0))], hyper(2, 0), 0))
+    sums = floats(one.step([one.to_device(two(1.0))], hyper(2, 0), 0))
     assert (sums["loss"], sums["nonfinite"]) == (math.inf, 1.0) and same(one.state(), before)
 
 
-@pytest.mark.parametrize("frame", ["torch", "jax"])
-def test_so_does_a_weighted_loss(frame: str) -> None:
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_so_does_a_weighted_loss(framework: str) -> None:
     """2 x ln 3 x 3e38, where float32 ends at 3.4e38; numpy computes it in float64."""
-    one = single(frame, std=1.0)
+    one = single(framework, std=1.0)
     before = one.state()
-    sums = floats(one.step([one.put(two(3e38))], hyper(2, 0), 0))
+    sums = floats(one.step([one.to_device(two(3e38))], hyper(2, 0), 0))
     assert sums["loss"] == pytest.approx(2 * math.log(3)) and sums["nonfinite"] == 1.0
     assert same(one.state(), before)
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_a_weight_of_zero_hides_no_infinite_loss(frame: str) -> None:
-    one = single(frame, "model.loss=squared_error")
+@pytest.mark.parametrize("framework", FRAMES)
+def test_a_weight_of_zero_hides_no_infinite_loss(framework: str) -> None:
+    one = single(framework, "model.loss=squared_error")
     one.load(one.state() | {"p.fc.bias": np.full(3, 1e30, np.float32)})
-    assert float(one.step([one.put(two(0.0))], hyper(2, 0), 0)["nonfinite"]) == 1.0
+    assert float(one.step([one.to_device(two(0.0))], hyper(2, 0), 0)["nonfinite"]) == 1.0
 
 
 @pytest.mark.parametrize("words", [[], ["optim.clip_norm=1"]])
-@pytest.mark.parametrize("frame", FRAMES)
-def test_huge_gradients_are_finite(frame: str, words: list[str]) -> None:
+@pytest.mark.parametrize("framework", FRAMES)
+def test_huge_gradients_are_finite(framework: str, words: list[str]) -> None:
     """Numbers around 1e30, whose norm is beyond float32; clipped by that norm they are 0, and the weights only decay."""
-    one = single(frame, *words)
+    one = single(framework, *words)
     one.load(one.state() | {"p.fc.weight": np.full((3, 4), 1e3, np.float32)})
     before = one.state()
-    sums = floats(one.step([one.put(two(1e30))], hyper(2, 0, lr=1e-30 if not words else 0.5), 0))
+    sums = floats(one.step([one.to_device(two(1e30))], hyper(2, 0, lr=1e-30 if not words else 0.5), 0))
     assert sums["nonfinite"] == 0.0
     assert not same(one.state(), before) and all(np.isfinite(array).all() for array in one.state().values())
 
 
 @pytest.mark.parametrize("words", [["optim.clip_value=0.1"], []])
-@pytest.mark.parametrize("frame", FRAMES)
-def test_clipping_hides_nothing(frame: str, words: list[str]) -> None:
+@pytest.mark.parametrize("framework", FRAMES)
+def test_clipping_hides_nothing(framework: str, words: list[str]) -> None:
     """Losses of ln 3 x 1e38, which float32 holds; gradients of a thousand times that, which a clip by value would make 0.1."""
-    one = single(frame, *words, std=1e-3)
+    one = single(framework, *words, std=1e-3)
     before = one.state()
-    sums = floats(one.step([one.put(two(1e38))], hyper(2, 0), 0))
+    sums = floats(one.step([one.to_device(two(1e38))], hyper(2, 0), 0))
     assert sums["loss"] == pytest.approx(2 * math.log(3)) and sums["nonfinite"] == 1.0
     assert same(one.state(), before)
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-@pytest.mark.parametrize("frame", ["torch", "jax"])
-def test_a_bad_step_says_nothing_of_the_noise_scale(frame: str, policy: str) -> None:
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_bad_step_says_nothing_of_the_noise_scale(framework: str, policy: str) -> None:
     """Of two ranks each says half of a step: nonfinite and steps are 1/2."""
-    words = ["model.name=mlp", "log.noise_scale=true", f"guard.nonfinite={policy}", f"frame={frame}"]
+    words = ["model.name=mlp", "log.noise_scale=true", f"guard.nonfinite={policy}", f"framework={framework}"]
     one = learner_on(Twice(), *words)
-    good = floats(one.step([one.put(batch(6, 0))], hyper(12, 0), 0))
+    good = floats(one.step([one.to_device(batch(6, 0))], hyper(12, 0), 0))
     assert good["nonfinite"] == 0.0 and good["steps"] == 0.5 and good["excess_inv"] == pytest.approx(1 / 6 - 1 / 12)
     assert min(good[key] for key in KEYS if key != "excess") > 0 and abs(good["excess"]) < 1e-12 < good["big"]
-    bad = floats(one.step([one.put(weighted(6, 1, math.inf))], hyper(12, 1), 1))
+    bad = floats(one.step([one.to_device(weighted(6, 1, math.inf))], hyper(12, 1), 1))
     assert {key: bad[key] for key in ("nonfinite", "count", *KEYS)} == {"nonfinite": 0.5, "count": 6} | dict.fromkeys(KEYS, 0.0)
 
 
@@ -265,13 +265,13 @@ def test_a_bad_step_says_nothing_of_the_noise_scale(frame: str, policy: str) -> 
     [
         ["model.name=nonfinite_on_ranks:Net", "optim.name=lamb"],
         ["model.name=mlp", "optim.name=torch.optim.Adam"],
-        ["frame=numpy", "model.name=linear"],
-        ["frame=jax", "model.name=mlp"],
+        ["framework=numpy", "model.name=linear"],
+        ["framework=jax", "model.name=mlp"],
     ],
 )
 def test_views_are_the_state_without_a_copy(words: list[str]) -> None:
     one = learner(*words)
-    one.step([one.put(batch(6, 0))], hyper(6, 0), 0)
+    one.step([one.to_device(batch(6, 0))], hyper(6, 0), 0)
     state, views = one.state(), dict(one.views())
     assert list(state) == list(views) and digest(state) == digest(views)
     again = dict(one.views())
@@ -280,7 +280,7 @@ def test_views_are_the_state_without_a_copy(words: list[str]) -> None:
     for name in own:
         assert np.shares_memory(views[name], again[name]) and not np.shares_memory(views[name], state[name]), name
     del views, again
-    one.step([one.put(batch(6, 1))], hyper(6, 1), 1)
+    one.step([one.to_device(batch(6, 1))], hyper(6, 1), 1)
     assert not same(state, one.state())
     fresh = learner(*words)
     fresh.load(state)
@@ -305,13 +305,13 @@ def test_views_of_a_strided_tensor() -> None:
     ],
 )
 def test_buffers_settle_in_two_collectives(model: nn.Module, names: list[str]) -> None:
-    engine, before = Twice(), [b.clone() for b in model.buffers()]
-    Buffers(model, torch.device("cpu")).settle(engine)
-    assert engine.names == names
+    communicator, before = Twice(), [b.clone() for b in model.buffers()]
+    Buffers(model, torch.device("cpu")).sync_buffers(communicator)
+    assert communicator.names == names
     assert all(torch.equal(b, c) for b, c in zip(model.buffers(), before, strict=True)), "the mean of two equal ranks"
-    engine.names, engine.size = [], 1
-    Buffers(model, torch.device("cpu")).settle(engine)
-    assert engine.names == []
+    communicator.names, communicator.size = [], 1
+    Buffers(model, torch.device("cpu")).sync_buffers(communicator)
+    assert communicator.names == []
 
 
 @functools.cache

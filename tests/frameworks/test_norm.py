@@ -39,15 +39,15 @@ def launch(engine: str, size: int) -> tuple[ranks.Result, dict[str, float]]:
 def pairs() -> list[object]:
     return [
         pytest.param(
-            engine,
+            communicator,
             size,
             case,
-            id=f"{engine}-x{size}-{case}",
+            id=f"{communicator}-x{size}-{case}",
             marks=[*marks, *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [])],
         )
-        for engine, marks in MARKS.items()
+        for communicator, marks in MARKS.items()
         for size in (2, 4)
-        for case in norms_on_ranks.cases(engine)
+        for case in norms_on_ranks.cases(communicator)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The slots of every optimizer of the torch frame: saved, loaded, refused by another optimizer."""
+"""The slots of every optimizer of the torch framework: saved, loaded, refused by another optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from hvdtrain.core.digest import digest
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.optim.rule_optimizer import fill_slots, load_slots, make_optimizer, slots
+from hvdtrain.frameworks.torch.optim.rule_optimizer import fill_optimizer_state, load_optimizer_state, make_optimizer, optimizer_state
 
 
 class CountsInGroups(torch.optim.Optimizer):
@@ -61,15 +61,15 @@ def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a, b = make(one), make(other)
     walk(a, one, range(3))
-    fill_slots(b)
+    fill_optimizer_state(b)
     for p, q in zip(one, other, strict=True):
         q.data.copy_(p.data)
-        arrays = {key: slot.numpy().copy() for key, slot in slots(a, p).items()}
+        arrays = {key: slot.numpy().copy() for key, slot in optimizer_state(a, p).items()}
         assert arrays and list(arrays) == sorted(arrays)
-        load_slots(b, q, arrays)
-        loaded = slots(b, q)
+        load_optimizer_state(b, q, arrays)
+        loaded = optimizer_state(b, q)
         assert {key: (slot.dtype, slot.shape) for key, slot in loaded.items()} == {
-            key: (slot.dtype, slot.shape) for key, slot in slots(a, p).items()
+            key: (slot.dtype, slot.shape) for key, slot in optimizer_state(a, p).items()
         }
     for optimizer, some in ((a, one), (b, other)):
         walk(optimizer, some, range(3, 6))
@@ -80,11 +80,11 @@ def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]
 def test_filled_slots_give_the_same_first_step(rule: Any) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a, b = make_optimizer(rule, named(one), True), make_optimizer(rule, named(other), True)
-    assert slots(a, one[0]) == {} and one[0] not in a.state
-    fill_slots(a)
-    shapes = [tuple(slot.shape) for slot in slots(a, one[0]).values()]
+    assert optimizer_state(a, one[0]) == {} and one[0] not in a.state
+    fill_optimizer_state(a)
+    shapes = [tuple(slot.shape) for slot in optimizer_state(a, one[0]).values()]
     assert shapes == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[type(rule).__name__]
-    assert all(not slot.any() for p in one for slot in slots(a, p).values())
+    assert all(not slot.any() for p in one for slot in optimizer_state(a, p).values())
     walk(a, one, range(2))
     walk(b, other, range(2))
     assert_equal(one, other)
@@ -94,28 +94,28 @@ def test_slots_that_are_no_tensors_and_slots_that_go() -> None:
     some = parameters((2,))
     optimizer = user(Counting, some)
     walk(optimizer, some, range(3))
-    live = slots(optimizer, some[0])
+    live = optimizer_state(optimizer, some[0])
     assert list(live) == ["count:int", "z"] and (live["count:int"].item(), live["count:int"].dtype) == (3.0, torch.float64)
     kept = optimizer.state[some[0]]["z"]
-    load_slots(optimizer, some[0], {"count:int": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)})
+    load_optimizer_state(optimizer, some[0], {"count:int": np.array(7.0), "z": np.array([4.0, 5.0], np.float32)})
     assert optimizer.state[some[0]]["count"] == 7 and type(optimizer.state[some[0]]["count"]) is int
     assert optimizer.state[some[0]]["z"] is kept and kept.tolist() == [4.0, 5.0]
     with pytest.raises(UserError) as caught:
-        load_slots(optimizer, some[0], {"z": np.ones(3)})
+        load_optimizer_state(optimizer, some[0], {"z": np.ones(3)})
     assert caught.value.what == "slot z has shape (3,), the optimizer's has (2,)"
     assert "options that the checkpoint was made with" in caught.value.fix
-    load_slots(optimizer, some[0], {})
-    assert slots(optimizer, some[0]) == {}
+    load_optimizer_state(optimizer, some[0], {})
+    assert optimizer_state(optimizer, some[0]) == {}
 
 
 def test_what_a_class_counts_in_its_groups_is_a_slot() -> None:
     some = parameters((2, 2), (3,))
     optimizer = user(CountsInGroups, some, "optim.eps=0.25")
-    assert slots(optimizer, some[0]) == {}, "options and what the recipe sets are none"
+    assert optimizer_state(optimizer, some[0]) == {}, "options and what the recipe sets are none"
     walk(optimizer, some, range(3))
-    live = {key: slot.tolist() for key, slot in slots(optimizer, some[1]).items()}
+    live = {key: slot.tolist() for key, slot in optimizer_state(optimizer, some[1]).items()}
     assert live == {"group.calls:int": 3.0, "group.odd:bool": 1.0, "group.sum": [6.0], "odd:bool": 1.0, "seen:int": 3.0}
-    load_slots(optimizer, some[1], {"group.odd:bool": np.array(0.0)})
+    load_optimizer_state(optimizer, some[1], {"group.odd:bool": np.array(0.0)})
     weights, biases = optimizer.param_groups
     assert biases["odd"] is False and biases["calls"] == 0 and "sum" not in biases and not optimizer.state[some[1]]
     assert (weights["calls"], weights["odd"]) == (3, True)
@@ -125,11 +125,11 @@ def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
     words = ["model.name=mlp", "model.widths=[3]", "optim.name=pytorch_optimizer.AdaBelief"]
     a, b = learner(*words), learner(*words, "seed=2")
     for step in range(3):
-        a.step([a.put(batch(8, step))], hyper(8, 0.1), step)
+        a.step([a.to_device(batch(8, step))], hyper(8, 0.1), step)
     assert a.state()["s.fc1.weight.group.step:int"] == 3
     b.load(a.state())
     for one in (a, b):
-        one.step([one.put(batch(8, 9))], hyper(8, 0.1), 9)
+        one.step([one.to_device(batch(8, 9))], hyper(8, 0.1), 9)
     assert digest(a.state()) == digest(b.state())
 
 
@@ -153,10 +153,10 @@ CANNOT = f"{ADAM} cannot go on from these slots: KeyError: 'max_exp_avg_sq'"
 )
 def test_the_slots_of_another_optimizer_are_refused(before: str, after: str, what: str) -> None:
     a, b = (learner("model.name=mlp", "model.widths=[3]", *f"optim.name={words}".split()) for words in (before, after))
-    a.step([a.put(batch(8))], hyper(8), 0)
+    a.step([a.to_device(batch(8))], hyper(8), 0)
     if not what:
         b.load(a.state())
-        b.step([b.put(batch(8))], hyper(8), 1)
+        b.step([b.to_device(batch(8))], hyper(8), 1)
         return
     with pytest.raises(UserError) as caught:
         b.load(a.state())
@@ -172,5 +172,5 @@ def test_a_class_that_takes_no_zero_gradient_is_not_rehearsed() -> None:
 
     (p,) = parameters((2,))
     optimizer = user(Divides, [p])
-    load_slots(optimizer, p, {"norm:float": np.array(0.5)})
+    load_optimizer_state(optimizer, p, {"norm:float": np.array(0.5)})
     assert optimizer.state[p] == {"norm": 0.5}

@@ -43,8 +43,8 @@ class Two(Single):
 
 
 def learner(*words: str) -> object:
-    config, origins = configure(None, ["batch.size=16", "speed.device=cpu", *words])
-    return build_learner(config, origins, TASK, Single())
+    config, provenance = configure(None, ["batch.size=16", "speed.device=cpu", *words])
+    return build_learner(config, provenance, TASK, Single())
 
 
 def hyper(step: int = 0, lr: float = 0.05) -> Hyper:
@@ -55,7 +55,7 @@ def moved(one: object, steps: int = 1) -> np.ndarray:
     """How far all weights went."""
     before = one.state()
     for step in range(steps):
-        one.step([one.put(batch(16, step))], hyper(step), step)
+        one.step([one.to_device(batch(16, step))], hyper(step), step)
     after = one.state()
     return np.concatenate([(after[name] - before[name]).ravel() for name in before if name.startswith("p.")])
 
@@ -71,9 +71,11 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
 
 def test_joined_statistics_of_half_precision() -> None:
     """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
-    config, origins = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
-    both, one = build_learner(config, origins, TASK, Two()), learner("model.name=convnet", "speed.precision=bf16")
-    steps = [x.step([x.put(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
+    config, provenance = configure(
+        None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"]
+    )
+    both, one = build_learner(config, provenance, TASK, Two()), learner("model.name=convnet", "speed.precision=bf16")
+    steps = [x.step([x.to_device(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
     assert abs(float(steps[0]["loss"]) - float(steps[1]["loss"])) < 1e-3 * float(steps[1]["loss"])
     a, b = both.state(), one.state()
     for name in (name for name in a if name.endswith("running_mean")):
@@ -85,7 +87,7 @@ def test_weights_and_slots_stay_single_and_evaluation_is_half_too() -> None:
     moved(one)
     assert {a.dtype.name for name, a in one.state().items() if not name.endswith("batches_tracked")} == {"float32"}
     other.load(one.state())
-    losses = [float(x.evaluate(x.put(batch(40, 7)))["loss"]) for x in (one, other)]
+    losses = [float(x.evaluate(x.to_device(batch(40, 7)))["loss"]) for x in (one, other)]
     assert 0 < abs(losses[0] - losses[1]) < 0.02 * losses[1]
     assert "torch float32 and bfloat16 on cpu" in one.describe()
 
@@ -103,7 +105,7 @@ def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:
     one.scale._scale.fill_(2.0**24)  # as after a long time without an overflow
     before, counts = one.state(), []
     for step in range(30):
-        sums = one.step([one.put(batch(16, step) | {"w": np.full(16, 2e3)})], hyper(step, lr=1e-6), step)
+        sums = one.step([one.to_device(batch(16, step) | {"w": np.full(16, 2e3)})], hyper(step, lr=1e-6), step)
         counts.append(float(sums["nonfinite"]))
         if float(one.scale._scale) < 2.0**24 and "first" not in before:
             before["first"] = np.array(step)
@@ -115,7 +117,7 @@ def test_a_scale_that_overflows_is_halved_and_the_step_left_out() -> None:
 def test_without_room_to_halve_a_bad_step_counts() -> None:
     one = learner("speed.precision=fp16", "model.name=mlp")
     one.scale._scale.fill_(1.0)
-    sums = one.step([one.put(batch(16, 0) | {"w": np.full(16, np.inf)})], hyper(), 0)
+    sums = one.step([one.to_device(batch(16, 0) | {"w": np.full(16, np.inf)})], hyper(), 0)
     assert float(sums["nonfinite"]) == 1.0 and float(one.scale._scale) == 1.0
 
 
@@ -146,15 +148,15 @@ def test_a_job_goes_on_in_another_precision() -> None:
 
 
 def test_what_half_precision_cannot_do_is_told() -> None:
-    config, origins = configure(None, ["speed.precision=fp16", "log.noise_scale=true", "speed.device=cpu"])
+    config, provenance = configure(None, ["speed.precision=fp16", "log.noise_scale=true", "speed.device=cpu"])
     with pytest.raises(UserError, match="which fp16 scales"):
-        build_learner(config, origins, TASK, Single())
-    for frame in ("numpy", "jax"):
+        build_learner(config, provenance, TASK, Single())
+    for framework in ("numpy", "jax"):
         for words in (["speed.precision=bf16"], ["speed.compile=default"], ["speed.channels_last=true"], ["data.resident=true"]):
-            config, origins = configure(None, [f"frame={frame}", "model.name=linear", *words])
+            config, provenance = configure(None, [f"framework={framework}", "model.name=linear", *words])
             with pytest.raises(UserError, match=words[0].split("=")[0].replace(".", r"\.")):
-                build_learner(config, origins, TASK, Single())
-    assert learner("frame=numpy", "model.name=linear", "speed.precision=auto").state()["p.fc.weight"].dtype == np.float32
+                build_learner(config, provenance, TASK, Single())
+    assert learner("framework=numpy", "model.name=linear", "speed.precision=auto").state()["p.fc.weight"].dtype == np.float32
 
 
 def test_a_gradient_that_this_torch_gets_wrong_is_refused() -> None:
@@ -176,7 +178,7 @@ def test_a_compiled_model_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wanted", [True, False])
 def test_images_come_in_the_order_that_is_asked_for(wanted: bool) -> None:
     one = learner(f"speed.channels_last={wanted}".lower(), "model.name=convnet")
-    x = one.put(batch(3, 0))["x"]
+    x = one.to_device(batch(3, 0))["x"]
     assert x.is_contiguous(memory_format=torch.channels_last) is wanted and x.is_contiguous() is not wanted
 
 
@@ -192,7 +194,7 @@ class Flat(torch.nn.Module):
 
 
 def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
-    config, origins = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
-    one = build_learner(config, origins, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), Single())
+    config, provenance = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
+    one = build_learner(config, provenance, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), Single())
     images = np.zeros((4, 8, 8, 1), np.uint8)
-    assert float(one.step([one.put({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4
+    assert float(one.step([one.to_device({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4

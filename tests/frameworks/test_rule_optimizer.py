@@ -13,7 +13,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.ops import TorchOps
-from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, make_optimizer, runs, set_hyper, slots
+from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, make_optimizer, optimizer_state, runs, set_hyper
 from hvdtrain.optim.adam import Adam
 from hvdtrain.optim.lamb import Lamb
 from hvdtrain.optim.larc import Larc
@@ -75,7 +75,7 @@ def test_dtypes_mix_and_stay(rule: Rule) -> None:
     mixed = [*parameters(*SHAPES), *parameters(*SHAPES, dtype=torch.float32)]
     optimizer = make_optimizer(rule, named(mixed), True)
     walk(optimizer, mixed, range(3))
-    assert all(slot.dtype == p.dtype for p in mixed for slot in slots(optimizer, p).values())
+    assert all(slot.dtype == p.dtype for p in mixed for slot in optimizer_state(optimizer, p).values())
     for p, q in zip(mixed[:4], mixed[4:], strict=True):
         np.testing.assert_allclose(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
 

@@ -74,16 +74,16 @@ def test_adasum_of_two_ranks_is_its_formula_tensor_by_tensor() -> None:
 
 
 REFUSED = {
-    "comm.every=2 norm.kind=sync model.name=convnet model.widths=[8]": "norm.kind=sync joins the ranks in every step",
-    "comm.op=adasum comm.every=2": "comm.op=adasum and comm.every=2 do not go together",
-    "comm.wire=fp16 speed.precision=fp64": "a narrow wire of float64 gradients",
-    "comm.every=3": "the ranks meet every 10 steps, where they average too",
-    "comm.every=2 speed.precision=fp16": "each rank would have a loss scale of its own",
-    "comm.every=2 guard.nonfinite=skip": "a rank that skips a step by itself parts from the others",
-    "comm.every=2 comm.reduce=bucket": "local steps have no gradients for buckets",
-    "comm.every=2 comm.tune=true": "there are no buckets to tune",
-    "comm.every=2 log.noise_scale=true": "local steps have no common gradient",
-    "comm.wire=fp16 comm.reduce=distributed_optimizer": "distributed_optimizer has no comm.wire=fp16",
+    "comm.local_steps=2 norm.kind=sync model.name=convnet model.widths=[8]": "norm.kind=sync joins the ranks in every step",
+    "comm.op=adasum comm.local_steps=2": "comm.op=adasum and comm.local_steps=2 do not go together",
+    "comm.compression=fp16 speed.precision=fp64": "a narrow wire of float64 gradients",
+    "comm.local_steps=3": "the ranks meet every 10 steps, where they average too",
+    "comm.local_steps=2 speed.precision=fp16": "each rank would have a loss scale of its own",
+    "comm.local_steps=2 guard.nonfinite=skip": "a rank that skips a step by itself parts from the others",
+    "comm.local_steps=2 comm.reduce=bucket": "local steps have no gradients for buckets",
+    "comm.local_steps=2 comm.tune=true": "there are no buckets to tune",
+    "comm.local_steps=2 log.noise_scale=true": "local steps have no common gradient",
+    "comm.compression=fp16 comm.reduce=distributed_optimizer": "distributed_optimizer has no comm.compression=fp16",
 }
 
 
@@ -92,7 +92,7 @@ def test_wishes_that_cannot_be_fulfilled_are_told(engine: str) -> None:
     refused, horovod = found(engine)["refused"], engine == "horovod"
     for words, text in REFUSED.items():
         assert text in refused[words]
-    assert ("Horovod has no bfloat16" in refused["comm.wire=bf16"]) == horovod
+    assert ("Horovod has no bfloat16" in refused["comm.compression=bf16"]) == horovod
     assert ("Adasum is Horovod's" in refused["comm.op=adasum"]) == (not horovod)
     for words in ("comm.cycle_ms=1", "comm.hierarchical=true"):
         assert (f"{words.split('=')[0]} is Horovod's" in refused[words]) == (not horovod)

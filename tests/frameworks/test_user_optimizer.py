@@ -19,12 +19,12 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.rule_optimizer import make_user_optimizer, set_hyper
-from hvdtrain.frameworks.torch.parallel.strategy import fits_horovod
+from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
 
 
 def user(make: Callable[..., Any], some: list[Parameter], *words: str) -> torch.optim.Optimizer:
-    config, origins = configure(None, ["optim.name=its.Name", *words])
-    return make_user_optimizer(make, "its.Name", named(some), config, origins)
+    config, provenance = configure(None, ["optim.name=its.Name", *words])
+    return make_user_optimizer(make, "its.Name", named(some), config, provenance)
 
 
 class Counting(torch.optim.Optimizer):
@@ -160,6 +160,7 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.torch import build as on_torch
 from hvdtrain.frameworks.torch.optim import rule_optimizer as o
+from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.core.progress import Hyper
 
 WORDS = {
@@ -175,8 +176,9 @@ def walk(name, ranks, engine):
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
     model = torch.nn.ParameterList(some)
     config, origins = configure(None, [f"optim.name={name}", *WORDS[name]])
-    made, reducer = on_torch.meet(config, origins, engine, on_torch.make_optimizer(config, origins, list(model.named_parameters())), model)
-    o.fill_slots(made)
+    made = on_torch.make_optimizer(config, origins, list(model.named_parameters()))
+    made, reducer = select_strategy(config, origins, engine, made, model)
+    o.fill_optimizer_state(made)
     for step in range(6):
         o.set_hyper(made, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
         made.zero_grad()

@@ -27,12 +27,12 @@ def build(name: str, **options: Any) -> Rule:
 
 def on_numpy(rule: Rule, run: Run) -> Arrays:
     ops, weights = Plain(np), run.weights()
-    rules = [rule.unadapted() if excluded else rule for excluded in run.excluded()]
-    slots = [rule.init(w, ops) for w in weights]
+    rules = [rule.without_trust_ratio() if excluded else rule for excluded in run.excluded()]
+    optimizer_state = [rule.init(w, ops) for w in weights]
     for h in run.hypers():
         for i, g in enumerate(run.gradients(h.step)):
             one = h._replace(weight_decay=0.0) if run.excluded()[i] else h
-            weights[i], slots[i] = rules[i].update(g, slots[i], weights[i], one, ops)
+            weights[i], optimizer_state[i] = rules[i].update(g, optimizer_state[i], weights[i], one, ops)
     return weights
 
 
@@ -40,16 +40,16 @@ def on_jax(rule: Rule, run: Run) -> Arrays:
     """One jitted update of all weights, whose numbers are tracers: it is compiled once."""
     ops, excluded = Plain(jax.numpy), run.excluded()
 
-    def update(gradients: list[Any], slots: list[Any], weights: list[Any], h: Hyper) -> Any:
-        rules = [(rule.unadapted(), h._replace(weight_decay=0.0)) if out else (rule, h) for out in excluded]
-        moved = [one.update(g, s, w, own, ops) for (one, own), g, s, w in zip(rules, gradients, slots, weights, strict=True)]
+    def update(gradients: list[Any], optimizer_state: list[Any], weights: list[Any], h: Hyper) -> Any:
+        rules = [(rule.without_trust_ratio(), h._replace(weight_decay=0.0)) if out else (rule, h) for out in excluded]
+        moved = [one.update(g, s, w, own, ops) for (one, own), g, s, w in zip(rules, gradients, optimizer_state, weights, strict=True)]
         return [w for w, _ in moved], [s for _, s in moved]
 
     with jax.enable_x64(True):
         weights: list[Any] = [jax.numpy.array(w) for w in run.weights()]
-        slots, compiled = [rule.init(w, ops) for w in weights], jax.jit(update)
+        optimizer_state, compiled = [rule.init(w, ops) for w in weights], jax.jit(update)
         for h in run.hypers():
-            weights, slots = compiled(run.gradients(h.step), slots, weights, h)
+            weights, optimizer_state = compiled(run.gradients(h.step), optimizer_state, weights, h)
         assert compiled._cache_size() == 1
         return [np.asarray(w) for w in weights]
 
@@ -143,11 +143,11 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("name", "options", "g", "slots", "numbers", "moved", "after"), BY_HAND)
-def test_one_step_by_hand(name: str, options: dict, g: Any, slots: Any, numbers: dict, moved: Any, after: Any) -> None:
+def test_one_step_by_hand(name: str, options: dict, g: Any, optimizer_state: Any, numbers: dict, moved: Any, after: Any) -> None:
     p = np.array([[3.0, 4.0]])
-    p, slots = build(name, **options).update(np.array([g], float), slots, p, hyper(**numbers), Plain(np))
+    p, optimizer_state = build(name, **options).update(np.array([g], float), optimizer_state, p, hyper(**numbers), Plain(np))
     np.testing.assert_allclose(p[0], moved, rtol=1e-14)
-    for slot, expected in zip(slots, after, strict=True):
+    for slot, expected in zip(optimizer_state, after, strict=True):
         np.testing.assert_allclose(np.ravel(slot), np.ravel(expected), rtol=1e-14)
 
 
@@ -212,17 +212,17 @@ def test_where_rules_leave_their_oracles(float64: None) -> None:
 @pytest.mark.parametrize("name", ["sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"])
 def test_dtypes_stay(name: str) -> None:
     rule, ops, p = build(name), Plain(np), np.ones((2, 3), np.float32)
-    slots = rule.init(p, ops)
+    optimizer_state = rule.init(p, ops)
     for step in range(2):
-        p, slots = rule.update(np.ones_like(p), slots, p, hyper(step=step), ops)
-    assert {p.dtype, *(slot.dtype for slot in slots)} == {np.dtype(np.float32)}
+        p, optimizer_state = rule.update(np.ones_like(p), optimizer_state, p, hyper(step=step), ops)
+    assert {p.dtype, *(slot.dtype for slot in optimizer_state)} == {np.dtype(np.float32)}
 
 
 def test_rules_print_and_compare() -> None:
     assert str(build("lars")) == "Lars(form='torch', trust=0.001, eps=0.0, adapt=True, momentum=0.9)"
     assert build("larc", trust=0.1) == build("larc", trust=0.1) != build("larc") and build("novograd").momentum == 0.95
-    assert [build(name).unadapted().adapt for name in ("lars", "larc", "lamb")] == [False] * 3
-    assert all(build(name).unadapted() == build(name) for name in ("sgd", "adam", "adamw", "novograd"))
+    assert [build(name).without_trust_ratio().adapt for name in ("lars", "larc", "lamb")] == [False] * 3
+    assert all(build(name).without_trust_ratio() == build(name) for name in ("sgd", "adam", "adamw", "novograd"))
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
@@ -22,8 +22,8 @@ EPS = 1e-9  # epochs before a boundary
 
 
 def recipe(*words: str, dataset: int = 1000) -> Recipe:
-    config, origins = configure(None, words)
-    return compose.compose(config, origins, dataset, 0.9)
+    config, provenance = configure(None, words)
+    return compose.compose(config, provenance, dataset, 0.9)
 
 
 def configured(*words: str) -> Config:
@@ -172,11 +172,11 @@ def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
     assert batch_growth.from_decays(10, (1.0,), 1e-320, 80).to == (80,)
 
 
-def for_ranks(origins: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
-    given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in origins else [])]
+def for_ranks(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
+    given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in provenance else [])]
     config, _ = configure(None, given)
     config = dataclasses.replace(config, resume=str(words.get("resume", "no")))
-    config, told = compose.for_ranks(config, Origins(origins), ranks)
+    config, told = compose.for_ranks(config, Provenance(provenance), ranks)
     assert config.batch.per_rank is None
     return config.batch.size, told.where("batch.size")
 
@@ -206,8 +206,8 @@ def test_the_rows_of_the_lars_configuration() -> None:
     rows = [line[1:].split() for line in path.read_text().splitlines() if line.startswith("#   -np")]
     found = []
     for _, ranks, *words in rows:
-        config, origins = configure(str(path), words)
-        r = compose.compose(config, origins, 1281167, 0.9)
+        config, provenance = configure(str(path), words)
+        r = compose.compose(config, provenance, 1281167, 0.9)
         assert config.optim.momentum is not None
         found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
                       config.optim.weight_decay, config.norm.ghost, r.epochs))  # fmt: skip

@@ -17,7 +17,7 @@ from hvdtrain.report.dataframe import frame
 from hvdtrain.report.run import Record, number, numbers, read_record
 
 Fields = dict[str, Any]
-CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.wire": "same", "log.every_steps": 10}
+CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.compression": "same", "log.every_steps": 10}
 
 
 def start(step: int = 0, **fields: Any) -> Fields:
@@ -226,7 +226,7 @@ def run_on(ranks: int, speed: float, seed: int = 1, batch: int = 64, joules: flo
 
 def test_more_ranks_of_the_same_batch() -> None:
     """1 rank: 90, 100, 110 images/s are 100 with a deviation of 10. 4 ranks: 310 and 330 are 320: 3.2 times, 80% of 4. Joules 1.5 / 1.2."""
-    alone = [run_on(1, speed, seed, joules=1.2, **{"comm.wire": "fp16"}) for seed, speed in ((1, 90.0), (2, 100.0), (3, 110.0))]
+    alone = [run_on(1, speed, seed, joules=1.2, **{"comm.compression": "fp16"}) for seed, speed in ((1, 90.0), (2, 100.0), (3, 110.0))]
     many = [run_on(4, 310.0, 1, joules=1.4), run_on(4, 330.0, 2, joules=1.6), run_on(4, 999.0, 1, **{"model.name": "other"})]
     (found,) = comparisons([*many, *alone])
     one, four = found.rows
@@ -249,7 +249,7 @@ def test_more_ranks_of_the_same_batch_on_each() -> None:
 
 def test_other_engines_and_wires_are_no_repetitions() -> None:
     """Two comparisons, both with the job on one rank, whose own wire says nothing; none without a configuration or with one rank count."""
-    alone, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.wire": "fp16"})
+    alone, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.compression": "fp16"})
     assert [found.rows[1].speed_up for found in comparisons([alone, same, half])] == [1.8, 1.9]
     assert (
         comparisons([run_on(2, 1.0), run_on(2, 2.0, seed=2)])
@@ -261,7 +261,7 @@ def test_other_engines_and_wires_are_no_repetitions() -> None:
 def test_a_job_that_went_on_on_other_ranks_is_in_no_comparison() -> None:
     """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing of 2. Done again from step 0 it does."""
     one, moved = run_on(1, 100.0), run_on(2, 120.0)
-    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
+    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", communicator="torchdist")
     events = moved.events[1:]
     assert changed_places(Record(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
     assert comparisons([one, Record(Path("a"), CONFIG, [alone, *events, again])]) == []
@@ -275,8 +275,8 @@ def test_a_job_that_went_on_on_other_ranks_is_in_no_comparison() -> None:
 
 def test_keys_that_differ() -> None:
     first, second = record_of([start()], run="a", seed=1), record_of([start()], run="b", seed=2)
-    del second.config["comm.wire"]
-    assert differing([first, second]) == [("seed", [1, 2]), ("comm.wire", ["same", None])]
+    del second.config["comm.compression"]
+    assert differing([first, second]) == [("seed", [1, 2]), ("comm.compression", ["same", None])]
 
 
 def test_the_table_of_a_run(tmp_path: Path) -> None:

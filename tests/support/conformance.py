@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBERS, Engine, Op
+from hvdtrain.comm.communicator import NUMBERS, Communicator, Op
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
@@ -32,7 +32,7 @@ Kind = Literal["numpy", "torch"]
 # What was found, and the kind, values and dtype that were expected. All of a check's collectives run before its first claim is judged: a
 # rank where one fails must still reach the others.
 Claims = Iterator[tuple[Any, Kind, np.ndarray, str]]
-Check = Callable[[Engine, str], Claims]  # of the engine, and of the name that its collectives take
+Check = Callable[[Communicator, str], Claims]  # of the engine, and of the name that its collectives take
 
 SHAPES = ((), (0,), (1,), (11,), (7, 3), (4, 0), (2, 3, 5))
 ROWS: tuple[Callable[[int, int], int], ...] = (  # a rank's rows of an allgather, from rank and size
@@ -82,151 +82,153 @@ def expect(result: Any, kind: Kind, values: np.ndarray, dtype: str) -> None:
     )
 
 
-def allreduce(op: Op, dtype: str, kind: Kind, engine: Engine, name: str) -> Claims:
+def allreduce(op: Op, dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     for shape in SHAPES:
-        x = buffer(kind, share(shape, engine.rank, engine.size), dtype)
-        yield engine.allreduce(x, f"{name} {shape}", op), kind, reduced(shape, op, engine.size), dtype
+        x = buffer(kind, share(shape, communicator.rank, communicator.size), dtype)
+        yield communicator.allreduce(x, f"{name} {shape}", op), kind, reduced(shape, op, communicator.size), dtype
 
 
-def start_allreduce(dtype: str, kind: Kind, engine: Engine, name: str) -> Claims:
+def start_allreduce(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     """Several under way, waited for in another order than they were started in."""
     ops: tuple[Op, ...] = ("sum", "max", "min")
     under_way = []
     for shape, op in itertools.product(SHAPES, ops):
-        x = buffer(kind, share(shape, engine.rank, engine.size), dtype)
-        under_way.append((engine.start_allreduce(x, f"{name} {shape} {op}", op), shape, op))
+        x = buffer(kind, share(shape, communicator.rank, communicator.size), dtype)
+        under_way.append((communicator.start_allreduce(x, f"{name} {shape} {op}", op), shape, op))
     for handle, shape, op in reversed(under_way):
-        yield handle.wait(), kind, reduced(shape, op, engine.size), dtype
+        yield handle.wait(), kind, reduced(shape, op, communicator.size), dtype
 
 
-def broadcast(dtype: str, kind: Kind, engine: Engine, name: str) -> Claims:
-    for shape, root in itertools.product(SHAPES, sorted({0, engine.size - 1})):
-        x = buffer(kind, ranked(shape, engine.rank), dtype)
-        yield engine.broadcast(x, f"{name} {shape} {root}", root), kind, ranked(shape, root), dtype
+def broadcast(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
+    for shape, root in itertools.product(SHAPES, sorted({0, communicator.size - 1})):
+        x = buffer(kind, ranked(shape, communicator.rank), dtype)
+        yield communicator.broadcast(x, f"{name} {shape} {root}", root), kind, ranked(shape, root), dtype
 
 
-def reduce_scatter(dtype: str, kind: Kind, engine: Engine, name: str) -> Claims:
-    size = engine.size
+def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
+    size = communicator.size
     for shape in (*SHAPES[1:], (2 * size,), (size + 1, 2), (0, 3)):
-        x = buffer(kind, share(shape, engine.rank, size), dtype)
-        part = np.array_split(reduced(shape, "sum", size), size)[engine.rank]
-        yield engine.reduce_scatter(x, f"{name} {shape}"), kind, part, dtype
+        x = buffer(kind, share(shape, communicator.rank, size), dtype)
+        part = np.array_split(reduced(shape, "sum", size), size)[communicator.rank]
+        yield communicator.reduce_scatter(x, f"{name} {shape}"), kind, part, dtype
 
 
-def allgather(dtype: str, kind: Kind, engine: Engine, name: str) -> Claims:
+def allgather(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
     for rows, columns in itertools.product(ROWS, ((), (3,), (2, 1), (0,))):
-        parts = [ranked((rows(rank, engine.size), *columns), rank) for rank in range(engine.size)]
-        x = buffer(kind, parts[engine.rank], dtype)
-        yield engine.allgather(x, f"{name} {ROWS.index(rows)} {columns}"), kind, np.concatenate(parts), dtype
+        parts = [ranked((rows(rank, communicator.size), *columns), rank) for rank in range(communicator.size)]
+        x = buffer(kind, parts[communicator.rank], dtype)
+        yield communicator.allgather(x, f"{name} {ROWS.index(rows)} {columns}"), kind, np.concatenate(parts), dtype
 
 
-def places(engine: Engine, name: str) -> Claims:
+def places(communicator: Communicator, name: str) -> Claims:
     """Ranks are 0 .. size - 1, and local ranks too, in any order: all test ranks share one host."""
-    ranks, local_ranks, *sizes = zip(*engine.exchange((engine.rank, engine.local_rank, engine.size, engine.local_size)), strict=True)
-    yield np.array([ranks, sorted(local_ranks)]), "numpy", np.array([range(engine.size)] * 2), "int64"
-    yield np.array(sizes), "numpy", np.full((2, engine.size), engine.size), "int64"
+    ranks, local_ranks, *sizes = zip(
+        *communicator.exchange((communicator.rank, communicator.local_rank, communicator.size, communicator.local_size)), strict=True
+    )
+    yield np.array([ranks, sorted(local_ranks)]), "numpy", np.array([range(communicator.size)] * 2), "int64"
+    yield np.array(sizes), "numpy", np.full((2, communicator.size), communicator.size), "int64"
 
 
-def exchange(engine: Engine, name: str) -> Claims:
+def exchange(communicator: Communicator, name: str) -> Claims:
     """Objects of uneven length, None, arrays, in rank order, again and again."""
-    things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(engine.size)]
-    same = [str(engine.exchange(things[engine.rank])) == str(things) for _ in range(3)]
+    things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
+    same = [str(communicator.exchange(things[communicator.rank])) == str(things) for _ in range(3)]
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
-def muster(engine: Engine, name: str) -> Claims:
+def muster(communicator: Communicator, name: str) -> Claims:
     """Texts of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
     that rank 0 enters later."""
     for turn, length in enumerate((10, 1_000_000)):
-        things = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(engine.size)]
+        things = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(communicator.size)]
         found: list[Any] = []
-        thread = threading.Thread(target=_muster_into, args=(found, engine, things[engine.rank], 20.0))
+        thread = threading.Thread(target=_muster_into, args=(found, communicator, things[communicator.rank], 20.0))
         thread.start()
-        if not engine.rank:
+        if not communicator.rank:
             thread.join()
-        together = engine.allreduce(np.array([engine.rank]), name)
+        together = communicator.allreduce(np.array([communicator.rank]), name)
         thread.join()
-        engine.exchange(None)  # nobody asks again before all have returned
-        yield np.array([found == [[] if engine.rank else things]]), "numpy", np.ones(1), "bool"
-        yield together, "numpy", np.array([engine.size * (engine.size - 1) // 2]), "int64"
+        communicator.exchange(None)  # nobody asks again before all have returned
+        yield np.array([found == [[] if communicator.rank else things]]), "numpy", np.ones(1), "bool"
+        yield together, "numpy", np.array([communicator.size * (communicator.size - 1) // 2]), "int64"
 
 
-def muster_of_some(engine: Engine, name: str) -> Claims:
+def muster_of_some(communicator: Communicator, name: str) -> Claims:
     """The last rank is late, then silent, then in time: None after the wait, no late answer to an old question, and no end with one."""
-    rank, last = engine.rank, engine.size - 1
+    rank, last = communicator.rank, communicator.size - 1
     for turn, how in enumerate(("late", "silent", "in time")):
         missing = bool(last) and how != "in time"
         start, found = time.monotonic(), list[Any]()
         if not (missing and rank == last):
-            _muster_into(found, engine, f"{rank} {turn}", 0.3 if missing else 20.0)
+            _muster_into(found, communicator, f"{rank} {turn}", 0.3 if missing else 20.0)
         seconds = time.monotonic() - start
-        engine.exchange(None)
+        communicator.exchange(None)
         if missing and rank == last and how == "late":
-            _muster_into(found, engine, f"{rank} {turn}", 0.3)
-        engine.exchange(None)
-        things = [None if missing and one == last else f"{one} {turn}" for one in range(engine.size)]
+            _muster_into(found, communicator, f"{rank} {turn}", 0.3)
+        communicator.exchange(None)
+        things = [None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)]
         if missing and not rank:  # on a busy machine others may be late too
             things = [thing if theirs is not None else None for thing, theirs in zip(things, found[0], strict=True)]
         wanted = [things] if not rank else [] if how == "silent" and rank == last else [[]]
         yield np.array([found == wanted, 0.2 < seconds < 10 if missing and not rank else seconds < 10]), "numpy", np.ones(2), "bool"
 
 
-def _muster_into(found: list[Any], engine: Engine, text: str, wait_s: float) -> None:
-    found.append(engine.muster(text, wait_s))
+def _muster_into(found: list[Any], communicator: Communicator, text: str, wait_s: float) -> None:
+    found.append(communicator.side_channel_gather(text, wait_s))
 
 
-def many_steps(engine: Engine, name: str) -> Claims:
+def many_steps(communicator: Communicator, name: str) -> Claims:
     """The same names, step after step, with values that change; an allreduce, an allgather and a broadcast share one name."""
-    rank, size = engine.rank, engine.size
+    rank, size = communicator.rank, communicator.size
     for step in range(40):
-        handles = [engine.start_allreduce(np.full(5, step * (rank + 1.0 + i)), f"{name} {i}") for i in range(3)]
-        yield engine.allgather(np.array([step + rank]), f"{name} 0"), "numpy", np.arange(step, step + size), "int64"
-        yield engine.broadcast(np.array([step * 2 + rank]), f"{name} 0"), "numpy", np.array([step * 2]), "int64"
+        handles = [communicator.start_allreduce(np.full(5, step * (rank + 1.0 + i)), f"{name} {i}") for i in range(3)]
+        yield communicator.allgather(np.array([step + rank]), f"{name} 0"), "numpy", np.arange(step, step + size), "int64"
+        yield communicator.broadcast(np.array([step * 2 + rank]), f"{name} 0"), "numpy", np.array([step * 2]), "int64"
         for i, handle in enumerate(handles):
             yield handle.wait(), "numpy", np.full(5, step * (size * (size + 1) / 2 + size * i)), "float64"
 
 
-def large(kind: Kind, engine: Engine, name: str) -> Claims:
+def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """Megabytes through every collective."""
-    rank, size, shape, dtype = engine.rank, engine.size, (LARGE,), "float32"
+    rank, size, shape, dtype = communicator.rank, communicator.size, (LARGE,), "float32"
     total, mine = reduced(shape, "sum", size), share(shape, rank, size)
     parts = [ranked((LARGE // size + r,), r) for r in range(size)]
-    handle = engine.start_allreduce(buffer(kind, mine, dtype), f"{name} start")
-    yield engine.allreduce(buffer(kind, mine, dtype), name), kind, total, dtype
-    yield engine.broadcast(buffer(kind, ranked(shape, rank), dtype), name), kind, ranked(shape, 0), dtype
-    yield engine.reduce_scatter(buffer(kind, mine, dtype), name), kind, np.array_split(total, size)[rank], dtype
-    yield engine.allgather(buffer(kind, parts[rank], dtype), name), kind, np.concatenate(parts), dtype
+    handle = communicator.start_allreduce(buffer(kind, mine, dtype), f"{name} start")
+    yield communicator.allreduce(buffer(kind, mine, dtype), name), kind, total, dtype
+    yield communicator.broadcast(buffer(kind, ranked(shape, rank), dtype), name), kind, ranked(shape, 0), dtype
+    yield communicator.reduce_scatter(buffer(kind, mine, dtype), name), kind, np.array_split(total, size)[rank], dtype
+    yield communicator.allgather(buffer(kind, parts[rank], dtype), name), kind, np.concatenate(parts), dtype
     yield handle.wait(), kind, total, dtype
 
 
-def extremes(kind: Kind, engine: Engine, name: str) -> Claims:
+def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """int64 passes through no float, uint8 wraps around, and float16 beyond 65504 is inf without a warning: loss scaling looks for it."""
-    rank, size = engine.rank, engine.size
+    rank, size = communicator.rank, communicator.size
     big, ranks = 2**53 + 1, size * (size - 1) // 2  # 0 + 1 + .. + size - 1
     cases = {"int64": (big + rank, big * size + ranks), "uint8": (200 + rank, (200 * size + ranks) % 256)}
     for dtype, (mine, total) in {**cases, "float16": (4e4, 4e4 if size == 1 else np.inf)}.items():
-        yield engine.allreduce(buffer(kind, np.array([mine]), dtype), f"{name} {dtype}"), kind, np.array([total]), dtype
+        yield communicator.allreduce(buffer(kind, np.array([mine]), dtype), f"{name} {dtype}"), kind, np.array([total]), dtype
 
 
-def kept_inputs(engine: Engine, name: str) -> Claims:
+def kept_inputs(communicator: Communicator, name: str) -> Claims:
     """A read-only array is left alone, and a parameter that requires a gradient goes through."""
-    shares = [share((6,), rank, engine.size) for rank in range(engine.size)]
-    read_only = shares[engine.rank].astype(np.float32)
+    shares = [share((6,), rank, communicator.size) for rank in range(communicator.size)]
+    read_only = shares[communicator.rank].astype(np.float32)
     read_only.flags.writeable = False
     parameter = torch.from_numpy(read_only.copy()).requires_grad_()
-    yield engine.allreduce(read_only, f"{name} sum"), "numpy", sum(shares), "float32"
-    yield engine.allgather(read_only, f"{name} all"), "numpy", np.concatenate(shares), "float32"
-    yield engine.broadcast(read_only, f"{name} last", engine.size - 1), "numpy", shares[-1], "float32"
-    yield read_only, "numpy", shares[engine.rank], "float32"
-    yield engine.allreduce(parameter, f"{name} parameter"), "torch", sum(shares), "float32"
+    yield communicator.allreduce(read_only, f"{name} sum"), "numpy", sum(shares), "float32"
+    yield communicator.allgather(read_only, f"{name} all"), "numpy", np.concatenate(shares), "float32"
+    yield communicator.broadcast(read_only, f"{name} last", communicator.size - 1), "numpy", shares[-1], "float32"
+    yield read_only, "numpy", shares[communicator.rank], "float32"
+    yield communicator.allreduce(parameter, f"{name} parameter"), "torch", sum(shares), "float32"
 
 
-def refused(collective: str, x: Any, dtype: str, engine: Engine, name: str) -> Claims:
+def refused(collective: str, x: Any, dtype: str, communicator: Communicator, name: str) -> Claims:
     """A UserError that names dtype, engine, collective and the buffer's name, on every rank, before anything is sent."""
     try:
-        yield getattr(engine, collective)(x, name), "numpy", np.array("a UserError"), "U"
+        yield getattr(communicator, collective)(x, name), "numpy", np.array("a UserError"), "U"
     except UserError as error:
-        missing = [word for word in (dtype, engine.name, collective.removeprefix("start_"), name) if word not in str(error)]
+        missing = [word for word in (dtype, communicator.name, collective.removeprefix("start_"), name) if word not in str(error)]
         assert not missing, f"{missing} not in the message: {error}"
 
 
@@ -270,26 +272,26 @@ def checks_of(engine: str) -> dict[str, Check]:
     return CHECKS if engine == "single" else CHECKS | REFUSALS
 
 
-def failures(engine: Engine) -> dict[str, str]:
+def failures(communicator: Communicator) -> dict[str, str]:
     """{check: "" or the failure on this rank}"""
     found: dict[str, str] = {}
-    for name, check in checks_of(engine.name).items():
+    for name, check in checks_of(communicator.name).items():
         try:
-            for claim in list(check(engine, name.removesuffix("-numpy").removesuffix("-torch"))):
+            for claim in list(check(communicator, name.removesuffix("-numpy").removesuffix("-torch"))):
                 expect(*claim)
             found[name] = ""
         except Exception as error:
-            found[name] = f"rank {engine.rank} of {engine.size}: {type(error).__name__}: {error}"
+            found[name] = f"rank {communicator.rank} of {communicator.size}: {type(error).__name__}: {error}"
     return found
 
 
 def main(name: str, out: str) -> None:
-    engine: Engine = plugins.load("comm", name, "tests").connect(placement(os.environ))
+    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
     warnings.simplefilter("error")
-    everyone = engine.exchange(failures(engine))
-    if engine.rank == 0:
+    everyone = communicator.exchange(failures(communicator))
+    if communicator.rank == 0:
         Path(out).write_text(json.dumps({check: "; ".join(filter(None, (mine[check] for mine in everyone))) for check in everyone[0]}))
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

@@ -34,15 +34,15 @@ class Command(NamedTuple):
     engine: str
     size: int
     words: tuple[str, ...] = ()
-    frame: str = "torch"
+    framework: str = "torch"
 
     @property
     def epochs(self) -> int:
         """Of 60 steps: more than a plan of faults takes, so that no job ends before its fault."""
-        return {("numpy", 4): 10, ("torch", 2): 8, ("torch", 4): 4}.get((self.frame, self.size), 16)
+        return {("numpy", 4): 10, ("torch", 2): 8, ("torch", 4): 4}.get((self.framework, self.size), 16)
 
     def argv(self, run: Path) -> list[str]:
-        model = "model.name=linear" if self.frame == "numpy" else "model.name=trouble:Trouble"
+        model = "model.name=linear" if self.framework == "numpy" else "model.name=trouble:Trouble"
         data = [
             "data.name=synthetic",
             "data.shape=[16,16,3]",
@@ -57,7 +57,14 @@ class Command(NamedTuple):
             f"log.every_steps={MEET}",
             "guard.equal_steps=10",
         ]
-        mine = [f"comm.engine={self.engine}", f"frame={self.frame}", model, "optim.name=adam", "optim.base_lr=0.002", f"run={run}"]
+        mine = [
+            f"comm.engine={self.engine}",
+            f"framework={self.framework}",
+            model,
+            "optim.name=adam",
+            "optim.base_lr=0.002",
+            f"run={run}",
+        ]
         return ["-m", "hvdtrain", *data, *turns, *mine, *self.words]
 
     def start(self, run: Path, env: Mapping[str, str] | None = None) -> Job:
@@ -112,10 +119,12 @@ def newest(run: Path) -> int:
 def outcome(run: Path) -> Tree:
     """What must not depend on interruptions: the last checkpoint, the loss at every meeting, and every epoch."""
     folder = run / "checkpoints" / f"step-{newest(run):08d}"
-    standing = json.loads((folder / "progress.json").read_text())["standing"]  # its sums are empty after the last evaluation, full before
+    train_state = json.loads((folder / "progress.json").read_text())[
+        "standing"
+    ]  # its sums are empty after the last evaluation, full before
     arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "slots.safetensors")}
     told = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
-    return arrays | {key: standing[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"told": told}
+    return arrays | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"told": told}
 
 
 _LOSSES = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy")

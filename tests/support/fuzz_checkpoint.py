@@ -15,7 +15,7 @@ from numpy.random import Generator
 
 from hvdtrain.cli.export.read import about, own_names, read
 from hvdtrain.comm.communicator import Single
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
@@ -24,7 +24,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.train.build import build_learner, build_recipe
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.resume import check_identity, newest_good
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}
 VALUES = (
@@ -52,17 +52,18 @@ VALUES = (
 @functools.cache
 def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
     """A small one, and the files of a checkpoint of it."""
-    config, origins = configure(
-        None, ["frame=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"]
+    config, provenance = configure(
+        None,
+        ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
     )
-    learner = build_learner(config, origins, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), Single())
-    return learner, build_recipe(config, Origins(), 50), {}
+    learner = build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), Single())
+    return learner, build_recipe(config, Provenance(), 50), {}
 
 
 def good_files(home: Path) -> dict[str, bytes]:
     learner, _, kept = job()
     if not kept:
-        folder = files.write(home / "first", Standing(Progress(50, 500, 3, 192)), learner.state(), IDENTITY, {"a.b": "p.fc.bias"})
+        folder = files.write(home / "first", TrainState(Progress(50, 500, 3, 192)), learner.state(), IDENTITY, {"a.b": "p.fc.bias"})
         kept |= {path.name: path.read_bytes() for path in folder.iterdir()}
     return kept
 
@@ -121,7 +122,7 @@ def go_on(run: Path) -> None:
     try:
         learner.load(arrays)
         assert learner.state().keys() == before.keys() and digest(learner.state())
-        p = found.standing.progress
+        p = found.train_state.progress
         rows = indices(p.samples, recipe.at(p).batch, 0, 1, p.dataset, 1)
         assert len(rows) and rows.min() >= 0 and rows.max() < 50
     finally:

@@ -20,7 +20,7 @@ from fuzz_bytes import chance, mutated, pick
 from numpy.random import Generator
 
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 
 PLAIN = """
 os:system os.system posix:system subprocess:Popen subprocess.run builtins:exec builtins.eval runpy:run_path pickle:loads
@@ -48,8 +48,8 @@ def read_names(rng: Generator, home: Path) -> Callable[[], None]:
 
 def check_dotted(name: str) -> None:
     """A model is nothing of Python itself, and tells its parameters."""
-    config, origins = configure(None, [f"model.name={name}"])
-    plugins.check_names(config, origins)
+    config, provenance = configure(None, [f"model.name={name}"])
+    plugins.check_names(config, provenance)
     found = plugins.load_dotted(config.model.name, "model.name")
     inspect.signature(found)
     home = getattr(found if isinstance(found, type) or inspect.isroutine(found) else type(found), "__module__", None) or ""
@@ -80,7 +80,7 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
     (home / "train" / "a" / "1.png").write_bytes(fuzz_images.sound_images()[2])
 
     def read() -> None:
-        options = plugins.check_options(build, given, folder, Origins())
+        options = plugins.check_options(build, given, folder, Provenance())
         if folder == "optim":
             build(**options)
         elif name in ("folder", "webdataset"):

@@ -77,7 +77,7 @@ class Report:
         )
 
 
-class Watch:
+class Watchdog:
     """An audit hook: while it is on, nothing is started, called over the network, or touched outside `home`."""
 
     def __init__(self, home: Path) -> None:
@@ -119,7 +119,7 @@ def generator(name: str, seed: int, number: int) -> np.random.Generator:
     return np.random.default_rng([seed, sum(name.encode()), number])
 
 
-def one(name: str, reader: Reader, seed: int, number: int, watch: Watch, scratch: Path) -> tuple[str, str]:
+def one(name: str, reader: Reader, seed: int, number: int, watch: Watchdog, scratch: Path) -> tuple[str, str]:
     """("read" | "refused" | "finding", what was found)."""
     home = scratch / "input"
     home.mkdir()
@@ -157,7 +157,7 @@ def check_refusal(error: UserError) -> tuple[str, str]:
 def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
     """Works through its order; leaves in `now` what it was at, for the parent to read where this process dies."""
     scratch, report = Path(order["scratch"]), {name: Tally(**tally) for name, tally in order["tallies"].items()}
-    watch, seed = Watch(scratch / "input"), order["seed"]
+    watch, seed = Watchdog(scratch / "input"), order["seed"]
     warnings.simplefilter("default")
     sys.addaudithook(watch)
     limit_memory(order["limit_bytes"])
@@ -199,6 +199,7 @@ def fuzz(script: Path, names: tuple[str, ...], seed: int, seconds: float, limit_
     """Gives each reader of `script` its equal share of the seconds; a child that dies is a finding, and another one goes on."""
     report = Report({name: Tally() for name in names})
     environment = {**os.environ, "SECRET": CANARY, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), str(Path(__file__).parent)])
     with tempfile.TemporaryDirectory() as scratch:
         environment["XDG_CACHE_HOME"] = os.path.join(scratch, "input", ".cache")
         while len(report.findings) < most:

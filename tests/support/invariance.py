@@ -18,17 +18,18 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.torch.parallel import strategy
+from hvdtrain.frameworks.torch.parallel import select_strategy
+from hvdtrain.frameworks.torch.parallel.strategy import SingleProcess
 from hvdtrain.train.build import build_learner, build_recipe, connect
-from hvdtrain.train.health.heartbeat import Pulse
-from hvdtrain.train.health.monitor import Guard
+from hvdtrain.train.health.heartbeat import Heartbeat
+from hvdtrain.train.health.monitor import HealthMonitor
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.input.prefetch import Feed
+from hvdtrain.train.input.prefetch import Prefetcher
 from hvdtrain.train.job import prepare
-from hvdtrain.train.loop import Job, evaluate, train_to_meeting
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.loop import Job, evaluate, train_to_sync_point
+from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.same_state import share_state
-from hvdtrain.train.telemetry.telemetry import gauges
+from hvdtrain.train.telemetry.telemetry import telemetry
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 # ranks that differ are wanted here, for a while or for good: this test compares them itself
@@ -41,25 +42,25 @@ GROWN = (  # a recipe with nearly everything
     "model.label_smoothing=0.1 recipe.sample_noise=0.5 recipe.growth=milestones recipe.grow_at=[0.4,0.9] recipe.grow_to=[47,62]"
 )
 JOBS = {
-    "numpy softmax": "frame=numpy model.name=linear optim.base_lr=0.05",
+    "numpy softmax": "framework=numpy model.name=linear optim.base_lr=0.05",
     "torch softmax": "model.name=linear optim.base_lr=0.05",
     "torch softmax, buckets": "model.name=linear optim.base_lr=0.05 comm.reduce=bucket comm.bucket_mb=0.001",
     "torch softmax, micro-batches": "model.name=linear optim.base_lr=0.05 batch.micro=3",
     "torch softmax, partition": "model.name=linear optim.base_lr=0.05 data.sampling=partition",
-    "numpy least squares": "frame=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
+    "numpy least squares": "framework=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
-    "jax softmax": "frame=jax model.name=linear optim.base_lr=0.05",
-    "jax convnet, micro-batches": "frame=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
+    "jax softmax": "framework=jax model.name=linear optim.base_lr=0.05",
+    "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
     "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20",
     "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20 "
     "comm.reduce=bucket comm.bucket_mb=0.001",
-    "numpy, grown": f"frame=numpy {GROWN}",
+    "numpy, grown": f"framework=numpy {GROWN}",
     "torch, grown": GROWN,
     "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",
-    "jax, grown": f"frame=jax {GROWN}",
+    "jax, grown": f"framework=jax {GROWN}",
     "torch mlp, RMSprop": "model.name=mlp model.widths=[24,16] optim.name=torch.optim.RMSprop optim.base_lr=0.001",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }
@@ -68,8 +69,8 @@ JOBS = {
 class Deaf:
     """An engine whose allreduce hears nobody; the numbers of ranks and the rest are the real engine's."""
 
-    def __init__(self, engine: object) -> None:
-        self._engine = engine
+    def __init__(self, communicator: object) -> None:
+        self._engine = communicator
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
@@ -81,33 +82,38 @@ class Deaf:
         return Done(x)
 
 
-def losses(words: str, engine: object) -> dict[str, object]:
+def losses(words: str, communicator: object) -> dict[str, object]:
     """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
-    config, origins = configure(None, f"{COMMON} {words}".split())
-    parts = prepare(config, origins)
-    learner = build_learner(config, origins, parts.task, engine)
-    share_state(engine, learner, None)
+    config, provenance = configure(None, f"{COMMON} {words}".split())
+    parts = prepare(config, provenance)
+    learner = build_learner(config, provenance, parts.task, communicator)
+    share_state(communicator, learner, None)
     curve: list[float] = []
 
     def listen(event: Event) -> None:
         curve.append(event.fields["loss"])
 
-    guard = Guard(config, engine, Signals(0), Pulse(), engine.exchange(f"host {engine.rank}"))
-    recipe = build_recipe(config, origins, len(parts.train))
-    feed = Feed(config, engine, recipe, parts.train, learner)
-    watched = gauges(config, origins, (engine, learner), guard.hosts, Log([]), Path())
-    job = Job(config, engine, learner, recipe, feed, parts.val, Log([listen]), guard, watched)
-    now = Standing(Progress(len(parts.train), len(parts.train) * config.epochs))
+    health = HealthMonitor(config, communicator, Signals(0), Heartbeat(), communicator.exchange(f"host {communicator.rank}"))
+    recipe = build_recipe(config, provenance, len(parts.train))
+    prefetcher = Prefetcher(config, communicator, recipe, parts.train, learner)
+    watched = telemetry(config, provenance, (communicator, learner), health.hosts, Log([]), Path())
+    job = Job(config, communicator, learner, recipe, prefetcher, parts.val, Log([listen]), health, watched)
+    now = TrainState(Progress(len(parts.train), len(parts.train) * config.epochs))
     while now.progress.step < config.max_steps - 1:
-        now = train_to_meeting(job, now)
-    settle, learner.settle = learner.settle, lambda engine: None  # the last meeting leaves each rank its own statistics
-    now = train_to_meeting(job, now)
-    apart = engine.exchange({name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))})
-    settle(engine)
+        now = train_to_sync_point(job, now)
+    sync_buffers, learner.sync_buffers = (
+        learner.sync_buffers,
+        lambda communicator: None,
+    )  # the last meeting leaves each rank its own statistics
+    now = train_to_sync_point(job, now)
+    apart = communicator.exchange(
+        {name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))}
+    )
+    sync_buffers(communicator)
     val, state = evaluate(job, now), learner.state()
-    unsettled = [float(np.abs(sum(one[name] for one in apart) / engine.size - state[name]).max()) for name in apart[0]]
+    unsettled = [float(np.abs(sum(one[name] for one in apart) / communicator.size - state[name]).max()) for name in apart[0]]
     spread = [float(np.abs(apart[0][name] - apart[-1][name]).max()) for name in apart[0]]
-    digests = set(engine.exchange(digest(state)))
+    digests = set(communicator.exchange(digest(state)))
     return {
         "losses": curve,
         "val": {name: val[name] for name in ("loss", "right", "count")},
@@ -120,21 +126,22 @@ def losses(words: str, engine: object) -> dict[str, object]:
 
 def main() -> None:
     name, out = sys.argv[1:3]
-    config, origins = configure(None, [f"comm.engine={name}"])
-    engine, _ = connect(config, origins, placement(os.environ))
-    heard = Deaf(engine) if sys.argv[3:] == ["deaf"] else engine
+    config, provenance = configure(None, [f"comm.engine={name}"])
+    communicator, _ = connect(config, provenance, placement(os.environ))
+    heard = Deaf(communicator) if sys.argv[3:] == ["deaf"] else communicator
     jobs = JOBS
     if sys.argv[3:] == ["deaf"]:
-        strategy.InOptimizer = lambda optimizer, named: strategy.Alone(named)  # type: ignore[assignment,misc]  # the break to be noticed
-        strategy.wrap_optimizer = lambda optimizer, named: optimizer  # type: ignore[assignment]
+        # the break to be noticed
+        select_strategy.HorovodOptimizer = lambda optimizer, named: SingleProcess(named)  # type: ignore[assignment,misc,attr-defined]
+        select_strategy.wrap_optimizer = lambda optimizer, named: optimizer  # type: ignore[assignment,attr-defined]
         jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs.pop("torch softmax, micro-batches")
     if name == "torchdist":
         jobs = {job: words.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, words in jobs.items()}
     results = {job: losses(words, heard) for job, words in jobs.items()}
-    if engine.rank == 0:
+    if communicator.rank == 0:
         Path(out).write_text(json.dumps(results))
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.train.checkpoint.resume import newest_good
 
-WORDS = ["frame=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
+WORDS = ["framework=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
 LEAST = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on
 DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "batch.size=8"]  # 4 steps are an epoch
 TURNS = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # signals are heard in evaluation, too
@@ -172,7 +172,7 @@ def copy(begin: Path, folder: Path) -> Path:
 def good(run: Path) -> int:
     """The step of the newest good checkpoint; 0 where there is none."""
     try:
-        return newest_good(run, LIMIT_BYTES)[0].standing.progress.step
+        return newest_good(run, LIMIT_BYTES)[0].train_state.progress.step
     except UserError:
         return 0
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
@@ -75,9 +75,9 @@ class AllKinds(nn.Module):
         self.norm.num_batches_tracked.fill_(rank + 7)
 
 
-def learner(engine: Engine, *words: str) -> Learner:
-    config, origins = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
-    return build_learner(config, origins, TASK, engine)
+def learner(communicator: Communicator, *words: str) -> Learner:
+    config, provenance = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
+    return build_learner(config, provenance, TASK, communicator)
 
 
 def batch(n: int, seed: int) -> Batch:
@@ -94,66 +94,66 @@ def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and digest(a) == digest(b)
 
 
-def walk(engine: Engine, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
+def walk(communicator: Communicator, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
     """Three steps, of which the second is bad or left out: the learner, and what a skipped step did."""
-    model = "" if "frame=" in words else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
-    one, found, whole = learner(engine, *words.split(), *model.split()), [], 7 * engine.size * passes
+    model = "" if "framework=" in words else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
+    one, found, whole = learner(communicator, *words.split(), *model.split()), [], 7 * communicator.size * passes
     kept = True
     for step in (0, 1, 2) if bad else (0, 2):
-        micro = [batch(7, 100 * engine.rank + 10 * step + i) for i in range(passes)]
-        if step == 1 and not model and engine.rank == engine.size - 1:
+        micro = [batch(7, 100 * communicator.rank + 10 * step + i) for i in range(passes)]
+        if step == 1 and not model and communicator.rank == communicator.size - 1:
             micro[0]["w"] = np.array([1.0, math.inf, 1.0, 1.0, 1.0, 1.0, 1.0])
         before = one.state()
-        sums = one.step([one.put(part) for part in micro], hyper(whole, step), 3 * step)
+        sums = one.step([one.to_device(part) for part in micro], hyper(whole, step), 3 * step)
         found.append(float(sums["nonfinite"]))
         kept &= same(before, one.state()) == (step == 1)
     return one, {"nonfinite": found, "kept": kept}
 
 
-def skipped(engine: Engine, words: str, passes: int = 1) -> dict[str, Any]:
-    one, found = walk(engine, words, passes, bad=True)
-    straight, _ = walk(engine, words, passes, bad=False)
+def skipped(communicator: Communicator, words: str, passes: int = 1) -> dict[str, Any]:
+    one, found = walk(communicator, words, passes, bad=True)
+    straight, _ = walk(communicator, words, passes, bad=False)
     state = one.state()
     found["as if it had not been"] = same(state, straight.state())
     found["learned"] = digest({name: array for name, array in state.items() if not name.startswith("b.")})
-    one.settle(engine)
+    one.sync_buffers(communicator)
     return found | {"settled": digest(one.state()), "model": one.describe()}
 
 
-def settled(engine: Engine) -> dict[str, Any]:
+def settled(communicator: Communicator) -> dict[str, Any]:
     """How many buffers are not what a formula in rank and size says."""
-    model, first = AllKinds(engine.rank), AllKinds(0)
-    Buffers(model, torch.device("cpu")).settle(engine)
-    first.norm.running_mean.mul_((engine.size + 1) / 2)
-    first.norm.running_var.mul_((engine.size + 1) / 2)
+    model, first = AllKinds(communicator.rank), AllKinds(0)
+    Buffers(model, torch.device("cpu")).sync_buffers(communicator)
+    first.norm.running_mean.mul_((communicator.size + 1) / 2)
+    first.norm.running_var.mul_((communicator.size + 1) / 2)
     pairs = zip(model.named_buffers(), first.named_buffers(), strict=True)
     return {"wrong": [name for (name, b), (_, c) in pairs if b.dtype != c.dtype or b.shape != c.shape or not torch.equal(b, c)]}
 
 
-def cases(engine: Engine) -> dict[str, dict[str, Any]]:
+def cases(communicator: Communicator) -> dict[str, dict[str, Any]]:
     found = {
-        "torch": skipped(engine, "norm.kind=batch"),
-        "torch, two passes": skipped(engine, "norm.kind=batch", passes=2),
-        "torch, sync norm": skipped(engine, "norm.kind=sync"),
-        "torch, RMSprop": skipped(engine, "optim.name=torch.optim.RMSprop optim.momentum=0.5"),
-        "torch, small buckets": skipped(engine, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"),
-        "numpy": skipped(engine, "frame=numpy model.name=linear"),
-        "jax": skipped(engine, "frame=jax model.name=linear"),
-        "settled": settled(engine),
+        "torch": skipped(communicator, "norm.kind=batch"),
+        "torch, two passes": skipped(communicator, "norm.kind=batch", passes=2),
+        "torch, sync norm": skipped(communicator, "norm.kind=sync"),
+        "torch, RMSprop": skipped(communicator, "optim.name=torch.optim.RMSprop optim.momentum=0.5"),
+        "torch, small buckets": skipped(communicator, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"),
+        "numpy": skipped(communicator, "framework=numpy model.name=linear"),
+        "jax": skipped(communicator, "framework=jax model.name=linear"),
+        "settled": settled(communicator),
     }
-    one = learner(engine, "model.name=linear", "guard.nonfinite=stop")
-    data = batch(7, engine.rank) | ({"w": np.full(7, math.nan)} if engine.rank == engine.size - 1 else {})
-    found["stop"] = {"nonfinite": [float(one.step([one.put(data)], hyper(14, step), step)["nonfinite"]) for step in range(2)]}
+    one = learner(communicator, "model.name=linear", "guard.nonfinite=stop")
+    data = batch(7, communicator.rank) | ({"w": np.full(7, math.nan)} if communicator.rank == communicator.size - 1 else {})
+    found["stop"] = {"nonfinite": [float(one.step([one.to_device(data)], hyper(14, step), step)["nonfinite"]) for step in range(2)]}
     return found
 
 
 def main(name: str, out: str) -> None:
     warnings.simplefilter("error")
-    engine: Engine = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    everyone = engine.exchange(cases(engine))
-    if engine.rank == 0:
+    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
+    everyone = communicator.exchange(cases(communicator))
+    if communicator.rank == 0:
         Path(out).write_text(json.dumps({case: [one[case] for one in everyone] for case in everyone[0]}))
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

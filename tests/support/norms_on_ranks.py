@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.frameworks.torch.models import convnet
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.strategy import wrap_optimizer
+from hvdtrain.frameworks.torch.parallel.horovod import wrap_optimizer
 
 SHARES: dict[str, Callable[[int, int], int]] = {  # samples of a rank, from rank and size
     "even": lambda rank, size: 8,
@@ -45,7 +45,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {  # a laye
     "without_affine": lambda: (nn.BatchNorm2d(3, affine=False), (3, 4, 5)),
     "without_running": lambda: (nn.BatchNorm2d(3, track_running_stats=False), (3, 4, 5)),
 }
-Case = Callable[[Engine], float]
+Case = Callable[[Communicator], float]
 
 
 def apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
@@ -55,30 +55,30 @@ def apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float
     return max([float((a - b).abs().max()) / max(1.0, float(b.abs().max())) for a, b in pairs if b.numel()], default=0.0)
 
 
-def cut(engine: Engine, shares: Callable[[int, int], int]) -> tuple[int, slice]:
+def cut(communicator: Communicator, shares: Callable[[int, int], int]) -> tuple[int, slice]:
     """All samples, and which of them are this rank's."""
-    counts = [shares(rank, engine.size) for rank in range(engine.size)]
-    start = sum(counts[: engine.rank])
-    return sum(counts), slice(start, start + counts[engine.rank])
+    counts = [shares(rank, communicator.size) for rank in range(communicator.size)]
+    start = sum(counts[: communicator.rank])
+    return sum(counts), slice(start, start + counts[communicator.rank])
 
 
-def summed(engine: Engine, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [engine.allreduce(g.clone(), f"sum.{i}") for i, g in enumerate(gradients)]
+def summed(communicator: Communicator, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [communicator.allreduce(g.clone(), f"sum.{i}") for i, g in enumerate(gradients)]
 
 
 def buffers(model: nn.Module) -> list[torch.Tensor]:
     return [b.to(torch.float64, copy=True) for b in model.buffers()]
 
 
-def sync_layer(layer: str, shares: str, dtype: torch.dtype, engine: Engine) -> float:
+def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Communicator) -> float:
     """Three steps of one layer on all ranks, and the plain layer on the joined batch: outputs, gradients, buffers; then evaluation."""
     torch.manual_seed(7)
     plain, shape = LAYERS[layer]()
     plain = plain.to(dtype)
     for p in plain.parameters():
         nn.init.uniform_(p, 0.5, 2)
-    model = use_norm(nn.Sequential(nn.Identity(), copy.deepcopy(plain)), "sync", 1, "averaged", engine)
-    total, mine = cut(engine, SHARES[shares])
+    model = use_norm(nn.Sequential(nn.Identity(), copy.deepcopy(plain)), "sync", 1, "averaged", communicator)
+    total, mine = cut(communicator, SHARES[shares])
     found: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
     for _ in range(3):
@@ -88,20 +88,24 @@ def sync_layer(layer: str, shares: str, dtype: torch.dtype, engine: Engine) -> f
         outputs, joined = model(part), plain(whole)
         (outputs * slope[mine]).sum().backward()
         (joined * slope).sum().backward()
-        found += [outputs, part.grad, *summed(engine, [p.grad for p in model.parameters()]), *buffers(model)]
+        found += [outputs, part.grad, *summed(communicator, [p.grad for p in model.parameters()]), *buffers(model)]
         expected += [joined[mine], whole.grad[mine], *[p.grad.clone() for p in plain.parameters()], *buffers(plain)]
     if layer != "without_running":
         found, expected = [*found, model.eval()(part)], [*expected, plain.eval()(whole)[mine]]
-    same = len(set(engine.exchange(str([b.tolist() for b in buffers(model)])))) == 1  # to the last bit
+    same = len(set(communicator.exchange(str([b.tolist() for b in buffers(model)])))) == 1  # to the last bit
     return apart(found, expected) if same else float("inf")
 
 
-def far_from_zero(engine: Engine) -> float:
+def far_from_zero(communicator: Communicator) -> float:
     """fp32 around 1000 with deviation 1, each rank around another mean: sums of squares would lose the variance."""
     torch.manual_seed(8)
-    whole = torch.randn(16 * engine.size, 2, 3, 3) + 1000 + torch.arange(16 * engine.size).div(16, rounding_mode="floor").view(-1, 1, 1, 1)
-    model, plain = use_norm(nn.BatchNorm2d(2, momentum=1.0), "sync", 1, "averaged", engine), nn.BatchNorm2d(2, momentum=1.0).double()
-    mine = slice(16 * engine.rank, 16 * engine.rank + 16)
+    whole = (
+        torch.randn(16 * communicator.size, 2, 3, 3)
+        + 1000
+        + torch.arange(16 * communicator.size).div(16, rounding_mode="floor").view(-1, 1, 1, 1)
+    )
+    model, plain = use_norm(nn.BatchNorm2d(2, momentum=1.0), "sync", 1, "averaged", communicator), nn.BatchNorm2d(2, momentum=1.0).double()
+    mine = slice(16 * communicator.rank, 16 * communicator.rank + 16)
     return apart([model(whole[mine]).double(), *buffers(model)], [plain(whole.double())[mine], *buffers(plain)])
 
 
@@ -121,52 +125,52 @@ def learn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> tor
     return logits
 
 
-def sync_net(shares: str, dtype: torch.dtype, reducer: str, engine: Engine) -> float:
+def sync_net(shares: str, dtype: torch.dtype, strategy: str, communicator: Communicator) -> float:
     """A network whose gradients travel while backward also meets in its norms: two passes, the second of them the last of the step."""
     plain = small_net(dtype)
-    model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", engine)
+    model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", communicator)
     named = list(model.named_parameters())
-    total, mine = cut(engine, SHARES[shares])
+    total, mine = cut(communicator, SHARES[shares])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    if reducer == "optimizer":
+    if strategy == "optimizer":
         optimizer = wrap_optimizer(optimizer, named)
         optimizer.set_backward_passes_per_step(2)
     else:
-        buckets = Buckets(named, engine, bucket_bytes=256)
+        buckets = Buckets(named, communicator, bucket_bytes=256)
         buckets.begin(2)
     logits, joined = [], []
     for last in (False, True):
-        if last and reducer == "buckets":
+        if last and strategy == "buckets":
             buckets.last_pass()
         x, y = images(total, dtype)
         logits.append(learn(model, x[mine], y[mine], total))
         joined.append(learn(plain, x, y, total)[mine])
-    optimizer.step() if reducer == "optimizer" else buckets.finish()
+    optimizer.step() if strategy == "optimizer" else buckets.finish()
     found = [*logits, *[p.grad for p in model.parameters()], *buffers(model)]
     return apart(found, [*joined, *[p.grad for p in plain.parameters()], *buffers(plain)])
 
 
-def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, engine: Engine) -> float:
+def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicator) -> float:
     """`size` ranks with `per_rank` ghosts of 32 each are one rank with all these ghosts: outputs, summed gradients, mean statistics."""
     alone = use_norm(small_net(dtype), "ghost", 32, "averaged", Single())
-    model = use_norm(small_net(dtype), "ghost", 32, "averaged", engine)
+    model = use_norm(small_net(dtype), "ghost", 32, "averaged", communicator)
     samples = 32 * per_rank
-    total, mine = cut(engine, lambda rank, size: samples)
+    total, mine = cut(communicator, lambda rank, size: samples)
     found, expected = [], []
     for _ in range(2):
         x, y = images(total, dtype)
         found.append(learn(model, x[mine], y[mine], total))
         expected.append(learn(alone, x, y, total)[mine])
-    running = [b / engine.size for b in buffers(model)]  # settle() averages; the counts of updates are equal on all ranks
-    found += [*summed(engine, [p.grad for p in model.parameters()]), *summed(engine, running)]
+    running = [b / communicator.size for b in buffers(model)]  # settle() averages; the counts of updates are equal on all ranks
+    found += [*summed(communicator, [p.grad for p in model.parameters()]), *summed(communicator, running)]
     return apart(found, [*expected, *[p.grad for p in alone.parameters()], *buffers(alone)])
 
 
-def one_value_in_all(engine: Engine) -> float:
+def one_value_in_all(communicator: Communicator) -> float:
     """One sample of one value on the last rank, none elsewhere: every rank says what torch says, and none waits."""
-    model = use_norm(nn.BatchNorm1d(3), "sync", 1, "averaged", engine)
+    model = use_norm(nn.BatchNorm1d(3), "sync", 1, "averaged", communicator)
     try:
-        model(torch.zeros(int(engine.rank == engine.size - 1), 3))
+        model(torch.zeros(int(communicator.rank == communicator.size - 1), 3))
     except ValueError as error:
         return 0.0 if "Expected more than 1 value per channel when training" in str(error) else float("inf")
     return float("inf")
@@ -177,20 +181,20 @@ def cases(engine: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name, dtype in kinds.items():
         found |= {f"layer-{layer}-{s}-{name}": partial(sync_layer, layer, s, dtype) for layer in LAYERS for s in SHARES}
-        for reducer in ("buckets", *(["optimizer"] * (engine == "horovod"))):
-            found |= {f"net-{reducer}-{s}-{name}": partial(sync_net, s, dtype, reducer) for s in SHARES}
+        for strategy in ("buckets", *(["optimizer"] * (engine == "horovod"))):
+            found |= {f"net-{strategy}-{s}-{name}": partial(sync_net, s, dtype, strategy) for s in SHARES}
         found |= {f"ghosts-{per_rank}-{name}": partial(ghosts_of_ranks, dtype, per_rank) for per_rank in (1, 2)}
     return found | {"far_from_zero-fp32": far_from_zero, "one_value-fp32": one_value_in_all}
 
 
 def main(name: str, out: str) -> None:
     warnings.simplefilter("error")
-    engine: Engine = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    mine = {case: run(engine) for case, run in cases(name).items()}
-    everyone = engine.exchange(mine)
-    if engine.rank == 0:
+    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
+    mine = {case: run(communicator) for case, run in cases(name).items()}
+    everyone = communicator.exchange(mine)
+    if communicator.rank == 0:
         Path(out).write_text(json.dumps({case: max(one[case] for one in everyone) for case in mine}))
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

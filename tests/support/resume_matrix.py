@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Source
 from hvdtrain.train.build import connect
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.job import Parts, prepare, train_job
+from hvdtrain.train.job import Datasets, prepare, train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
 # data.ahead=0: what is read is what is learned from, so that a stopped job's rows can be counted.
@@ -43,7 +43,7 @@ POINTS = {"warm-up": 1, "growth": 7, "end of an epoch": 8}  # so many steps befo
 TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
 RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
 MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
-KINDS = {  # of state that a job may have, in the torch frame; float32 but for the last
+KINDS = {  # of state that a job may have, in the torch framework; float32 but for the last
     "running statistics, dropout": f"{RESNET} model.dropout=0.2",
     "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
     "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
@@ -58,7 +58,7 @@ KINDS = {  # of state that a job may have, in the torch frame; float32 but for t
     "stopped in evaluation": f"{RESNET} batch.evaluate=5",
     "augmentation": f"{RESNET} augment.crop=2 augment.flip=true augment.cutout=3",
     "fp16": f"{MLP} speed.precision=fp16",
-    "local steps": f"{MLP} comm.every=3",
+    "local steps": f"{MLP} comm.local_steps=3",
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }
 
@@ -86,8 +86,8 @@ class Outcome(NamedTuple):
 class Watched:
     """A source that remembers what was read of it; while it reads after `step` steps, this rank hears a signal."""
 
-    def __init__(self, source: Source, pulse: Pulse, signals: Signals, step: int) -> None:
-        self._source, self._pulse, self._signals, self._step = source, pulse, signals, step
+    def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
+        self._source, self._pulse, self._signals, self._step = source, heartbeat, signals, step
         self.shape, self.classes, self.stats = source.shape, source.classes, source.stats
         self.rows: list[int] = []
         self.first_s = 0.0
@@ -121,19 +121,19 @@ class Dropping(nn.Module):
 configured = functools.cache(lambda words: configure(None, words.split()))  # 60 ms, where a whole job takes 100
 
 
-def do(work: Work, engine: Engine) -> Outcome:
+def do(work: Work, communicator: Communicator) -> Outcome:
     """One job as __main__ does it, without the watch. Every rank calls it."""
-    config, origins = configured(work.words)
+    config, provenance = configured(work.words)
     config = dataclasses.replace(config, run=work.run)
-    train, val, task = prepare(config, origins)
-    pulse, signals, stop = Pulse(), Signals(engine.rank), work.stop
-    at = {stop.split: stop.step} if stop and stop.rank == engine.rank else {}
-    watched = Watched(train, pulse, signals, at.get("train", -1))
-    parts = Parts(watched, Watched(val, pulse, signals, at.get("val", -1)), task)
+    train, val, task = prepare(config, provenance)
+    heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
+    at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}
+    watched = Watched(train, heartbeat, signals, at.get("train", -1))
+    parts = Datasets(watched, Watched(val, heartbeat, signals, at.get("val", -1)), task)
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        code = train_job(config, origins, parts, engine, "for the test", (signals, pulse)).code
-    return Outcome(code, engine.exchange(watched.rows), watched.first_s - began)
+        code = train_job(config, provenance, parts, communicator, "for the test", (signals, heartbeat)).code
+    return Outcome(code, communicator.exchange(watched.rows), watched.first_s - began)
 
 
 def read_plan(path: Path) -> dict[str, list[Work]]:
@@ -147,9 +147,9 @@ def main(plan: Path, out: Path) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/{place.size}-{place.rank}"
     outcomes: dict[str, Outcome] = {}
     for name, works in read_plan(plan).items():
-        engine, _ = connect(*configure(None, [f"comm.engine={name}"]), place)
+        communicator, _ = connect(*configure(None, [f"comm.engine={name}"]), place)
         for work in works:
-            outcomes[work.run] = do(work, engine)
+            outcomes[work.run] = do(work, communicator)
     if place.rank == 0:
         out.write_text(json.dumps(outcomes))
 

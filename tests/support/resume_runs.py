@@ -26,7 +26,7 @@ class Run(NamedTuple):
     code: int
     rows: list[list[int]]  # the training samples that each rank read, in order
     arrays: Arrays
-    standing: dict[str, Any]
+    train_state: dict[str, Any]
     events: dict[tuple[str, int], dict[str, float]]  # (kind, step) -> NUMBERS
 
 
@@ -40,11 +40,11 @@ class Cell(NamedTuple):
 
 def read_run(folder: Path, outcome: Outcome) -> Run:
     newest = files.finished(folder)[-1]
-    standing = to_json(files.read_numbers(newest).standing)
+    train_state = to_json(files.read_numbers(newest).train_state)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events = {(e["kind"], e["step"]): {key: e[key] for key in NUMBERS if key in e} for e in lines if e["kind"] in ("step", "epoch")}
-    standing = {key: value for key, value in standing.items() if key not in ("seconds", "epoch_s", "trained_s", "evaluated_s")}
-    return Run(outcome.code, outcome.rows, files.read_arrays(newest, ROOM), standing, events)
+    train_state = {key: value for key, value in train_state.items() if key not in ("seconds", "epoch_s", "trained_s", "evaluated_s")}
+    return Run(outcome.code, outcome.rows, files.read_arrays(newest, ROOM), train_state, events)
 
 
 def difference(cell: Cell) -> float:
@@ -67,7 +67,7 @@ def check_same(cell: Cell) -> None:
     straight, stopped, resumed = cell
     assert difference(cell) == 0
     assert _bits(straight.arrays) == _bits(resumed.arrays)
-    assert straight.standing == resumed.standing
+    assert straight.train_state == resumed.train_state
     assert [before + after for before, after in zip(stopped.rows, resumed.rows, strict=True)] == straight.rows
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
@@ -27,27 +27,27 @@ from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.train.build import build_learner
 
 REFUSED = [
-    "comm.wire=bf16",
+    "comm.compression=bf16",
     "comm.op=adasum",
-    "comm.op=adasum comm.every=2",
-    "comm.wire=fp16 speed.precision=fp64",
-    "comm.every=2 norm.kind=sync model.name=convnet model.widths=[8]",
-    "comm.every=2 log.noise_scale=true",
-    "comm.every=3",
-    "comm.every=2 speed.precision=fp16",
-    "comm.every=2 guard.nonfinite=skip",
-    "comm.every=2 comm.reduce=bucket",
-    "comm.every=2 comm.tune=true",
-    "comm.wire=fp16 comm.reduce=distributed_optimizer",
+    "comm.op=adasum comm.local_steps=2",
+    "comm.compression=fp16 speed.precision=fp64",
+    "comm.local_steps=2 norm.kind=sync model.name=convnet model.widths=[8]",
+    "comm.local_steps=2 log.noise_scale=true",
+    "comm.local_steps=3",
+    "comm.local_steps=2 speed.precision=fp16",
+    "comm.local_steps=2 guard.nonfinite=skip",
+    "comm.local_steps=2 comm.reduce=bucket",
+    "comm.local_steps=2 comm.tune=true",
+    "comm.compression=fp16 comm.reduce=distributed_optimizer",
     "comm.cycle_ms=1",
     "comm.hierarchical=true",
 ]
 TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
-def learner(engine: Engine, *words: str) -> Learner:
-    config, origins = configure(None, ["model.name=mlp", "model.widths=[40,30]", "speed.device=cpu", *words])
-    return build_learner(config, origins, TASK, engine)
+def learner(communicator: Communicator, *words: str) -> Learner:
+    config, provenance = configure(None, ["model.name=mlp", "model.widths=[40,30]", "speed.device=cpu", *words])
+    return build_learner(config, provenance, TASK, communicator)
 
 
 def batch(n: int, seed: int) -> Batch:
@@ -63,96 +63,99 @@ def weights(state: Arrays, kinds: tuple[str, ...] = ("p.",)) -> np.ndarray:
     return np.concatenate([state[name].ravel() for name in sorted(state) if name.startswith(kinds)])
 
 
-def walk(one: Learner, engine: Engine, steps: int, sizes: list[int]) -> None:
+def walk(one: Learner, communicator: Communicator, steps: int, sizes: list[int]) -> None:
     """Each rank its own samples, of which it has sizes[rank]."""
     for step in range(steps):
-        one.step([one.put(batch(sizes[engine.rank], 100 * engine.rank + step))], hyper(sum(sizes), step), step)
+        one.step([one.to_device(batch(sizes[communicator.rank], 100 * communicator.rank + step))], hyper(sum(sizes), step), step)
 
 
-def local(engine: Engine) -> dict[str, Any]:
-    """comm.every=3: three steps by each rank alone on its own samples, then the mean; and once more; then two steps and a meeting."""
-    sizes = [5 + 3 * rank for rank in range(engine.size)]
-    one, alone = learner(engine, "comm.every=3", "log.every_steps=3", "speed.precision=fp64"), learner(Single(), "speed.precision=fp64")
+def local(communicator: Communicator) -> dict[str, Any]:
+    """comm.local_steps=3: three steps by each rank alone on its own samples, then the mean; and once more; then two steps and a meeting."""
+    sizes = [5 + 3 * rank for rank in range(communicator.size)]
+    one, alone = (
+        learner(communicator, "comm.local_steps=3", "log.every_steps=3", "speed.precision=fp64"),
+        learner(Single(), "speed.precision=fp64"),
+    )
     found: dict[str, Any] = {"model": one.describe()}
     alone.load(one.state())
     for block, steps in enumerate((3, 3, 2)):
         for step in range(steps):
-            samples, at = batch(sizes[engine.rank], 100 * engine.rank + 10 * block + step), 3 * block + step
-            one.step([one.put(samples)], hyper(sum(sizes), at), at)
-            alone.step([alone.put(samples)], hyper(sizes[engine.rank], at), at)
-            found["apart"] = engine.exchange(digest(one.state()))
-        one.settle(engine)
-        mean = {name: engine.allreduce(array.copy(), f"mean.{name}") / engine.size for name, array in alone.state().items()}
+            samples, at = batch(sizes[communicator.rank], 100 * communicator.rank + 10 * block + step), 3 * block + step
+            one.step([one.to_device(samples)], hyper(sum(sizes), at), at)
+            alone.step([alone.to_device(samples)], hyper(sizes[communicator.rank], at), at)
+            found["apart"] = communicator.exchange(digest(one.state()))
+        one.sync_buffers(communicator)
+        mean = {name: communicator.allreduce(array.copy(), f"mean.{name}") / communicator.size for name, array in alone.state().items()}
         alone.load(mean)
         gaps = [float(np.abs(one.state()[name] - array).max()) for name, array in mean.items()]
-        found[f"gap {block}"] = max(engine.exchange(max(gaps)))
-        found[f"together {block}"] = len(set(engine.exchange(digest(one.state()))))
+        found[f"gap {block}"] = max(communicator.exchange(max(gaps)))
+        found[f"together {block}"] = len(set(communicator.exchange(digest(one.state()))))
     return found
 
 
-def wire(engine: Engine, kind: str) -> dict[str, Any]:
+def wire(communicator: Communicator, kind: str) -> dict[str, Any]:
     """One step's change against that of the same step on the full width; and how far ranks are from each other."""
-    sizes, moves = [6 + rank for rank in range(engine.size)], []
-    for words in (["comm.reduce=bucket"], [f"comm.wire={kind}"]):
-        one = learner(engine, *words)
+    sizes, moves = [6 + rank for rank in range(communicator.size)], []
+    for words in (["comm.reduce=bucket"], [f"comm.compression={kind}"]):
+        one = learner(communicator, *words)
         before = weights(one.state())
-        walk(one, engine, 1, sizes)
+        walk(one, communicator, 1, sizes)
         moves.append(weights(one.state()) - before)
     gap = float(np.linalg.norm(moves[1] - moves[0]) / np.linalg.norm(moves[0]))
-    return {"gap": gap, "digests": engine.exchange(digest(one.state())), "model": one.describe()}
+    return {"gap": gap, "digests": communicator.exchange(digest(one.state())), "model": one.describe()}
 
 
-def adasum(engine: Engine) -> dict[str, Any]:
+def adasum(communicator: Communicator) -> dict[str, Any]:
     """Two ranks, one tensor at a time: a (1 - ab / 2aa) + b (1 - ab / 2bb) (Maleki et al. 2020, arXiv:2006.02924, eq. 5)."""
-    one = learner(engine, "comm.op=adasum", "optim.name=sgd", "optim.momentum=0", "speed.precision=fp64")
+    one = learner(communicator, "comm.op=adasum", "optim.name=sgd", "optim.momentum=0", "speed.precision=fp64")
     alone = learner(Single(), "optim.name=sgd", "speed.precision=fp64")
     alone.load(one.state())
     sizes = [5, 9]
     step = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=14)
     before = one.state()
-    one.step([one.put(batch(sizes[engine.rank], engine.rank))], step, 0)
-    alone.step([alone.put(batch(sizes[engine.rank], engine.rank))], step._replace(batch=sizes[engine.rank]), 0)
+    one.step([one.to_device(batch(sizes[communicator.rank], communicator.rank))], step, 0)
+    alone.step([alone.to_device(batch(sizes[communicator.rank], communicator.rank))], step._replace(batch=sizes[communicator.rank]), 0)
     own = {name: before[name] - array for name, array in alone.state().items() if name.startswith("p.")}
     gap = 0.0
     for name, gradient in own.items():
-        a, b = engine.exchange(gradient)
+        a, b = communicator.exchange(gradient)
         ab, aa, bb = (float((u * v).sum()) for u, v in ((a, b), (a, a), (b, b)))
         expected = a * (1 - ab / (2 * aa)) + b * (1 - ab / (2 * bb))
         gap = max(gap, float(np.abs(before[name] - one.state()[name] - expected).max() / np.abs(expected).max()))
     return {"gap": gap, "model": one.describe()}
 
 
-def tuned(engine: Engine) -> dict[str, Any]:
+def tuned(communicator: Communicator) -> dict[str, Any]:
     large = "model.widths=[900,900]"  # 3.4 MB in tensors of 0.1 and 3.2 MB: three ways to cut them
-    one, plain = learner(engine, large, "comm.tune=true", "comm.reduce=bucket"), learner(engine, large, "comm.reduce=bucket")
+    one, plain = learner(communicator, large, "comm.tune=true", "comm.reduce=bucket"), learner(communicator, large, "comm.reduce=bucket")
     for each in (one, plain):
-        walk(each, engine, 3, [6] * engine.size)
+        walk(each, communicator, 3, [6] * communicator.size)
     gap = float(np.abs(weights(one.state()) - weights(plain.state())).max())
-    return {"words": engine.exchange(one.describe()), "gap": gap}
+    return {"words": communicator.exchange(one.describe()), "gap": gap}
 
 
-def sums(engine: Engine) -> dict[str, Any]:
+def sums(communicator: Communicator) -> dict[str, Any]:
     """Half numbers travel and are summed, rounding like a chain of torch's own additions, or not at all."""
     found = {}
     for dtype in (torch.float16, torch.bfloat16):
-        x = torch.linspace(-3, 3, 1001).to(dtype) * (engine.rank + 1)
-        expected = torch.linspace(-3, 3, 1001).double() * (engine.size * (engine.size + 1) / 2)
+        x = torch.linspace(-3, 3, 1001).to(dtype) * (communicator.rank + 1)
+        expected = torch.linspace(-3, 3, 1001).double() * (communicator.size * (communicator.size + 1) / 2)
         try:
-            got = engine.start_allreduce(x, f"half.{dtype}").wait()
+            got = communicator.start_allreduce(x, f"half.{dtype}").wait()
             assert got.dtype == dtype
             found[str(dtype)] = float((got.double() - expected).abs().max())
-            got = engine.allreduce(torch.zeros(0, dtype=dtype), f"empty.{dtype}")
+            got = communicator.allreduce(torch.zeros(0, dtype=dtype), f"empty.{dtype}")
             assert got.shape == (0,)
         except UserError as error:
             found[str(dtype)] = str(error)
     return found
 
 
-def refused(engine: Engine) -> dict[str, str]:
+def refused(communicator: Communicator) -> dict[str, str]:
     found = {}
     for words in REFUSED:
         try:
-            found[words] = learner(engine, *words.split()).describe()
+            found[words] = learner(communicator, *words.split()).describe()
         except UserError as error:
             found[words] = str(error)
     return found
@@ -160,15 +163,21 @@ def refused(engine: Engine) -> dict[str, str]:
 
 def main(name: str, out: str) -> None:
     place = placement(os.environ)
-    engine: Engine = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
-    found = {"local": local(engine), "fp16": wire(engine, "fp16"), "sums": sums(engine), "tuned": tuned(engine), "refused": refused(engine)}
+    communicator: Communicator = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
+    found = {
+        "local": local(communicator),
+        "fp16": wire(communicator, "fp16"),
+        "sums": sums(communicator),
+        "tuned": tuned(communicator),
+        "refused": refused(communicator),
+    }
     if name != "horovod":
-        found["bf16"] = wire(engine, "bf16")
-    elif engine.size == 2:
-        found["adasum"] = adasum(engine)
-    if engine.rank == 0:
+        found["bf16"] = wire(communicator, "bf16")
+    elif communicator.size == 2:
+        found["adasum"] = adasum(communicator)
+    if communicator.rank == 0:
         Path(out).write_text(json.dumps(found))
-    engine.close()
+    communicator.close()
 
 
 if __name__ == "__main__":

@@ -9,63 +9,63 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema_run import GuardConfig
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watch
+from hvdtrain.train.health.watchdog import Watchdog
 
 HANGS_AT = 20
 
 
-def sleep(engine: Engine) -> None:
+def sleep(communicator: Communicator) -> None:
     time.sleep(1000)  # the line that a report shows
 
 
-def loop(engine: Engine) -> None:
+def loop(communicator: Communicator) -> None:
     while True:
         pass  # a loop without an end
 
 
-def alone(engine: Engine) -> None:
+def alone(communicator: Communicator) -> None:
     """In a collective that no other rank joins."""
-    engine.allreduce(np.ones(3), "alone")
+    communicator.allreduce(np.ones(3), "alone")
 
 
-def go_on(engine: Engine) -> None:
+def go_on(communicator: Communicator) -> None:
     """No hang, but a while in which a test can suspend this process."""
     for _ in range(20):
         time.sleep(0.02)
 
 
-HOW: dict[str, Callable[[Engine], None]] = {"sleep": sleep, "loop": loop, "alone": alone, "go_on": go_on}
+HOW: dict[str, Callable[[Communicator], None]] = {"sleep": sleep, "loop": loop, "alone": alone, "go_on": go_on}
 
 
 def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> None:
-    place, pulse = placement(os.environ), Pulse()
+    place, heartbeat = placement(os.environ), Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
-    with Signals(place.rank) as signals, Watch(pulse, signals, guard, place.rank) as watch:
-        pulse.beat("reading the data", 0, 0)
+    with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watch:
+        heartbeat.beat("reading the data", 0, 0)
         if hangs.get(place.rank) == "never":
             say(place.rank, "never connects")
             time.sleep(1000)  # before it connects
-        engine: Engine = Single() if name == "single" else plugins.load("comm", name, "tests").connect(place)
-        pulse.beat("meeting", 0, 0)
-        watch.meet(engine)
+        communicator: Communicator = Single() if name == "single" else plugins.load("comm", name, "tests").connect(place)
+        heartbeat.beat("meeting", 0, 0)
+        watch.meet(communicator)
         if hangs.get(place.rank) == "start":
             say(place.rank, "builds for ever")
-            HOW["sleep"](engine)
-        pulse.training, pulse.patient = True, False
+            HOW["sleep"](communicator)
+        heartbeat.training, heartbeat.patient = True, False
         for step in range(HANGS_AT + 1):
-            pulse.beat("step", 3, step)
-            engine.allreduce(np.ones(3), "sum")
-        pulse.beat("reading samples" if place.rank in hangs else "step", 3, step + 1)
+            heartbeat.beat("step", 3, step)
+            communicator.allreduce(np.ones(3), "sum")
+        heartbeat.beat("reading samples" if place.rank in hangs else "step", 3, step + 1)
         say(place.rank, "trained")
-        HOW[hangs.get(place.rank, "alone" if hangs else "go_on")](engine)
+        HOW[hangs.get(place.rank, "alone" if hangs else "go_on")](communicator)
         say(place.rank, f"heard {signals.heard or 'nothing'}")
-        engine.close()
+        communicator.close()
 
 
 def say(rank: int, what: str) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.train.checkpoint import files, resume
 from hvdtrain.train.checkpoint.files import Damaged
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5]}}
 FILES = ["SHA256SUMS", "progress.json", "slots.safetensors", "weights.safetensors"]
@@ -32,8 +32,8 @@ def arrays(value: float = 1.5) -> Arrays:
     }
 
 
-def standing(step: int, **more: object) -> Standing:
-    there = Standing(
+def train_state(step: int, **more: object) -> TrainState:
+    there = TrainState(
         Progress(dataset=10, total=30, step=step, samples=4 * step),
         seconds=2.5,
         epoch=1,
@@ -52,7 +52,7 @@ def standing(step: int, **more: object) -> Standing:
 
 
 def save(run: Path, step: int, value: float = 1.5, **more: object) -> Path:
-    return files.write(run, standing(step, **more), arrays(value), IDENTITY)
+    return files.write(run, train_state(step, **more), arrays(value), IDENTITY)
 
 
 def read(folder: Path) -> Arrays:
@@ -67,7 +67,7 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all of them as the umask says"
     found = files.read_numbers(folder)
-    assert found == (folder, standing(3), IDENTITY, {})
+    assert found == (folder, train_state(3), IDENTITY, {})
     again = read(folder)
     assert again.keys() == arrays().keys()
     for name, array in arrays().items():
@@ -78,7 +78,7 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
 def test_no_accuracy_yet_is_no_number(tmp_path: Path) -> None:
     folder = save(tmp_path, 3, accuracy=math.nan, target=None)
     assert '"accuracy": null' in (folder / "progress.json").read_text()
-    assert math.isnan(files.read_numbers(folder).standing.accuracy)
+    assert math.isnan(files.read_numbers(folder).train_state.accuracy)
 
 
 def test_sha256sum_checks_it_too(tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def add(folder: Path, microjoules: int) -> None:
     file.write_text(f"{int(file.read_text()) + microjoules}\n")
 
 
-def gpus_alone(engine: Single, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
-    return measure(engine, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
+def gpus_alone(communicator: Single, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
+    return measure(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
 
 
 def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
@@ -163,8 +163,8 @@ def test_two_ranks_on_one_gpu_count_it_once(tmp_path: Path, rank: int, joules: f
     """Ranks 0 and 1 share GPU a; rank 2 has b. Each counter grows by 3 J: the job takes 6."""
     everyone = [claim("n", "GPU-a"), claim("n", "GPU-a"), claim("n", "GPU-b")]
     nvml = FakeNvml(a=0, b=0)
-    engine = Fake(rank, {other: c for other, c in enumerate(everyone) if other != rank})
-    meter = gpus_alone(engine, nvml, "b" if rank == 2 else "a", tmp_path)
+    communicator = Fake(rank, {other: c for other, c in enumerate(everyone) if other != rank})
+    meter = gpus_alone(communicator, nvml, "b" if rank == 2 else "a", tmp_path)
     nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 3_000)
     assert meter.read(now=True)["joules.gpu"] == joules
 

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.faults, needs_mpirun]
 SEED = int(os.environ.get("HVDTRAIN_FAULTS_SEED", "4"))
 
 CHAINS = [
-    pytest.param(Command("mpi", 2, frame="numpy"), 12, 0, id="mpi-2"),
-    pytest.param(Command("mpi", 2, frame="numpy"), 12, 1, id="mpi-2-again"),
-    pytest.param(Command("mpi", 4, frame="numpy"), 10, 2, id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("mpi", 2, framework="numpy"), 12, 0, id="mpi-2"),
+    pytest.param(Command("mpi", 2, framework="numpy"), 12, 1, id="mpi-2-again"),
+    pytest.param(Command("mpi", 4, framework="numpy"), 10, 2, id="mpi-4", marks=pytest.mark.ranks4),
     pytest.param(Command("horovod", 2), 10, 3, id="horovod-2", marks=needs_horovod),
     pytest.param(Command("horovod", 4), 6, 4, id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
 ]

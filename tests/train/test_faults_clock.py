@@ -74,8 +74,8 @@ def jumped_s(told: list[Tree]) -> float:
 @pytest.mark.parametrize(
     ("command", "jump_s"),
     [
-        pytest.param(Command("mpi", 2, frame="numpy"), DAY_S, id="mpi-2-forward"),
-        pytest.param(Command("mpi", 2, frame="numpy"), -DAY_S, id="mpi-2-back"),
+        pytest.param(Command("mpi", 2, framework="numpy"), DAY_S, id="mpi-2-forward"),
+        pytest.param(Command("mpi", 2, framework="numpy"), -DAY_S, id="mpi-2-back"),
         pytest.param(Command("horovod", 2), DAY_S, id="horovod-2-forward", marks=needs_horovod),
     ],
 )

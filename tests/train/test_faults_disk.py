@@ -23,7 +23,7 @@ from hvdtrain.errors import DONE, USER
 
 pytestmark = pytest.mark.faults
 FILES = ("weights.safetensors", "slots.safetensors", "progress.json", "SHA256SUMS")
-NUMPY = Command("mpi", 2, ("checkpoint.keep_last=20",), frame="numpy")
+NUMPY = Command("mpi", 2, ("checkpoint.keep_last=20",), framework="numpy")
 
 
 def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_disk_that_stays_full_is_told_at_the_end(disk: Disk) -> None:
 
 
 def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
-    command = Command("single", 0, frame="numpy")
+    command = Command("single", 0, framework="numpy")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, *command.argv(tmp_path / "run")],

@@ -56,7 +56,7 @@ LINKS = (
 CHAINS = [
     pytest.param(Command("mpi", 2), LINKS, id="mpi-2"),
     pytest.param(Command("horovod", 2), LINKS[:8], id="horovod-2", marks=needs_horovod),
-    pytest.param(Command("mpi", 4, frame="numpy"), [k for k in LINKS if not k.fault], id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("mpi", 4, framework="numpy"), [k for k in LINKS if not k.fault], id="mpi-4", marks=pytest.mark.ranks4),
     pytest.param(Command("horovod", 4), [LINKS[4], LINKS[7]], id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
 ]
 
@@ -95,7 +95,9 @@ def end_badly(command: Command, run: Path, link: Link) -> Row:
     assert (starts, stops) == ([before] * trained, [newest(run)] * (trained and link.code == REQUEUE)), (link, told, newest(run))
     assert ("epoch", newest(run)) not in told or link.fault != "evaluate", told
     assert 0 < seconds < link.within_s, (link, seconds, output)
-    return Row(command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode])
+    return Row(
+        command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode]
+    )
 
 
 def harm(job: Job, name: str, whom: str, bad: int) -> None:
@@ -118,7 +120,7 @@ def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: st
 
 def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     """As under an mpirun that was killed; the exit code must not be that of a job that is done."""
-    command, run = Command("single", 0, frame="numpy"), tmp_path / "run"
+    command, run = Command("single", 0, framework="numpy"), tmp_path / "run"
     argv = ["timeout", f"{LIMIT_S}", sys.executable, *command.argv(run)]
     with subprocess.Popen(argv, env=environment(ENV), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         assert job.stdout

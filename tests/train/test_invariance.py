@@ -1,4 +1,4 @@
-"""The same job on 1, 2, 3 or 4 ranks, on every engine and in every frame, gives the same loss curve up to rounding."""
+"""The same job on 1, 2, 3 or 4 ranks, on every engine and in every framework, gives the same loss curve up to rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from invariance import JOBS
 from ranks import ENGINES, mpirun, needs_horovod, python
 
-SIZES = [("single", 1), *((engine, size) for engine in ("mpi", "horovod") for size in (2, 3, 4)), ("torchdist", 3)]
+SIZES = [("single", 1), *((communicator, size) for communicator in ("mpi", "horovod") for size in (2, 3, 4)), ("torchdist", 3)]
 
 
 def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
@@ -19,8 +19,8 @@ def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
     return [needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4) + [pytest.mark.slow] * late
 
 
-GROUPS = [pytest.param(engine, size, id=f"{engine}-{size}", marks=marks(engine, size)) for engine, size in SIZES]
-SAME = [  # jobs that compute the same numbers, whatever the frame and the way gradients meet
+GROUPS = [pytest.param(communicator, size, id=f"{communicator}-{size}", marks=marks(communicator, size)) for communicator, size in SIZES]
+SAME = [  # jobs that compute the same numbers, whatever the framework and the way gradients meet
     [name for name in JOBS if "softmax" in name],
     [name for name in JOBS if "least squares" in name],
     [name for name in JOBS if "mlp" in name and "RMSprop" not in name],

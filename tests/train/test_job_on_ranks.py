@@ -78,8 +78,8 @@ def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, en
     words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
     result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
     assert result.returncode == 0, result.stderr
-    config, origins = configure(None, [])
-    parts = prepare(config, origins)
+    config, provenance = configure(None, [])
+    parts = prepare(config, provenance)
     data = parts.train.read(np.arange(len(parts.train)))
     x = ((data["x"] / 255.0 - parts.task.mean) / parts.task.std).reshape(len(data["x"]), -1)
     x = np.concatenate([x, np.ones((len(x), 1))], 1)  # the bias

@@ -18,7 +18,7 @@ from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.train.build import build_learner, build_recipe, build_source, build_task
 from hvdtrain.train.health.stall_report import frames_of_work
-from hvdtrain.train.input.prefetch import AHEAD, Feed, plan
+from hvdtrain.train.input.prefetch import AHEAD, Prefetcher, plan
 
 WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
 
@@ -46,16 +46,16 @@ class Slow:
         return self.source.stats()
 
 
-def feed(*words: str, bad: int = -1) -> tuple[Feed, Slow, Any]:
-    config, origins = configure(None, [*WORDS, *words])
-    images = build_source(config, origins, "train")
+def prefetcher(*words: str, bad: int = -1) -> tuple[Prefetcher, Slow, Any]:
+    config, provenance = configure(None, [*WORDS, *words])
+    images = build_source(config, provenance, "train")
     source = ArraySource(*images.read(np.arange(50)).values(), images.classes)
-    learner = build_learner(config, origins, build_task(source, source, origins), Single())
+    learner = build_learner(config, provenance, build_task(source, source, provenance), Single())
     wrapped: Any = source if config.data.resident else Slow(source, bad)
-    return Feed(config, Single(), build_recipe(config, origins, len(source)), wrapped, learner), wrapped, learner
+    return Prefetcher(config, Single(), build_recipe(config, provenance, len(source)), wrapped, learner), wrapped, learner
 
 
-def walk(one: Feed, steps: int) -> list[dict[str, int]]:
+def walk(one: Prefetcher, steps: int) -> list[dict[str, int]]:
     """What each step is given."""
     p, found = Progress(50, 100), []
     for _ in range(steps):
@@ -74,14 +74,14 @@ MORE = "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 batc
 @pytest.mark.parametrize("words", ["", MORE])
 @pytest.mark.parametrize("how", ["data.ahead=1", "data.ahead=3 data.readers=1", "data.ahead=4 data.readers=3", "data.resident=true"])
 def test_every_way_gives_the_same_numbers(how: str, words: str) -> None:
-    plain = walk(feed("data.ahead=0", *words.split())[0], 12)
-    assert walk(feed(*how.split(), *words.split())[0], 12) == plain
+    plain = walk(prefetcher("data.ahead=0", *words.split())[0], 12)
+    assert walk(prefetcher(*how.split(), *words.split())[0], 12) == plain
     assert len({str(step) for step in plain}) == 12
 
 
 def test_readers_read_ahead_in_their_own_threads_and_end() -> None:
     before = threading.active_count()
-    one, source, _ = feed("data.ahead=3", "data.readers=2")
+    one, source, _ = prefetcher("data.ahead=3", "data.readers=2")
     one.take(Progress(50, 100))
     time.sleep(0.1)
     assert len(source.read_rows) == 4 and all(name.startswith("hvdtrain-reader") for name in source.threads)
@@ -91,18 +91,18 @@ def test_readers_read_ahead_in_their_own_threads_and_end() -> None:
 
 def test_nothing_is_read_beyond_the_end() -> None:
     for words, steps in (([], 13), (["max_steps=4"], 4)):
-        one, source, _ = feed("data.ahead=6", *words)
+        one, source, _ = prefetcher("data.ahead=6", *words)
         walk(one, steps)
         assert len(source.read_rows) == steps
 
 
 def test_what_a_reader_raises_comes_with_its_step_alone() -> None:
-    rows = feed("data.ahead=0")[1]
-    one, source, _ = feed("data.ahead=0")
+    rows = prefetcher("data.ahead=0")[1]
+    one, source, _ = prefetcher("data.ahead=0")
     walk(one, 4)
     bad = source.read_rows[2][0]
     del rows
-    one, _, _ = feed("data.ahead=3", bad=bad)
+    one, _, _ = prefetcher("data.ahead=3", bad=bad)
     p = Progress(50, 100)
     for _ in range(2):
         p = p.advance(one.take(p)[0].batch)
@@ -112,13 +112,13 @@ def test_what_a_reader_raises_comes_with_its_step_alone() -> None:
 
 
 def test_a_report_of_no_progress_shows_the_reader_that_hangs() -> None:
-    one, source, _ = feed("data.ahead=2")
+    one, source, _ = prefetcher("data.ahead=2")
     go = threading.Event()
     source.read = lambda rows: (go.wait(10), source.source.read(rows))[1]
     waiting = threading.Thread(target=one.take, args=(Progress(50, 100),))
     waiting.start()
     time.sleep(0.1)
-    shown = [frame.f_code.co_name for frame in frames_of_work(waiting.ident or 0)]
+    shown = [framework.f_code.co_name for framework in frames_of_work(waiting.ident or 0)]
     go.set()
     waiting.join()
     one.close()
@@ -126,8 +126,8 @@ def test_a_report_of_no_progress_shows_the_reader_that_hangs() -> None:
 
 
 def test_a_step_that_nobody_foresaw() -> None:
-    one, _, _ = feed("data.ahead=3")
-    plain, _, _ = feed("data.ahead=0")
+    one, _, _ = prefetcher("data.ahead=3")
+    plain, _, _ = prefetcher("data.ahead=0")
     for p in (Progress(50, 100), Progress(50, 100, 7, 56), Progress(50, 100, 2, 16)):
         there, here = one.take(p)[1][0]["x"], plain.take(p)[1][0]["x"]
         assert np.array_equal(there.numpy(), here.numpy())
@@ -136,7 +136,7 @@ def test_a_step_that_nobody_foresaw() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
-    one, source, _ = feed(f"data.ahead={ahead}")
+    one, source, _ = prefetcher(f"data.ahead={ahead}")
     parts = [np.arange(0, 20), np.arange(20, 40), np.arange(40, 40), np.arange(40, 50)]
     labels = [None if batch is None else batch["y"].tolist() for batch in one.evaluation(source, parts)]
     y = source.source.read(np.arange(50))["y"].tolist()
@@ -160,8 +160,8 @@ def test_how_far_ahead_and_by_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_set_that_is_no_array_cannot_stay_on_the_device() -> None:
-    config, origins = configure(None, [*WORDS, "data.resident=true"])
+    config, provenance = configure(None, [*WORDS, "data.resident=true"])
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
-    learner = build_learner(config, origins, build_task(source, source, origins), Single())
+    learner = build_learner(config, provenance, build_task(source, source, provenance), Single())
     with pytest.raises(UserError, match=r"data\.resident"):
-        Feed(config, Single(), build_recipe(config, origins, 9), Slow(source), learner)
+        Prefetcher(config, Single(), build_recipe(config, provenance, 9), Slow(source), learner)

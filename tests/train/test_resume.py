@@ -1,4 +1,4 @@
-"""Interrupted and resumed equals uninterrupted: to the last bit where it began, up to rounding on other ranks, engines and frames."""
+"""Interrupted and resumed equals uninterrupted: to the last bit where it began, up to rounding on other ranks, engines and frameworks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hvdtrain.comm.engine import Single
 from ranks import ENGINES, mpirun, python
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
 from resume_runs import ROOM, Cell, Run, check_same, difference, read_run, reads_the_rest
 
-from hvdtrain.comm.communicator import Single
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.train.checkpoint import files
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
     engine: str
     size: int
-    frame: str
+    framework: str
 
 
 class Jobs:
@@ -72,7 +72,9 @@ class Matrix:
     def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:
         self.jobs = Jobs(folder)
         self.engines = {size: (["single"] if size == 1 else []) + engines for size in sizes if size == 1 or engines}
-        self.settings = [Setting(engine, size, frame) for size in self.engines for engine in self.engines[size] for frame in FRAMES]
+        self.settings = [
+            Setting(engine, size, framework) for size in self.engines for engine in self.engines[size] for framework in FRAMES
+        ]
         self.pairs = [
             (saved, resumed, point)
             for (i, saved), (j, resumed) in itertools.product(enumerate(self.settings), repeat=2)
@@ -86,7 +88,7 @@ class Matrix:
     def _begin(self, engine: str, size: int) -> Iterator[Work]:
         """Each job to its end, and up to where it is stopped."""
         for here in self.settings:
-            words = f"{LINEAR} comm.engine={engine} frame={here.frame}"
+            words = f"{LINEAR} comm.engine={engine} framework={here.framework}"
             if here[:2] == (engine, size):
                 yield Work(self.jobs.run("straight", *here), words)
                 for point, step in POINTS.items():
@@ -101,7 +103,7 @@ class Matrix:
         for saved, here, point in self.pairs:
             if here[:2] == (engine, size):
                 run = self.jobs.resumable(self.jobs.run("stopped", *saved, point), "resumed", *saved, *here, point)
-                yield Work(run, f"{LINEAR} comm.engine={engine} frame={here.frame}")
+                yield Work(run, f"{LINEAR} comm.engine={engine} framework={here.framework}")
         for kind, words in KINDS.items() if size == 2 else ():
             run = self.jobs.resumable(self.jobs.run("stopped", engine, kind), "resumed", engine, kind)
             yield Work(run, f"{words} comm.engine={engine}")
@@ -132,22 +134,22 @@ def table(corner: str, entries: Entries) -> str:
 
 
 def report(matrix: Matrix) -> str:
-    """Two tables: ranks and engines, and frames."""
+    """Two tables: ranks and engines, and frameworks."""
     places: Entries = defaultdict(list)
-    frames: Entries = defaultdict(list)
+    frameworks: Entries = defaultdict(list)
     for saved, resumed, cell in matrix.cells():
         number = difference(cell)
-        places[f"{saved.engine} {saved.size}", f"{resumed.engine} {resumed.size}"].append((saved.frame == resumed.frame, number))
-        frames[saved.frame, resumed.frame].append((saved[:2] == resumed[:2], number))
+        places[f"{saved.engine} {saved.size}", f"{resumed.engine} {resumed.size}"].append((saved.framework == resumed.framework, number))
+        frameworks[saved.framework, resumed.framework].append((saved[:2] == resumed[:2], number))
     return f"""Largest relative difference to the uninterrupted run: {len(matrix.pairs)} resumes between {len(matrix.settings)} settings.
 
-Engine and ranks; in an entry: in the same frame / in another frame.
+Communicator and ranks; in an entry: in the same framework / in another framework.
 
 {table("saved on, resumed on", places)}
 
-Frame; in an entry: on the same engine and ranks / on others.
+Framework; in an entry: on the same engine and ranks / on others.
 
-{table("saved in, resumed in", frames)}
+{table("saved in, resumed in", frameworks)}
 """
 
 
@@ -183,8 +185,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int
 def test_every_kind_of_state_goes_on_to_the_last_bit(matrix: Matrix, engine: str, kind: str) -> None:
     cell = matrix.kind(engine, kind)
     check_same(cell)
-    assert cell.stopped.standing["progress"]["step"] == (6 if "evaluation" in kind else 9)
-    assert (cell.stopped.standing["noise"][1] != 0) == (kind == "noise scale")
+    assert cell.stopped.train_state["progress"]["step"] == (6 if "evaluation" in kind else 9)
+    assert (cell.stopped.train_state["noise"][1] != 0) == (kind == "noise scale")
 
 
 @pytest.mark.slow
@@ -200,13 +202,13 @@ def moved(stopped: Path, run: Path, **changes: Any) -> Path:
     """The newest checkpoint in a new run folder, with other arrays or another standing."""
     newest = files.finished(stopped)[-1]
     found, arrays = files.read_numbers(newest), changes.pop("arrays", files.read_arrays(newest, ROOM))
-    files.write(run, replace(found.standing, **changes), arrays, found.identity)
+    files.write(run, replace(found.train_state, **changes), arrays, found.identity)
     return run
 
 
 def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_twice(tmp_path: Path) -> None:
     def run(folder: Path, stop: Stop | None = None) -> Run:
-        return read_run(folder, do(Work(str(folder), f"{LINEAR} frame=numpy", stop), Single()))
+        return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), Single()))
 
     straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped", Stop("train", 7, 0))
     no_slots = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
@@ -220,7 +222,7 @@ def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_tw
 
 def test_the_first_step_comes_as_soon_after_a_million_steps(tmp_path: Path) -> None:
     """Nothing is replayed: neither samples, nor batches, nor schedules."""
-    words = f"{LINEAR} frame=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] recipe.grow_to=[] max_steps="
+    words = f"{LINEAR} framework=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] recipe.grow_to=[] max_steps="
     do(Work(str(tmp_path / "short"), f"{words}4"), Single())
     seconds: dict[int, list[float]] = {4: [], 10**6: []}
     for turn, step in itertools.product(range(5), seconds):

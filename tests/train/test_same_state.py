@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvdtrain.comm.communicator import Buffer, Single
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
@@ -45,8 +45,8 @@ def test_facts_that_differ_are_named_with_rank_and_host() -> None:
 
 
 def learner(seed: int) -> Any:
-    config, origins = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
-    return build_learner(config, origins, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), Single())
+    config, provenance = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
+    return build_learner(config, provenance, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), Single())
 
 
 def test_rank_0s_state_reaches_the_others() -> None:
@@ -54,8 +54,8 @@ def test_rank_0s_state_reaches_the_others() -> None:
     state = zero.state()
     assert digest(one.state()) != digest(state)
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
-    engine = Beside([schema, digest(state)], {f"state.{name}": array for name, array in state.items()})
-    assert share_state(engine, one, None) == digest(state) == digest(one.state())
+    communicator = Beside([schema, digest(state)], {f"state.{name}": array for name, array in state.items()})
+    assert share_state(communicator, one, None) == digest(state) == digest(one.state())
 
 
 def test_ranks_that_differ_after_the_start_stop() -> None:
@@ -72,12 +72,12 @@ def test_both_parts_of_a_data_set_must_fit() -> None:
     def source(size: int, classes: int) -> ArraySource:
         return ArraySource(np.ones((4, size, 2, 1), np.uint8), np.zeros(4, np.int64), classes)
 
-    task = build_task(source(2, 3), source(2, 3), Origins())
+    task = build_task(source(2, 3), source(2, 3), Provenance())
     assert (task.shape, task.classes) == ((2, 2, 1), 3)
     np.testing.assert_allclose(task.mean, 1 / 255)
     for val in (source(3, 3), source(2, 4)):
         with pytest.raises(UserError, match="training images are"):
-            build_task(source(2, 3), val, Origins())
+            build_task(source(2, 3), val, Provenance())
 
 
 def test_ranks_that_may_use_the_same_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.saver import RETRY_S, Saver
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 100}}
 
@@ -61,8 +61,8 @@ class Desk:
         return [(event.kind, event.step) for event in self.heard]
 
 
-def at(step: int, evaluated: int = 0) -> Standing:
-    return Standing(Progress(100, 1000, step, step), evaluated=evaluated)
+def at(step: int, evaluated: int = 0) -> TrainState:
+    return TrainState(Progress(100, 1000, step, step), evaluated=evaluated)
 
 
 def test_every_so_many_steps(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path:
     again.meet(5)
     assert again.learner.copies == 0
     again.meet(5, evaluated=5)
-    assert files.read_numbers(tmp_path / "checkpoints" / "step-00000005").standing.evaluated == 5
+    assert files.read_numbers(tmp_path / "checkpoints" / "step-00000005").train_state.evaluated == 5
 
 
 def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:

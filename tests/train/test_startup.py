@@ -14,23 +14,23 @@ import pytest
 import ranks
 from ranks import needs_mpirun
 
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.telemetry.startup import _age_s, _stat, launcher, phases, words
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 
 
 def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    pulse, now = Pulse(), [100.0]
+    heartbeat, now = Heartbeat(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for phase, seconds, step in [
         ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),
         ("reading the checkpoint", 0.125, 0),
         ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("meeting", 9.0, 9),
     ]:  # fmt: skip
-        pulse.beat(phase, 0, step)
+        heartbeat.beat(phase, 0, step)
         now[0] += seconds
-    found = phases(pulse)
+    found = phases(heartbeat)
     before = {name: found.pop(name) for name in ("launcher", "Python") if name in found}
     assert found == {"ranks": 0.5, "data": 2.0, "model": 0.25, "state": 0.125, "first samples": 0.5, "first step": 1.0}
     assert all(seconds >= 0 for seconds in before.values())

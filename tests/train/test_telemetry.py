@@ -24,12 +24,12 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, laps, total
+from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
 from hvdtrain.train.build import profiled
-from hvdtrain.train.progress.train_state import Reached, Standing, from_json, to_json
+from hvdtrain.train.progress.train_state import Reached, TrainState, from_json, to_json
 from hvdtrain.train.progress.triggers import energy_fields, energy_of, judge
 from hvdtrain.train.telemetry.energy import Counter, Energy, measure
-from hvdtrain.train.telemetry.telemetry import Gauges, gauges
+from hvdtrain.train.telemetry.telemetry import Telemetry, telemetry
 
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
@@ -41,7 +41,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 def test_laps_add_up_what_comes_twice() -> None:
     pieces = [("data", 1.0), ("forward", 2.0), ("backward", 3.0), ("forward", 4.0), ("", 50.0), ("data", 5.0), ("compute", 6.0)]
-    steps = laps(pieces)
+    steps = phase_times(pieces)
     assert steps == [{"data": 1.0, "forward": 6.0, "backward": 3.0}, {"data": 5.0, "compute": 6.0}]
     assert total(steps) == {"data": 6.0, "forward": 6.0, "backward": 3.0, "compute": 6.0}
     assert total([]) == {}
@@ -101,8 +101,8 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
         np.array([[phases_of(data=2, forward=10, backward=10, communication=60), phases_of(forward=20, communication=70)]]),
         np.array([[phases_of(data=6, forward=20, backward=20), phases_of(forward=80)]]),
     ]
-    engine = Three(others)
-    one = Gauges(engine, Watched(), measure(engine, None), ["n1", "n2", "n3"], Log([told.append]), each_step=True)
+    communicator = Three(others)
+    one = Telemetry(communicator, Watched(), measure(communicator, None), ["n1", "n2", "n3"], Log([told.append]), each_step=True)
     flags = one.flags()
     assert flags["rank.work"].tolist() == pytest.approx([0.0, 0.084, 0.0]), "all but communication, in its own place"
     assert flags["phase.data"] == pytest.approx(0.004) and flags["phase.communication"] == pytest.approx(0.010)
@@ -120,7 +120,7 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert first.fields["work_ms"] == [22.0, 31.0, 46.0] and first.fields["slowest_rank"] == 2
     assert first.fields["phase_ms"] == {"data": 3.0, "forward": 13.333, "backward": 16.667, "communication": 21.667}
     assert second.fields["work_ms"] == [20.0, 53.0, 80.0]
-    assert one.epoch(Standing(Progress(10, 20)), {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}, 5.0)["rank_work_ms"] == [
+    assert one.epoch(TrainState(Progress(10, 20)), {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}, 5.0)["rank_work_ms"] == [
         21.0,
         42.0,
         63.0,
@@ -138,18 +138,23 @@ def test_sums_and_rows_of_ranks_travel_together() -> None:
 
 
 def test_energy_of_an_epoch_by_image_and_never_of_what_was_not_measured() -> None:
-    now = Standing(Progress(100, 300, 4, 200), sums={"loss": 1.0, "right": 2.0, "count": 100})
-    burnt = now.burnt({"joules.gpu": 30.0, "joules.cpu": 6.0}).burnt({"joules.gpu": 4.0, "joules.cpu": math.nan})
-    assert energy_of(burnt, ["gpu", "cpu"]) == {"gpu": 34.0}
-    assert energy_fields(burnt, ["gpu", "cpu"], 10.0) == {"joules": {"gpu": 34.0}, "wh": 0.0094, "watts": 3.4, "joules_per_image": 0.34}
-    assert energy_fields(burnt, [], 10.0) == {"joules": {}}
-    assert energy_of(burnt.judged(0.5, None), ["gpu"]) == {"gpu": 34.0}, "of the job"
-    assert energy_of(burnt.judged(0.5, None), ["gpu"], epoch=True) == {"gpu": 0.0}
+    now = TrainState(Progress(100, 300, 4, 200), sums={"loss": 1.0, "right": 2.0, "count": 100})
+    add_energy = now.add_energy({"joules.gpu": 30.0, "joules.cpu": 6.0}).add_energy({"joules.gpu": 4.0, "joules.cpu": math.nan})
+    assert energy_of(add_energy, ["gpu", "cpu"]) == {"gpu": 34.0}
+    assert energy_fields(add_energy, ["gpu", "cpu"], 10.0) == {
+        "joules": {"gpu": 34.0},
+        "wh": 0.0094,
+        "watts": 3.4,
+        "joules_per_image": 0.34,
+    }
+    assert energy_fields(add_energy, [], 10.0) == {"joules": {}}
+    assert energy_of(add_energy.after_evaluation(0.5, None), ["gpu"]) == {"gpu": 34.0}, "of the job"
+    assert energy_of(add_energy.after_evaluation(0.5, None), ["gpu"], epoch=True) == {"gpu": 0.0}
 
 
 def test_each_target_is_reached_once_with_what_it_took() -> None:
     config, _ = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
-    start = Standing(Progress(100, 300, 4, 120), epoch_s=2.0).burnt({"joules.gpu": 8.0, "joules.cpu": 0.0})
+    start = TrainState(Progress(100, 300, 4, 120), epoch_s=2.0).add_energy({"joules.gpu": 8.0, "joules.cpu": 0.0})
     first, new = judge(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
     assert new == [Reached(0.5, 0.7, 5.0, 1.2, 120, 8.0), Reached(0.6, 0.7, 5.0, 1.2, 120, 8.0)]
     assert (first.best, first.best_epoch, first.trained_s, first.evaluated_s) == (0.7, 1, 2.0, 5.0)
@@ -163,7 +168,7 @@ def test_each_target_is_reached_once_with_what_it_took() -> None:
 
 def test_a_target_that_was_reached_before_it_was_asked_for_is_not_told() -> None:
     config, _ = configure(None, ["log.targets=[0.5,0.8]"])
-    now = Standing(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
+    now = TrainState(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
     _, new = judge(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
     assert [one.target for one in new] == [0.8]
 
@@ -171,16 +176,16 @@ def test_a_target_that_was_reached_before_it_was_asked_for_is_not_told() -> None
 def test_all_ranks_look_at_their_counters_together_and_power_is_of_the_time_between() -> None:
     """Two counters of 100 W each, whose ranks meet every tenth of a second."""
     now = [0.0]
-    one = Gauges(Single(), Watched(), Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]), ["n1"], Log([]))
+    one = Telemetry(Single(), Watched(), Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]), ["n1"], Log([]))
     told, asked = [], []
     one._read_s = -9.0  # long ago: due at the first meeting
-    for meeting in range(4):
+    for rendezvous in range(4):
         now[0] += 0.1
         flags = one.flags()
         asked.append(flags["joules.look"])
         other = {**flags, "joules.cpu": 2 * flags["joules.cpu"]}  # the other rank's, which looks when this one does
-        one._read_s = one._read_s if meeting != 1 else time.monotonic() - 0.2
-        told.append(one.read(other, meeting, 0.1).get("watts"))
+        one._read_s = one._read_s if rendezvous != 1 else time.monotonic() - 0.2
+        told.append(one.read(other, rendezvous, 0.1).get("watts"))
     assert asked == [1.0, 0.0, 0.0, 0.0]
     assert told[0] is None and told[1] == pytest.approx(200.0, rel=0.05) and told[2] == pytest.approx(told[1], rel=0.3)
 
@@ -204,7 +209,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypat
 
 
 def test_a_checkpoint_of_an_older_version_is_read() -> None:
-    now = Standing(Progress(100, 300, 4, 120), accuracy=0.5, best=0.5, best_epoch=1)
+    now = TrainState(Progress(100, 300, 4, 120), accuracy=0.5, best=0.5, best_epoch=1)
     tree = json.loads(json.dumps(to_json(now)))
     for name in (
         "best",
@@ -238,8 +243,8 @@ def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> N
 
 def test_numpy_has_no_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["frame=numpy", "model.name=linear", "max_steps=3", "profile.steps=1:2", "run=out"]) == 2
-    assert "frame=numpy has no profiler\n  where: profile.steps" in capsys.readouterr().err
+    assert main(["framework=numpy", "model.name=linear", "max_steps=3", "profile.steps=1:2", "run=out"]) == 2
+    assert "framework=numpy has no profiler\n  where: profile.steps" in capsys.readouterr().err
 
 
 def ranges(trace: Path) -> list[str]:
@@ -342,12 +347,12 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
         "numpy": {"data", "forward", "backward", "communication", "update", "other"},
         "jax": {"data", "compute", "update", "other"},
     }
-    for frame, names in wanted.items():
-        assert main([f"frame={frame}", "model.name=linear", "max_steps=4", f"run={frame}", "log.step_times=true"]) == 0
-        (step,) = [e for e in events(tmp_path / frame) if e["kind"] == "step"]
-        assert set(step["phase_ms"]) == names, frame
+    for framework, names in wanted.items():
+        assert main([f"framework={framework}", "model.name=linear", "max_steps=4", f"run={framework}", "log.step_times=true"]) == 0
+        (step,) = [e for e in events(tmp_path / framework) if e["kind"] == "step"]
+        assert set(step["phase_ms"]) == names, framework
         assert 0 < sum(step["phase_ms"].values()) == pytest.approx(1e3 * step["window_s"] / 4, abs=0.01)
-    assert main(["frame=jax", "model.name=linear", "max_steps=4", "run=plain", "profile.steps=1:3"]) == 0
+    assert main(["framework=jax", "model.name=linear", "max_steps=4", "run=plain", "profile.steps=1:3"]) == 0
     (step,) = [e for e in events(tmp_path / "plain") if e["kind"] == "step"]
     assert set(step["phase_ms"]) == {"data", "other"}, "what is only started takes no time"
     assert list((tmp_path / "plain" / "profile" / "rank-00000").rglob("*.xplane.pb"))
@@ -355,6 +360,6 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_gauges_of_a_configuration(tmp_path: Path) -> None:
-    config, origins = configure(None, ["log.step_times=true", "profile.steps=2:4"])
-    made = gauges(config, origins, (Single(), Watched()), ["n1"], Log([]), tmp_path)
+    config, provenance = configure(None, ["log.step_times=true", "profile.steps=2:4"])
+    made = telemetry(config, provenance, (Single(), Watched()), ["n1"], Log([]), tmp_path)
     assert made.each_step and made.profile == (2, 4, tmp_path / "profile" / "rank-00000")

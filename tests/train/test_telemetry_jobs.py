@@ -19,12 +19,12 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.numpy import NumpyLearner
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.telemetry import telemetry
 from hvdtrain.train.telemetry.energy import Counter, Energy
-from hvdtrain.train.telemetry.telemetry import Gauges, host_memory_bytes
+from hvdtrain.train.telemetry.telemetry import Telemetry, host_memory_bytes
 
-SMALL = ["frame=numpy", "model.name=linear", "log.every_steps=5"]
+SMALL = ["framework=numpy", "model.name=linear", "log.every_steps=5"]
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -97,15 +97,15 @@ def test_where_meetings_are_far_apart_each_has_its_look(monkeypatch: pytest.Monk
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     energy = Energy({"cpu": ""}, {"cpu": [Counter(lambda: 50.0 * now[0])]}, lambda: now[0])
-    one, standing, watts = Gauges(Single(), Still(), energy, ["n1"], Log([])), Standing(Progress(10, 20)), []  # type: ignore[arg-type]
+    one, train_state, watts = Telemetry(Single(), Still(), energy, ["n1"], Log([])), TrainState(Progress(10, 20)), []  # type: ignore[arg-type]
     one._met_s = one._read_s = now[0]
-    for meeting in range(4):
+    for rendezvous in range(4):
         now[0] += 0.7
         sums = one.flags()
-        watts.append(one.read(sums, meeting, 0.7).get("watts"))
-        standing = standing.burnt(sums)
+        watts.append(one.read(sums, rendezvous, 0.7).get("watts"))
+        train_state = train_state.add_energy(sums)
     assert watts == [None, 50.0, 50.0, 50.0], "a meeting after the second would be more than a second after the look before"
-    assert one.last(standing).cpu_j == pytest.approx(50 * 2.8) and one.joules(now=True)["joules.cpu"] == 0
+    assert one.last(train_state).cpu_j == pytest.approx(50 * 2.8) and one.joules(now=True)["joules.cpu"] == 0
 
 
 def test_memory_is_that_of_this_process_and_not_of_the_one_that_started_it() -> None:

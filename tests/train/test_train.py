@@ -190,9 +190,9 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
     for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
         p, counts = Progress(1437, 99999, 7, start), []
         for rank in range(3):
-            engine = Single()
-            engine.rank, engine.size = rank, 3  # type: ignore[misc]
-            rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, engine)
+            communicator = Single()
+            communicator.rank, communicator.size = rank, 3  # type: ignore[misc]
+            rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, communicator)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
             np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), expected)
             assert set(np.concatenate([part.epochs for part in rows])) == {start // 1437, (start + 30) // 1437}
@@ -273,7 +273,7 @@ def idx_root() -> str:
         (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
         (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
         (["log.noise_scale=true"], ["this is one rank", "two ranks or more"]),
-        (["frame=torhc"], ["unknown name: torhc", "did you mean torch?"]),
+        (["framework=torhc"], ["unknown name: torhc", "did you mean torch?"]),
     ],
 )
 def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +301,7 @@ def test_too_few_samples_for_the_ranks() -> None:
     from hvdtrain.errors import UserError
     from hvdtrain.train.build import check_batch
 
-    config, origins = configure(None, ["batch.size=1"])
-    check_batch(config, origins, Single.size)
+    config, provenance = configure(None, ["batch.size=1"])
+    check_batch(config, provenance, Single.size)
     with pytest.raises(UserError, match="batch 1 does not split over 2 ranks"):
-        check_batch(config, origins, 2)
+        check_batch(config, provenance, 2)

@@ -158,7 +158,7 @@ from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.health.watchdog import Watch
 class Fake(Single):
     asked = 0
-    def muster(self, thing, wait_s):
+    def side_channel_gather(self, thing, wait_s):
         self.asked += 1
         time.sleep({muster_s})
         return {found}

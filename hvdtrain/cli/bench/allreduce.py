@@ -20,7 +20,7 @@ from hvdtrain.cli.bench import tables
 from hvdtrain.cli.bench.on_ranks import Parser, on_ranks
 from hvdtrain.cli.bench.tables import COPY, GROUPED, MPI, Row, Timing
 from hvdtrain.cli.check.speed import plain_mpi
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
@@ -46,7 +46,7 @@ class Way(NamedTuple):
 class Ranks(NamedTuple):
     """Who adds up."""
 
-    engine: Engine
+    communicator: Communicator
     world: Any | None  # of mpi4py, where MPI runs
     bucket_bytes: int
 
@@ -56,21 +56,21 @@ def bench_allreduce(words: Sequence[str]) -> int:
     asked, rest = _parse(words)
     given = configure(asked.config, rest)
 
-    def work(engine: Engine, why: str) -> None:
-        ranks = Ranks(engine, _world(engine, placement(os.environ)), max(4, int(given[0].comm.bucket_mb * 2**20)))
+    def work(communicator: Communicator, why: str) -> None:
+        ranks = Ranks(communicator, _world(communicator, placement(os.environ)), max(4, int(given[0].comm.bucket_mb * 2**20)))
         rows = measure(ranks, asked.sizes, asked.budget)
-        hosts = engine.exchange((socket.gethostname(), len(os.sched_getaffinity(0))))
-        if engine.rank == 0:
-            facts = {"engine": engine.name, "why": why, "ranks": engine.size, "bucket_bytes": ranks.bucket_bytes}
+        hosts = communicator.exchange((socket.gethostname(), len(os.sched_getaffinity(0))))
+        if communicator.rank == 0:
+            facts = {"engine": communicator.name, "why": why, "ranks": communicator.size, "bucket_bytes": ranks.bucket_bytes}
             facts |= tables.hosts_of(hosts)
             tables.tell(asked.json, tables.allreduce_text(facts, rows), tables.allreduce_tree(facts, rows))
 
     return on_ranks(given, work)
 
 
-def _world(engine: Engine, place: Placement) -> Any | None:
+def _world(communicator: Communicator, place: Placement) -> Any | None:
     """MPI itself on all ranks, or on none: where the engine runs on it, by a communicator of our own."""
-    if engine.name != "mpi" and not plain_mpi(engine, place):
+    if communicator.name != "mpi" and not plain_mpi(communicator, place):
         return None
     from hvdtrain.comm import mpi
 
@@ -84,7 +84,7 @@ def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[Row]:
     for place, size in enumerate(sizes):
         numbers = np.empty(*((size // 4, np.float32) if size % 4 == 0 else (size, np.uint8)))
         rows.append(Row(tables.bytes_words(size), size, _times(ranks, numbers, list(_whole(ranks, numbers)), share_s)))
-        if ranks.engine.rank == 0 and time.perf_counter() - began > QUIET_S:
+        if ranks.communicator.rank == 0 and time.perf_counter() - began > QUIET_S:
             print(f"bench allreduce: {rows[-1].name} done, {place + 1} of {len(sizes) + 1}", file=sys.stderr, flush=True)
     numbers = np.empty(sum(SMALL), np.float32)
     rows.append(Row(GROUP, numbers.nbytes, _times(ranks, numbers, list(_grouped(ranks, numbers)), share_s)))
@@ -93,7 +93,7 @@ def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[Row]:
 
 def _whole(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
     """The ways to add up one vector."""
-    engine, other = ranks.engine, np.empty_like(numbers)
+    communicator, other = ranks.communicator, np.empty_like(numbers)
     name = f"bench.{numbers.nbytes}"
     each = max(1, ranks.bucket_bytes // numbers.itemsize)
     buckets = [numbers[start : start + each] for start in range(0, len(numbers), each)]
@@ -102,14 +102,14 @@ def _whole(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
 
         in_place = mpi.load().IN_PLACE
         yield Way(MPI, lambda: world.Allreduce(in_place, numbers))
-    yield Way("allreduce", lambda: _keep(numbers, engine.allreduce(numbers, name)))
-    yield Way(f"in {len(buckets)} bucket{'s' * (len(buckets) > 1)}", lambda: _together(engine, buckets, name))
+    yield Way("allreduce", lambda: _keep(numbers, communicator.allreduce(numbers, name)))
+    yield Way(f"in {len(buckets)} bucket{'s' * (len(buckets) > 1)}", lambda: _together(communicator, buckets, name))
     yield Way(COPY, lambda: np.copyto(other, numbers))
 
 
 def _grouped(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
     """The ways to add up many small tensors: those that fill one buffer copy them in and out, which counts."""
-    engine, flat = ranks.engine, np.empty_like(numbers)
+    communicator, flat = ranks.communicator, np.empty_like(numbers)
     parts = np.split(numbers, np.cumsum(SMALL)[:-1])
     rooms = np.split(flat, np.cumsum(SMALL)[:-1])
 
@@ -130,9 +130,9 @@ def _grouped(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
             return flat
 
         yield Way(MPI, lambda: packed(by_mpi))
-    yield Way("as one bucket", lambda: packed(lambda: engine.start_allreduce(flat, "bench.packed").wait()))
-    yield Way("each by its name", lambda: _together(engine, parts, "bench.small"))
-    if engine.name == "horovod":
+    yield Way("as one bucket", lambda: packed(lambda: communicator.start_allreduce(flat, "bench.packed").wait()))
+    yield Way("each by its name", lambda: _together(communicator, parts, "bench.small"))
+    if communicator.name == "horovod":
         from hvdtrain.comm import horovod
 
         torch, hvd = horovod.load()
@@ -141,9 +141,9 @@ def _grouped(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
     yield Way(COPY, lambda: np.copyto(flat, numbers))
 
 
-def _together(engine: Engine, parts: Sequence[np.ndarray], name: str) -> None:
+def _together(communicator: Communicator, parts: Sequence[np.ndarray], name: str) -> None:
     """All started, then waited for."""
-    handles = [engine.start_allreduce(part, f"{name}.{place}") for place, part in enumerate(parts)]
+    handles = [communicator.start_allreduce(part, f"{name}.{place}") for place, part in enumerate(parts)]
     for part, handle in zip(parts, handles, strict=True):
         _keep(part, handle.wait())
 
@@ -157,15 +157,15 @@ def _keep(room: np.ndarray, result: np.ndarray) -> None:
 def _times(ranks: Ranks, numbers: np.ndarray, ways: Sequence[Way], share_s: float) -> list[Timing]:
     """Seconds of each way, the slowest rank's of each round: all ways once in a round, each round beginning with another."""
     for way in ways:
-        check(ranks.engine, numbers, way)
+        check(ranks.communicator, numbers, way)
     numbers.fill(0)  # sums stay in place and would grow without end: only zeros stay what they are
     began = time.perf_counter()
     for _ in range(WARM_UP):
         _round(ranks, ways, 0)
-    round_s = float(ranks.engine.allreduce(np.array([(time.perf_counter() - began) / WARM_UP]), "bench.round", "max")[0])
+    round_s = float(ranks.communicator.allreduce(np.array([(time.perf_counter() - began) / WARM_UP]), "bench.round", "max")[0])
     rounds = int(min(MOST_ROUNDS, max(ROUNDS, share_s / round_s)))  # the same on every rank, for round_s is
     mine = np.array([_round(ranks, ways, turn) for turn in range(rounds)])
-    slowest = ranks.engine.allreduce(mine, "bench.slowest", "max")  # (rounds, ways)
+    slowest = ranks.communicator.allreduce(mine, "bench.slowest", "max")  # (rounds, ways)
     return [Timing(way.name, [float(s) for s in slowest[:, place]]) for place, way in enumerate(ways)]
 
 
@@ -176,23 +176,23 @@ def _round(ranks: Ranks, ways: Sequence[Way], turn: int) -> list[float]:
         if ranks.world is not None:
             ranks.world.Barrier()
         else:
-            ranks.engine.allreduce(np.zeros(1, np.float32), "bench.barrier")
+            ranks.communicator.allreduce(np.zeros(1, np.float32), "bench.barrier")
         began = time.perf_counter()
         ways[place].act()
         seconds[place] = time.perf_counter() - began
     return seconds
 
 
-def check(engine: Engine, numbers: np.ndarray, way: Way) -> None:
+def check(communicator: Communicator, numbers: np.ndarray, way: Way) -> None:
     """Rank r's number i is (r + 1) x (i % 7 + 1): its sum over n ranks is n (n + 1) / 2 x (i % 7 + 1)."""
     pattern = (np.arange(len(numbers)) % 7 + 1).astype(numbers.dtype)
-    numbers[...] = pattern * numbers.dtype.type((engine.rank + 1) % 256)
+    numbers[...] = pattern * numbers.dtype.type((communicator.rank + 1) % 256)
     way.act()
-    factor = engine.rank + 1 if way.name == COPY else engine.size * (engine.size + 1) // 2
+    factor = communicator.rank + 1 if way.name == COPY else communicator.size * (communicator.size + 1) // 2
     expected = pattern * numbers.dtype.type(factor % 256 if numbers.dtype == np.uint8 else factor)
     wrong = int((numbers != expected).sum())
-    if any(told := engine.exchange(wrong)):
-        where = f"{way.name}, comm.engine={engine.name}, {numbers.nbytes} bytes"
+    if any(told := communicator.exchange(wrong)):
+        where = f"{way.name}, comm.engine={communicator.name}, {numbers.nbytes} bytes"
         raise UserError(f"wrong sums on ranks {[rank for rank, count in enumerate(told) if count]}", where, "python -m hvdtrain check")
 
 

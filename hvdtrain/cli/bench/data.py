@@ -15,13 +15,13 @@ from hvdtrain.cli.bench import tables
 from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
 from hvdtrain.cli.bench.tables import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
-from hvdtrain.comm.communicator import Engine
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.input.prefetch import Feed
+from hvdtrain.train.input.prefetch import Prefetcher
 from hvdtrain.train.job import prepare
 
 MOST_STEPS = 20  # of one block
@@ -30,51 +30,57 @@ MOST_STEPS = 20  # of one block
 def bench_data(words: Sequence[str]) -> int:
     """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 speaks."""
     asked, rest = _parse(words)
-    config, origins = configure(asked.config, rest)
+    config, provenance = configure(asked.config, rest)
 
-    def work(engine: Engine, why: str) -> None:
-        with Signals(engine.rank) as signals:
-            tree = measure(config, origins, engine, signals, asked.rounds)
-        if engine.rank == 0:
+    def work(communicator: Communicator, why: str) -> None:
+        with Signals(communicator.rank) as signals:
+            tree = measure(config, provenance, communicator, signals, asked.rounds)
+        if communicator.rank == 0:
             tables.tell(asked.json, text(tree), tree)
 
-    return on_ranks((config, origins), work)
+    return on_ranks((config, provenance), work)
 
 
-def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, rounds: int) -> dict[str, Any]:
+def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
     """Every rank calls it. All ways in turn in each round, the first of which warms up."""
     began = time.perf_counter()
-    parts = prepare(config, origins)
+    parts = prepare(config, provenance)
     tree: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "samples": len(parts.train), "shape": list(parts.train.shape)}
-    trainer = Trainer(config, origins, engine, signals, parts)
+    trainer = Trainer(config, provenance, communicator, signals, parts)
     batch = trainer.job.recipe.at(trainer.now.progress).batch
-    share = max(1, batch // engine.size)
+    share = max(1, batch // communicator.size)
     steps = max(1, min(MOST_STEPS, len(parts.train) // share))
-    feeds = {"feed": trainer.feed}
-    others = {f"feed, {n} reader{'s' * (n > 1)}": n for n in (1, 2) if n != trainer.feed.readers or not trainer.feed.ahead}
-    for name, readers in others.items() if not trainer.feed.held else ():
+    feeds = {"feed": trainer.prefetcher}
+    others = {f"feed, {n} reader{'s' * (n > 1)}": n for n in (1, 2) if n != trainer.prefetcher.readers or not trainer.prefetcher.ahead}
+    for name, readers in others.items() if not trainer.prefetcher.held else ():
         data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
         changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
-        feeds[name] = Feed(changed, engine, trainer.job.recipe, parts.train, trainer.job.learner)
+        feeds[name] = Prefetcher(changed, communicator, trainer.job.recipe, parts.train, trainer.job.learner)
     ways: dict[str, Callable[[], object]] = {"read": lambda: _read(parts.train, share, steps)}
-    ways |= {name: lambda feed=feed: _take(feed, trainer, steps) for name, feed in feeds.items()}  # type: ignore[misc]
-    ready = trainer.feed.prepare(trainer.now.progress)
+    ways |= {name: lambda prefetcher=prefetcher: _take(prefetcher, trainer, steps) for name, prefetcher in feeds.items()}  # type: ignore[misc]
+    ready = trainer.prefetcher.prepare(trainer.now.progress)
     ways["step"] = lambda: _train(trainer.job.learner, ready, steps)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
-        if engine.rank == 0 and turn:
+        if communicator.rank == 0 and turn:
             print(f"bench data: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name, act in ways.items():
-            engine.exchange(None)
+            communicator.exchange(None)
             start = time.perf_counter()
             act()
             seconds[name].append((time.perf_counter() - start) / (steps * share))
-            for feed in feeds.values():
-                feed.drain()
-    for feed in feeds.values():
-        feed.close()
+            for prefetcher in feeds.values():
+                prefetcher.drain()
+    for prefetcher in feeds.values():
+        prefetcher.close()
     rows = {name: [1 / s for s in reversed(quartiles(found[1:]))] for name, found in seconds.items()}
-    return tree | {"images_per_s": rows, "rounds": rounds, "batch_of_a_rank": share, "ranks": engine.size, "feed": trainer.feed.words}
+    return tree | {
+        "images_per_s": rows,
+        "rounds": rounds,
+        "batch_of_a_rank": share,
+        "ranks": communicator.size,
+        "feed": trainer.prefetcher.words,
+    }
 
 
 def _read(source: Any, share: int, steps: int) -> None:
@@ -84,11 +90,11 @@ def _read(source: Any, share: int, steps: int) -> None:
         source.read(order[step * share : (step + 1) * share])
 
 
-def _take(feed: Feed, trainer: Trainer, steps: int) -> None:
+def _take(prefetcher: Prefetcher, trainer: Trainer, steps: int) -> None:
     """Samples as they come to the step: read, drawn for, on the device."""
     p = trainer.now.progress
     for _ in range(steps):
-        hyper, _ = feed.take(p)
+        hyper, _ = prefetcher.take(p)
         p = p.advance(hyper.batch)
 
 

@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.errors import DONE, UserError, code_of
@@ -41,16 +41,16 @@ def rounds_of(text: str) -> int:
     return int(text)
 
 
-def on_ranks(given: tuple[Config, Origins], work: Callable[[Engine, str], None]) -> int:
+def on_ranks(given: tuple[Config, Provenance], work: Callable[[Communicator, str], None]) -> int:
     """work(engine, why it is this one) on every rank; the exit code."""
     check_names(*given)
-    engine, why = connect(*given, placement(os.environ))
+    communicator, why = connect(*given, placement(os.environ))
     try:
-        work(engine, why)
-        engine.close()
+        work(communicator, why)
+        communicator.close()
         return DONE
     except BaseException as error:  # a rank that leaves alone would let the others wait
         told = f"hvdtrain: {error}" if isinstance(error, UserError) else traceback.format_exc().rstrip()
-        print(f"{told}\nrank {engine.rank}: the error above ends the bench", file=sys.stderr, flush=True)
+        print(f"{told}\nrank {communicator.rank}: the error above ends the bench", file=sys.stderr, flush=True)
         signal.alarm(END_S)
-        engine.abort(error.code if isinstance(error, UserError) else code_of(error))
+        communicator.abort(error.code if isinstance(error, UserError) else code_of(error))

@@ -26,7 +26,7 @@ from hvdtrain.cli.launch.launcher_commands import Kind, Start, mpi_words
 from hvdtrain.cli.launch.machine import cores, launcher_of, library_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.learner import Task
@@ -57,11 +57,11 @@ def bench_scaling(words: Sequence[str]) -> int:
     if (here := placement(os.environ)).size > 1:
         what = f"this is already rank {here.rank} of {here.size}, and bench scaling starts ranks itself"
         raise UserError(what, f"command line of bench scaling, under {here.launcher}", "outside of it")
-    config, origins = configure(asked.config, rest)
-    plugins.check_names(config, origins)
-    if config.comm.every > 1:
-        raise UserError("the fit knows one allreduce of the gradients a step", origins.where("comm.every"), "comm.every=1")
-    gradient_bytes = _gradient_bytes(config, origins)
+    config, provenance = configure(asked.config, rest)
+    plugins.check_names(config, provenance)
+    if config.comm.local_steps > 1:
+        raise UserError("the fit knows one allreduce of the gradients a step", provenance.where("comm.local_steps"), "comm.local_steps=1")
+    gradient_bytes = _gradient_bytes(config, provenance)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // max(asked.ranks)))
     ours = [word for word in rest if word.partition("=")[0] not in _OURS]
     jobs = Jobs(asked.config, ours, asked.steps, asked.limit, threads, launcher_of(library_of([sys.executable])))
@@ -191,19 +191,19 @@ def _measured(trial: Trial, buckets: Sequence[float], link: Link) -> Measured:
     return Measured(trial.batch / trial.ranks, max(1.0, trial.ranks / cores()), comm, quartiles(trial.seconds)[1])
 
 
-def _gradient_bytes(config: Config, origins: Origins) -> int:
+def _gradient_bytes(config: Config, provenance: Provenance) -> int:
     """Of all parameters; the model is not built."""
-    source = build_source(unstaged(config), origins, "train")
+    source = build_source(unstaged(config), provenance, "train")
     channels = np.zeros(source.shape[2])
-    shapes = plugins.load("frameworks", config.frame, origins.where("frame")).shapes(
-        config, origins, Task(source.shape, source.classes, channels, channels + 1)
+    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(
+        config, provenance, Task(source.shape, source.classes, channels, channels + 1)
     )
     return int(sum(math.prod(shape) for shape in shapes.values()) * _width(config))
 
 
 def _width(config: Config) -> int:
     """Bytes of a number of the gradient on its way."""
-    return 2 if config.comm.wire != "same" else 8 if config.speed.precision == "fp64" else 4
+    return 2 if config.comm.compression != "none" else 8 if config.speed.precision == "fp64" else 4
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -16,9 +16,9 @@ from hvdtrain.cli.bench import tables
 from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
 from hvdtrain.cli.bench.tables import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.frameworks.stopwatch import total
@@ -28,41 +28,41 @@ from hvdtrain.train.health.signals import Signals
 def bench_step(words: Sequence[str]) -> int:
     """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 speaks."""
     asked, rest = _parse(words)
-    config, origins = configure(asked.config, [*rest, f"log.every_steps={asked.steps}"])
+    config, provenance = configure(asked.config, [*rest, f"log.every_steps={asked.steps}"])
 
-    def work(engine: Engine, why: str) -> None:
-        with Signals(engine.rank) as signals:
-            tree = measure(config, origins, engine, signals, (asked.rounds, asked.steps))
-        if engine.rank == 0:
+    def work(communicator: Communicator, why: str) -> None:
+        with Signals(communicator.rank) as signals:
+            tree = measure(config, provenance, communicator, signals, (asked.rounds, asked.steps))
+        if communicator.rank == 0:
             tables.tell(asked.json, text(tree | {"why": why}), tree)
 
-    return on_ranks((config, origins), work)
+    return on_ranks((config, provenance), work)
 
 
 class Alone(Single):
     """One rank's own engine, on the cores and the device that it has beside the others."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.local_rank, self.local_size = engine.local_rank, engine.local_size
-        self.exchange = engine.exchange  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
+    def __init__(self, communicator: Communicator) -> None:
+        self.local_rank, self.local_size = communicator.local_rank, communicator.local_size
+        self.exchange = communicator.exchange  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
 
 
-def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, turns: tuple[int, int]) -> dict[str, Any]:
+def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, turns: tuple[int, int]) -> dict[str, Any]:
     """Every rank calls it; what it tells is rank 0's."""
     rounds, steps = turns
-    together = Trainer(config, origins, engine, signals)
+    together = Trainer(config, provenance, communicator, signals)
     ones = {"together": together}
-    if engine.size > 1:
-        ones["alone"] = Trainer(*_of_one_rank(config, origins, engine), Alone(engine), signals, together.data)
+    if communicator.size > 1:
+        ones["alone"] = Trainer(*_of_one_rank(config, provenance, communicator), Alone(communicator), signals, together.data)
     times: dict[str, list[float]] = {name: [] for name in ones}
     for turn in range(rounds + 1):  # the first round warms up
-        if engine.rank == 0 and turn:
+        if communicator.rank == 0 and turn:
             print(f"bench step: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name in list(ones)[:: 1 if turn % 2 else -1]:
-            engine.exchange(None)
+            communicator.exchange(None)
             times[name].append(ones[name].block(steps) / steps)
         if not turn:
-            together.feed.waited_s = 0.0
+            together.prefetcher.waited_s = 0.0
     seconds = times["together"][1:]
     low, middle, high = quartiles(seconds)
     batch = together.job.recipe.at(together.now.progress).batch
@@ -73,13 +73,13 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
         "rounds": rounds,
         "steps_per_round": steps,
         "batch": batch,
-        "ranks": engine.size,
-        "engine": engine.name,
+        "ranks": communicator.size,
+        "engine": communicator.name,
         "model": together.job.learner.describe(),
-        "feed": together.feed.words,
-        "data_wait_ms": 1e3 * together.feed.waited_s / (rounds * steps),
+        "feed": together.prefetcher.words,
+        "data_wait_ms": 1e3 * together.prefetcher.waited_s / (rounds * steps),
     }
-    if engine.size > 1:
+    if communicator.size > 1:
         apart = [a - b for a, b in zip(seconds, times["alone"][1:], strict=True)]
         tree |= {
             "alone_ms_per_step": 1e3 * statistics.median(times["alone"][1:]),
@@ -88,9 +88,9 @@ def measure(config: Config, origins: Origins, engine: Engine, signals: Signals, 
     return tree | _figures(config, together, steps, middle)
 
 
-def _of_one_rank(config: Config, origins: Origins, engine: Engine) -> tuple[Config, Origins]:
+def _of_one_rank(config: Config, provenance: Provenance, communicator: Communicator) -> tuple[Config, Provenance]:
     """The same step of this rank without the others: its share of the batch, nothing about meeting."""
-    share = -(-config.batch.size // engine.size) if config.batch.per_rank is None else config.batch.per_rank
+    share = -(-config.batch.size // communicator.size) if config.batch.per_rank is None else config.batch.per_rank
     changed = dataclasses.replace(
         config,
         batch=dataclasses.replace(config.batch, size=share, per_rank=None),
@@ -98,25 +98,25 @@ def _of_one_rank(config: Config, origins: Origins, engine: Engine) -> tuple[Conf
         norm=config.norm if config.norm.kind != "sync" else dataclasses.replace(config.norm, kind="batch"),
         log=dataclasses.replace(config.log, noise_scale=False),
     )
-    return changed, origins
+    return changed, provenance
 
 
 def _figures(config: Config, trainer: Trainer, steps: int, step_s: float) -> dict[str, Any]:
-    """Seconds by phase and operations, where the frame tells them."""
-    frame = plugins.load("frameworks", config.frame, "frame")
-    if not hasattr(frame, "figures"):
+    """Seconds by phase and operations, where the framework tells them."""
+    framework = plugins.load("frameworks", config.framework, "framework")
+    if not hasattr(framework, "figures"):
         return {}
     learner: Any = trainer.job.learner
-    figures, feed = frame.figures(), trainer.feed
+    figures, prefetcher = framework.figures(), trainer.prefetcher
     watch, p = figures.patient(learner.device), trainer.now.progress
     learner.stopwatch = watch
     for _ in range(steps):
         watch.enter("data")
-        hyper, micro = feed.take(p)
+        hyper, micro = prefetcher.take(p)
         learner.step(micro, hyper, p.step)
         p = p.advance(hyper.batch)
     phases = total(watch.read())
-    hyper, micro = feed.take(p)
+    hyper, micro = prefetcher.take(p)
     flops, peak = figures.step_flops(learner, micro, hyper), figures.peak_flops(learner)
     return {
         "phases_ms": {phase: 1e3 * seconds / steps for phase, seconds in phases.items()},

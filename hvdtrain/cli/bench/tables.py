@@ -62,9 +62,9 @@ def hosts_of(hosts: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 def allreduce_text(facts: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """The table and what is to be said about it."""
-    engine = f"engine {facts['engine']} ({facts['why']}), buckets of {bytes_words(facts['bucket_bytes'])}"
+    communicator = f"engine {facts['engine']} ({facts['why']}), buckets of {bytes_words(facts['bucket_bytes'])}"
     where = "; ".join(f"{name}: {_ranks(host['ranks'])}, {host['cores']} cores" for name, host in facts["hosts"].items())
-    lines = [f"hvdtrain bench allreduce: {_ranks(facts['ranks'])}, {engine}", where, *crowded(facts["hosts"].values()), ""]
+    lines = [f"hvdtrain bench allreduce: {_ranks(facts['ranks'])}, {communicator}", where, *crowded(facts["hosts"].values()), ""]
     table = [_HEAD]
     for row in rows:
         plain = next((timing.seconds for timing in row.timings if timing.name == MPI), None)

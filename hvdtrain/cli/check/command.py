@@ -27,10 +27,10 @@ from hvdtrain.cli.check.findings import Finding, of_error, probe, who
 from hvdtrain.cli.check.rank_facts import code_digests, digest, facts_of
 from hvdtrain.cli.check.table import Report, short, text, tree
 from hvdtrain.cli.check.time_limit import Patience
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, Apart, Placement, placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Assignment, Origins, assignments, configure, read_former
+from hvdtrain.config.read import Assignment, Provenance, assignments, configure, read_former
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, USER, UserError, code_of
 from hvdtrain.recipe.compose import for_ranks
@@ -64,18 +64,18 @@ def check(words: Sequence[str]) -> int:
         patience.meet("to connect")
         from hvdtrain.train.build import connect
 
-        engine, why = connect(*given, place)
+        communicator, why = connect(*given, place)
     except Exception as error:
         return _alone(command, place, error)
     try:
-        code = _together(command, given, (engine, why, place), patience)
+        code = _together(command, given, (communicator, why, place), patience)
         patience.over()
-        engine.close()
+        communicator.close()
         return code
     except BaseException as error:  # a rank that leaves alone would let the others wait
-        print(f"{traceback.format_exc().rstrip()}\nrank {engine.rank}: the error above ends the check", file=sys.stderr, flush=True)
+        print(f"{traceback.format_exc().rstrip()}\nrank {communicator.rank}: the error above ends the check", file=sys.stderr, flush=True)
         signal.alarm(END_S)
-        engine.abort(code_of(error))
+        communicator.abort(code_of(error))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,34 +112,34 @@ def _alone(command: Command, place: Placement, error: Exception) -> int:
     return USER
 
 
-def _together(command: Command, given: tuple[Config, Origins], met: tuple[Engine, str, Placement], patience: Patience) -> int:
+def _together(command: Command, given: tuple[Config, Provenance], met: tuple[Communicator, str, Placement], patience: Patience) -> int:
     """Every rank looks at itself, and all meet after that."""
-    engine, why, place = met
+    communicator, why, place = met
     mine: list[Finding] = []
-    facts = facts_of(place, os.environ) | _UNKNOWN | {"rank": engine.rank, "size": engine.size, "engine": engine.name}
-    facts |= {"local_rank": engine.local_rank, "local_size": engine.local_size}
-    former = engine.exchange(probe(mine, who(facts), lambda: _former(command)) if engine.rank == 0 else None)[0]
-    resolved = probe(mine, who(facts), lambda: for_ranks(*configure(command.config, command.words, former or ()), engine.size))
-    config, origins = resolved or given
+    facts = facts_of(place, os.environ) | _UNKNOWN | {"rank": communicator.rank, "size": communicator.size, "engine": communicator.name}
+    facts |= {"local_rank": communicator.local_rank, "local_size": communicator.local_size}
+    former = communicator.exchange(probe(mine, who(facts), lambda: _former(command)) if communicator.rank == 0 else None)[0]
+    resolved = probe(mine, who(facts), lambda: for_ranks(*configure(command.config, command.words, former or ()), communicator.size))
+    config, provenance = resolved or given
     patience.work("reads the data")
-    run = _look(config, origins, engine, (facts, mine))
+    run = _look(config, provenance, communicator, (facts, mine))
     patience.meet("to compare")
-    speeds = _measure(engine, facts, place)
-    facts["clock_s"] = speed.clocks(engine)[engine.rank]
-    everyone = engine.exchange((facts, [tuple(finding) for finding in mine]))
+    speeds = _measure(communicator, facts, place)
+    facts["clock_s"] = speed.clocks(communicator)[communicator.rank]
+    everyone = communicator.exchange((facts, [tuple(finding) for finding in mine]))
     ranks = [theirs for theirs, _ in everyone]
-    found = [Finding(*one) for _, theirs in everyone for one in theirs] + _same(engine, config, ranks)
+    found = [Finding(*one) for _, theirs in everyone for one in theirs] + _same(communicator, config, ranks)
     code = DONE
-    if engine.rank == 0:
+    if communicator.rank == 0:
         found += [
             *compare.compare(ranks),
             *shared_resources.shares(ranks),
-            *shared_resources.speed(engine.name, speeds["engine"], speeds["mpi"]),
+            *shared_resources.speed(communicator.name, speeds["engine"], speeds["mpi"]),
         ]
         found = sorted(dict.fromkeys(found), key=lambda finding: ("error", "warning", "note").index(finding.level))
         code = USER if any(finding.level == "error" for finding in found) else DONE
-        code = _tell(command, Report(ranks, f"{engine.name}: {why}", run, speeds, found), code)
-    return int(engine.exchange(code)[0])
+        code = _tell(command, Report(ranks, f"{communicator.name}: {why}", run, speeds, found), code)
+    return int(communicator.exchange(code)[0])
 
 
 def _former(command: Command) -> list[Assignment]:
@@ -147,21 +147,23 @@ def _former(command: Command) -> list[Assignment]:
     return read_former(assignments(command.config, command.words))
 
 
-def _look(config: Config, origins: Origins, engine: Engine, mine: tuple[dict[str, Any], list[Finding]]) -> dict[str, Any] | None:
+def _look(
+    config: Config, provenance: Provenance, communicator: Communicator, mine: tuple[dict[str, Any], list[Finding]]
+) -> dict[str, Any] | None:
     """A rank's own part of the work, into its facts and findings; the run folder, on rank 0. No collective is inside."""
     from hvdtrain.train.build import check_batch
 
     facts, found = mine
     name = who(facts)
-    facts |= {"config": digest(_keys(config)), "libraries": job_needs.libraries(engine)}
-    facts["data"] = probe(found, name, lambda: job_needs.data(config, origins))
-    facts["device"] = probe(found, name, lambda: job_needs.device(config, origins, engine))
-    if engine.local_rank == 0:
+    facts |= {"config": digest(_keys(config)), "libraries": job_needs.libraries(communicator)}
+    facts["data"] = probe(found, name, lambda: job_needs.data(config, provenance))
+    facts["device"] = probe(found, name, lambda: job_needs.device(config, provenance, communicator))
+    if communicator.local_rank == 0:
         found += probe(found, name, lambda: job_needs.cache(facts["host"])) or []
-    if engine.rank:
+    if communicator.rank:
         return None
-    probe(found, name, lambda: check_batch(config, origins, engine.size))
-    run = probe(found, name, lambda: job_needs.run_folder(config, origins))
+    probe(found, name, lambda: check_batch(config, provenance, communicator.size))
+    run = probe(found, name, lambda: job_needs.run_folder(config, provenance))
     found += run[1] if run else []
     return run[0] if run else None
 
@@ -174,26 +176,26 @@ def _keys(config: Config) -> dict[str, str]:
     return flat
 
 
-def _measure(engine: Engine, facts: dict[str, Any], place: Placement) -> dict[str, Any]:
+def _measure(communicator: Communicator, facts: dict[str, Any], place: Placement) -> dict[str, Any]:
     """The speeds, on every rank; the same device on all, or the CPU."""
     device = facts["device"]["name"] if facts["device"] else "cpu"
-    places = engine.exchange((device, facts["machine"] or facts["host"], facts["device"] and facts["device"]["id"]))
+    places = communicator.exchange((device, facts["machine"] or facts["host"], facts["device"] and facts["device"]["id"]))
     apart = len({place[1:] for place in places}) == len(places)  # NCCL does not take two ranks on one GPU
-    device = device if apart and all(name.startswith("cuda") for name, *_ in places) and engine.name != "mpi" else "cpu"
-    if engine.size == 1:
+    device = device if apart and all(name.startswith("cuda") for name, *_ in places) and communicator.name != "mpi" else "cpu"
+    if communicator.size == 1:
         return {"engine": None, "mpi": None}
-    beside = speed.plain_mpi(engine, place)
-    told = {"engine": speed.measure(engine, device)}
+    beside = speed.plain_mpi(communicator, place)
+    told = {"engine": speed.measure(communicator, device)}
     return told | {"mpi": speed.measure(beside, "cpu") if beside else None}
 
 
-def _same(engine: Engine, config: Config, ranks: Sequence[dict[str, Any]]) -> list[Finding]:
+def _same(communicator: Communicator, config: Config, ranks: Sequence[dict[str, Any]]) -> list[Finding]:
     """The code and the configuration of all ranks, file by file and key by key only where the digests differ. Every rank calls it."""
     found: list[Finding] = []
     if len({facts["code"] for facts in ranks}) > 1:
-        found += compare.files(ranks, engine.exchange(code_digests()))
+        found += compare.files(ranks, communicator.exchange(code_digests()))
     if len({facts["config"] for facts in ranks}) > 1:
-        found += compare.configurations(ranks, engine.exchange(_keys(config)))
+        found += compare.configurations(ranks, communicator.exchange(_keys(config)))
     return found
 
 

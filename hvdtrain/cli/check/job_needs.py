@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cli.check.findings import Finding
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import library_name
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
 ROOM_BYTES = 1e9  # of a run folder: a ResNet-50 and its slots, a few times over
 
 
-def data(config: Config, origins: Origins) -> dict[str, Any]:
+def data(config: Config, provenance: Provenance) -> dict[str, Any]:
     """What the job would read, read as the job does; all of it must be equal on all ranks but the seconds."""
     from hvdtrain.train.build import unstaged
     from hvdtrain.train.job import prepare
 
     began = time.perf_counter()
-    parts = prepare(unstaged(config), origins)
+    parts = prepare(unstaged(config), provenance)
     return {
         "training samples": len(parts.train),
         "validation samples": len(parts.val),
@@ -39,11 +39,11 @@ def data(config: Config, origins: Origins) -> dict[str, Any]:
     }
 
 
-def device(config: Config, origins: Origins, engine: Engine) -> dict[str, Any]:
+def device(config: Config, provenance: Provenance, communicator: Communicator) -> dict[str, Any]:
     """The device that this rank would train on. What tells one GPU from another is its UUID."""
-    if config.frame != "torch":
-        return {"name": "cpu" if config.frame == "numpy" else "as JAX chooses", "model": "", "id": "", "bytes": 0, "visible": 0}
-    chosen = plugins.load("frameworks", "torch", origins.where("frame")).pick_device(config, origins, engine)
+    if config.framework != "torch":
+        return {"name": "cpu" if config.framework == "numpy" else "as JAX chooses", "model": "", "id": "", "bytes": 0, "visible": 0}
+    chosen = plugins.load("frameworks", "torch", provenance.where("framework")).pick_device(config, provenance, communicator)
     cuda: Any = sys.modules["torch"].cuda
     if chosen.type != "cuda":
         return {"name": f"{chosen}", "model": "", "id": "", "bytes": 0, "visible": cuda.device_count()}
@@ -52,24 +52,24 @@ def device(config: Config, origins: Origins, engine: Engine) -> dict[str, Any]:
     return {"name": f"{chosen}", "model": told.name, "id": identity, "bytes": told.total_memory, "visible": cuda.device_count()}
 
 
-def libraries(engine: Engine) -> dict[str, Any]:
+def libraries(communicator: Communicator) -> dict[str, Any]:
     """The MPI under mpi4py and under Horovod in this very process, asked after the engine has started; whether Horovod knows NCCL."""
     told: dict[str, Any] = {"mpi4py": None, "horovod": None, "nccl": None}
     from hvdtrain.comm import mpi
 
     with contextlib.suppress(UserError):  # no mpi4py, or none that finds its library: the horovod and torchdist engines need none
         told["mpi4py"] = library_name(mpi.load().Get_library_version())
-    if engine.name == "horovod":
+    if communicator.name == "horovod":
         from hvdtrain.comm import horovod
 
         told["horovod"], told["nccl"] = horovod.library(), horovod.has_nccl()
     return told
 
 
-def run_folder(config: Config, origins: Origins) -> tuple[dict[str, Any], list[Finding]]:
+def run_folder(config: Config, provenance: Provenance) -> tuple[dict[str, Any], list[Finding]]:
     """Of rank 0's host alone, which alone writes there. Nothing is left behind."""
     run = Path(config.run).expanduser() if config.run is not None else Path("runs")
-    where = origins.where("run")
+    where = provenance.where("run")
     folder = _existing(run)
     free_bytes = shutil.disk_usage(folder).free
     told: dict[str, Any] = {"folder": str(run), "bytes_free": free_bytes, "locks": None}

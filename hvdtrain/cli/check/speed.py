@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 from hvdtrain.errors import UserError
 
@@ -18,27 +18,27 @@ _SMALL, _LARGE = 21, 5  # repetitions
 _BUDGET_S = 1.0  # of one engine's large ones
 
 
-def measure(engine: Engine, device: str) -> dict[str, float]:
+def measure(communicator: Communicator, device: str) -> dict[str, float]:
     """Seconds of an allreduce of 8 bytes and of 16 MiB: the slowest rank's median. Every rank calls it."""
-    told = {"latency_s": _median_s(engine, device, SMALL_BYTES, _SMALL)}
-    first_s = _median_s(engine, device, LARGE_BYTES, 1)
+    told = {"latency_s": _median_s(communicator, device, SMALL_BYTES, _SMALL)}
+    first_s = _median_s(communicator, device, LARGE_BYTES, 1)
     turns = max(1, min(_LARGE, int(_BUDGET_S / first_s)))  # the same on every rank, for first_s is
-    told["seconds"] = _median_s(engine, device, LARGE_BYTES, turns)
+    told["seconds"] = _median_s(communicator, device, LARGE_BYTES, turns)
     told["bytes_per_s"] = LARGE_BYTES / told["seconds"]
     return told
 
 
-def _median_s(engine: Engine, device: str, size_bytes: int, turns: int) -> float:
+def _median_s(communicator: Communicator, device: str, size_bytes: int, turns: int) -> float:
     buffer = _buffer(device, size_bytes // 4)
     times = []
     for turn in range(turns + 1):
         began = time.perf_counter()
-        buffer = engine.allreduce(buffer, f"check.{size_bytes}", "max")
+        buffer = communicator.allreduce(buffer, f"check.{size_bytes}", "max")
         float(buffer[0])  # the host waits for the device here
         times.append(time.perf_counter() - began)
         if turn == 0:
             times.clear()  # warm-up
-    return float(engine.allreduce(np.array([statistics.median(times)]), "check.slowest", "max")[0])
+    return float(communicator.allreduce(np.array([statistics.median(times)]), "check.slowest", "max")[0])
 
 
 def _buffer(device: str, numbers: int) -> Any:
@@ -48,11 +48,11 @@ def _buffer(device: str, numbers: int) -> Any:
     return torch.ones(numbers, device=device)
 
 
-def plain_mpi(engine: Engine, place: Placement) -> Engine | None:
+def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
     """MPI alone beside the engine, on every rank or on none: where the engine itself runs on MPI, through the same library."""
-    if engine.name in ("single", "mpi"):
+    if communicator.name in ("single", "mpi"):
         return None
-    return _mpi(engine, place) if all(engine.exchange(_can_speak())) else None
+    return _mpi(communicator, place) if all(communicator.exchange(_can_speak())) else None
 
 
 def _can_speak() -> bool:
@@ -66,14 +66,14 @@ def _can_speak() -> bool:
     return bool(loaded.Is_initialized() and not loaded.Is_finalized() and loaded.Query_thread() == loaded.THREAD_MULTIPLE)
 
 
-def _mpi(engine: Engine, place: Placement) -> Engine | None:
+def _mpi(communicator: Communicator, place: Placement) -> Communicator | None:
     from hvdtrain.comm import mpi
 
-    beside: Engine = mpi.connect(place)
-    return beside if beside.size == engine.size else None
+    beside: Communicator = mpi.connect(place)
+    return beside if beside.size == communicator.size else None
 
 
-def clocks(engine: Engine) -> list[float]:
+def clocks(communicator: Communicator) -> list[float]:
     """The time of day on every rank, read as soon as all have met: true to about a millisecond."""
-    engine.allreduce(np.ones(1, np.float32), "check.clocks")
-    return [float(seconds) for seconds in engine.exchange(time.time())]
+    communicator.allreduce(np.ones(1, np.float32), "check.clocks")
+    return [float(seconds) for seconds in communicator.exchange(time.time())]

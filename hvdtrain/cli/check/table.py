@@ -63,7 +63,7 @@ def _row(facts: Facts, threads: int) -> tuple[str, ...]:
 
 
 def _threads(facts: Facts, ranks: Sequence[Facts]) -> int:
-    """What a rank would compute with, as fair_threads() of frames/learner.py."""
+    """What a rank would compute with, as fair_threads() of frameworks/learner.py."""
     if str(facts["omp_num_threads"] or "").isdecimal():
         return int(facts["omp_num_threads"])
     sharers = sum((other["host"], other["cores"]) == (facts["host"], facts["cores"]) for other in ranks)

@@ -16,7 +16,7 @@ from hvdtrain.config.read import nearest
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.train.checkpoint import files
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.version import __version__
 
 USAGE = """\
@@ -42,7 +42,7 @@ def export(words: Sequence[str]) -> int:
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | told)
     numbers = sum(array.size for array in weights.values())
     sizes = f"{len(weights)} arrays, {numbers:,} numbers, {size_bytes / 1e6:,.1f} MB"
-    first = f"{found.folder.name} of {run} ({_reached(found.standing)}) -> {to}: {sizes}"
+    first = f"{found.folder.name} of {run} ({_reached(found.train_state)}) -> {to}: {sizes}"
     print("\n".join([*skipped, *notes, first, *_use(to, told)]))
     return DONE
 
@@ -114,20 +114,20 @@ def _save(path: Path, weights: Arrays, told: dict[str, str]) -> None:
         raise OSError(str(error)) from error
 
 
-def _reached(standing: Standing) -> str:
-    epochs = f"epoch {standing.progress.epochs:.2f}"
-    if math.isnan(standing.accuracy):
+def _reached(train_state: TrainState) -> str:
+    epochs = f"epoch {train_state.progress.epochs:.2f}"
+    if math.isnan(train_state.accuracy):
         return f"{epochs}, not evaluated yet"
-    of = "" if standing.evaluated == standing.progress.step else f" of step {standing.evaluated}"
-    return f"{epochs}, validation accuracy {standing.accuracy:.4f}{of}"
+    of = "" if train_state.evaluated == train_state.progress.step else f" of step {train_state.evaluated}"
+    return f"{epochs}, validation accuracy {train_state.accuracy:.4f}{of}"
 
 
 def _use(to: Path, told: dict[str, str]) -> list[str]:
     """What the model is, what goes into it, and two lines of Python."""
     known = [f"{name} {told.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
-    lines = [f"model    {told['model']:.500} of frame {told['frame']!r:.20}"] if "model" in told else []
+    lines = [f"model    {told['model']:.500} of framework {told['framework']!r:.20}"] if "model" in told else []
     lines.append(f"input    (pixels / 255 - mean) / std: {', '.join(known)}")
-    path, torch = json.dumps(str(to)), told.get("frame", "torch") == "torch"
+    path, torch = json.dumps(str(to)), told.get("framework", "torch") == "torch"
     if to.suffix == ".pt":
         first, weights = "import torch", f"torch.load({path}, weights_only=True)"
     else:

@@ -53,12 +53,12 @@ def _by_accuracy(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]
     rated, notes = [], []
     for folder in folders:
         try:
-            standing = files.read_numbers(folder).standing
+            train_state = files.read_numbers(folder).train_state
         except Damaged as error:
             notes.append(_skipped(folder, error))
             continue
-        if standing.evaluated == standing.progress.step and not math.isnan(standing.accuracy):
-            rated.append((-standing.accuracy, standing.progress.step, folder))
+        if train_state.evaluated == train_state.progress.step and not math.isnan(train_state.accuracy):
+            rated.append((-train_state.accuracy, train_state.progress.step, folder))
     if not rated:
         what = "; ".join([f"no checkpoint of {run} was evaluated at its own step", *notes])
         raise UserError(what, "--checkpoint best", "--checkpoint newest")
@@ -111,12 +111,12 @@ def _is_sound(name: str) -> bool:
 def about(run: Path, found: Checkpoint) -> tuple[dict[str, str], list[str]]:
     """What the file tells of itself, as safetensors has it: text by name; and lines for the user."""
     model, notes = _model(run / "config.yaml")
-    data, standing = found.identity.get("data"), found.standing
+    data, train_state = found.identity.get("data"), found.train_state
     known = {name: data.get(key) for name, key in _IMAGES.items()} if isinstance(data, dict) else {}
     images = {name: json.dumps(value) for name, value in known.items() if _is_numbers(value)}
-    far = {"step": str(standing.progress.step), "epochs": str(standing.progress.epochs)}
-    if not math.isnan(standing.accuracy):
-        far |= {"accuracy": str(standing.accuracy), "accuracy_of_step": str(standing.evaluated)}
+    far = {"step": str(train_state.progress.step), "epochs": str(train_state.progress.epochs)}
+    if not math.isnan(train_state.accuracy):
+        far |= {"accuracy": str(train_state.accuracy), "accuracy_of_step": str(train_state.evaluated)}
     return model | images | far, notes
 
 
@@ -126,14 +126,14 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _model(path: Path) -> tuple[dict[str, str], list[str]]:
-    """The frame, and the model's name and options; a line where they cannot be read, since weights alone are enough for many."""
+    """The framework, and the model's name and options; a line where they cannot be read, since weights alone are enough for many."""
     try:
         given = {assignment.key: assignment.value for assignment in read_file(str(path))}  # bounded, and no code
-        name, frame = given["model.name"], given["frame"]
+        name, framework = given["model.name"], given["framework"]
     except (UserError, KeyError) as error:
         why = error.what if isinstance(error, UserError) else f"it has no {error.args[0]}"
         printable = "".join(letter if letter.isprintable() else "?" for letter in why[:200])
         return {}, [f"the model's name stays unknown: config.yaml: {printable}"]
     own = {f"model.{field.name}" for field in fields(ModelConfig)}
     options = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.") and key not in own}
-    return {"frame": str(frame), "model": json.dumps({"name": name, "options": options}, default=str)}, []
+    return {"framework": str(framework), "model": json.dumps({"name": name, "options": options}, default=str)}, []

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.cli.plan.forecast import Forecast, Impossible, alike, forecast
 from hvdtrain.cli.plan.table import Plan, batch_of, ranks_words, reason, text
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins, configure
+from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.images import augment
 from hvdtrain.errors import DONE, UserError
@@ -38,15 +38,15 @@ class Data(NamedTuple):
 def plan(words: Sequence[str]) -> int:
     """The command behind `plan`; returns the exit code."""
     asked, rest = _parse(words)
-    config, origins = configure(asked.config, rest)
-    plugins.check_names(config, origins)
-    data = _data(asked, config, origins)
-    rows = [forecast(config, origins, data.samples, ranks) for ranks in asked.ranks]
+    config, provenance = configure(asked.config, rest)
+    plugins.check_names(config, provenance)
+    data = _data(asked, config, provenance)
+    rows = [forecast(config, provenance, data.samples, ranks) for ranks in asked.ranks]
     possible = [row for row in rows if isinstance(row, Forecast)]
     if not possible:
         raise _none([row for row in rows if isinstance(row, Impossible)])
-    rule = _rule(config, origins)
-    shapes = plugins.load("frameworks", config.frame, origins.where("frame")).shapes(config, origins, data.task)
+    rule = _rule(config, provenance)
+    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, provenance, data.task)
     print("\n".join(text(Plan(config, data.task, data.samples, data.origin, rows, shapes, rule), asked.all)))
     if asked.png is not None:
         curves = [_curve(group) for group in alike(possible)]
@@ -92,7 +92,7 @@ def _read_image(text: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
-def _data(asked: argparse.Namespace, config: Config, origins: Origins) -> Data:
+def _data(asked: argparse.Namespace, config: Config, provenance: Provenance) -> Data:
     """From the command line, or else read as a job reads it; no statistics, which take a pass over all pixels."""
     told = [asked.samples, asked.image, asked.classes]
     instead = "--samples 1281167 --image 224x224x3 --classes 1000"
@@ -101,8 +101,8 @@ def _data(asked: argparse.Namespace, config: Config, origins: Origins) -> Data:
     if any(told):
         raise UserError("--samples, --image and --classes belong together", "command line of plan", f"give all three: {instead}")
     try:
-        source = build_source(unstaged(config), origins, "train")
-        augment.check(config.augment, source.shape, origins)
+        source = build_source(unstaged(config), provenance, "train")
+        augment.check(config.augment, source.shape, provenance)
     except UserError as error:
         fix = f"{error.fix}; or plan without data: {instead}, say" if error.fix else f"plan without data: {instead}, say"
         raise UserError(error.what, error.where, fix) from None
@@ -113,12 +113,12 @@ def _task(shape: tuple[int, int, int], classes: int) -> Task:
     return Task(shape, classes, np.zeros(shape[2]), np.ones(shape[2]))
 
 
-def _rule(config: Config, origins: Origins) -> Rule | None:
+def _rule(config: Config, provenance: Provenance) -> Rule | None:
     """The optimizer; None where it is a class of torch.optim, which is known only after its first step."""
-    if plugins.is_dotted(config.optim.name) and config.frame == "torch":
-        plugins.load("frameworks", config.frame, origins.where("frame")).check_optimizer(config, origins)
+    if plugins.is_dotted(config.optim.name) and config.framework == "torch":
+        plugins.load("frameworks", config.framework, provenance.where("framework")).check_optimizer(config, provenance)
         return None
-    return build_rule(config, origins)
+    return build_rule(config, provenance)
 
 
 def _none(rows: list[Impossible]) -> UserError:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import largest_share
@@ -87,12 +87,12 @@ class Impossible(NamedTuple):
     error: UserError
 
 
-def forecast(config: Config, origins: Origins, dataset: int, ranks: int) -> Forecast | Impossible:
+def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Impossible:
     """The job on that many ranks, with the checks that every rank makes before it starts."""
     try:
-        config, origins = compose.for_ranks(config, origins, ranks)
-        check_batch(config, origins, ranks)
-        recipe = build_recipe(config, origins, dataset)
+        config, provenance = compose.for_ranks(config, provenance, ranks)
+        check_batch(config, provenance, ranks)
+        recipe = build_recipe(config, provenance, dataset)
     except UserError as error:
         return Impossible(ranks, error)
     return Forecast(ranks, config, recipe, dataset, stretches(recipe, dataset, config.max_steps))
@@ -141,7 +141,7 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    slots: int | None  # of the optimizer; None where nobody knows before its first step
+    optimizer_state: int | None  # of the optimizer; None where nobody knows before its first step
     buckets: int  # of gradients on their way to the other ranks, where our own buckets carry them
 
 
@@ -151,5 +151,5 @@ def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
     ops = Plain(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
-    slots = None if rule is None else sum(slot.nbytes for array in arrays for slot in rule.init(array, ops))
-    return Memory(weights, weights, slots, weights)
+    optimizer_state = None if rule is None else sum(slot.nbytes for array in arrays for slot in rule.init(array, ops))
+    return Memory(weights, weights, optimizer_state, weights)

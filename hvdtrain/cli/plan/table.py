@@ -69,7 +69,7 @@ def _facts(plan: Plan) -> list[str]:
     images = f"images of {height}x{width} pixels and {channels} channel{'s' * (channels > 1)}"
     return [
         *_labelled("data", f"{plan.samples:,} training samples, {images}, {plan.task.classes:,} classes ({plan.origin})"),
-        *_labelled("model", f"{config.model.name}: {_count(plan.shapes)}, frame={config.frame}, {config.speed.precision}"),
+        *_labelled("model", f"{config.model.name}: {_count(plan.shapes)}, framework={config.framework}, {config.speed.precision}"),
         *_labelled("optimizer", f"{config.optim.name}, weight decay {config.optim.weight_decay:g}"),
     ]
 
@@ -131,7 +131,7 @@ def _parameters(plan: Plan, most: int) -> list[str]:
     """What decay and layer-wise ratios reach, and what they spare."""
     out = {name: shape for name, shape in plan.shapes.items() if plan.config.optim.exclude == "norms_and_biases" and is_excluded(shape)}
     rest = {name: shape for name, shape in plan.shapes.items() if name not in out}
-    adapts = plan.rule is not None and plan.rule.unadapted() != plan.rule
+    adapts = plan.rule is not None and plan.rule.without_trust_ratio() != plan.rule
     does, spares = ("decayed and adapted layer by layer", "neither") if adapts else ("decayed", "not decayed")
     lines = _labelled("parameters", f"{_count(rest)}: {does}")
     if not out:
@@ -144,15 +144,15 @@ def _memory(plan: Plan) -> list[str]:
     """A table in MiB; what depends on the batch is not in it."""
     held, asked = memory(plan.shapes, plan.rule, plan.config.speed.precision), plan.config.comm.reduce
     digits = 1 if held.weights >= 10 * 2**20 else 4
-    known = held.weights + held.gradients + (held.slots or 0)
+    known = held.weights + held.gradients + (held.optimizer_state or 0)
     rows: list[tuple[str, int | None, str]] = [("weights", held.weights, ""), ("gradients", held.gradients, "")]
-    rows.append(("optimizer state", held.slots, ""))
+    rows.append(("optimizer state", held.optimizer_state, ""))
     total = (known, "")
-    if asked != "distributed_optimizer" and plan.config.frame == "torch" and any(row.ranks > 1 for row in plan.rows):
+    if asked != "distributed_optimizer" and plan.config.framework == "torch" and any(row.ranks > 1 for row in plan.rows):
         when = "with comm.reduce=bucket" + " (auto without Horovod)" * (asked == "auto")
         rows.append(("reduction buffers", held.buckets, f"from 2 ranks on {when}"))
         total = (known + held.buckets, f"without these buffers {known / 2**20:,.{digits}f}")
-    rows.append(("sum" if held.slots is not None else "sum of what is known", *total))
+    rows.append(("sum" if held.optimizer_state is not None else "sum of what is known", *total))
     lines = [f"memory of one rank, MiB ({plan.config.speed.precision}); activations, running statistics and workspace come on top"]
     for label, size, note in rows:
         shown = "known only after its first step" if size is None else f"{size / 2**20:10,.{digits}f}"

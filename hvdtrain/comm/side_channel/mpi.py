@@ -18,7 +18,7 @@ class Turn(NamedTuple):
     end_s: float
 
 
-class Muster:
+class MpiSideChannel:
     """Rank 0 asks, the others answer, in the threads that call gather(). Nothing is sent, posted or polled before that.
 
     A question has a number, and its answer is thanked for: a rank may find a question of a stall that passed. To answer that one is
@@ -33,7 +33,7 @@ class Muster:
         self._newest = 0
 
     def gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        """As Engine.muster."""
+        """As Communicator.side_channel_gather."""
         mpi = self._mpi
         if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             return None

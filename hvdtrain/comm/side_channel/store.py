@@ -19,7 +19,7 @@ HEARD_S = 0.5  # rank 0, which may keep the store, leaves after the others have 
 _FOREVER = timedelta(days=365)
 
 
-class Board:
+class StoreSideChannel:
     """Each use has a connection of its own: one that waits keeps its connection to itself."""
 
     def __init__(self, connection: Callable[[], Any], rank: int, size: int) -> None:
@@ -30,7 +30,7 @@ class Board:
         self._thread.start()
 
     def gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        """As Engine.muster."""
+        """As Communicator.side_channel_gather."""
         number, end_s = time.monotonic_ns(), time.monotonic() + wait_s
         self._newest = number
 

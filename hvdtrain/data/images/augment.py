@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.seeds import fold
@@ -25,7 +25,7 @@ _BOX = range(16, 16 + 2 * _TRIES + 2)
 SHARE_STEPS = 2**16  # a share of mixup is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
 
 
-class Drawn(NamedTuple):
+class AugmentationParameters(NamedTuple):
     """What happens to each of n images, in this order; None: not to any. There is a box or a shift, never both."""
 
     box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of what is brought to the image's size
@@ -40,7 +40,7 @@ def is_on(augment: AugmentConfig) -> bool:
     return augment != AugmentConfig()
 
 
-def check(augment: AugmentConfig, shape: tuple[int, int, int], origins: Origins) -> None:
+def check(augment: AugmentConfig, shape: tuple[int, int, int], provenance: Provenance) -> None:
     """Raises a UserError where nothing of an image (H, W, C) might be left, or where two cuts contradict each other."""
     height, width, _ = shape
     size = f"of images of {height} x {width} pixels"
@@ -52,13 +52,13 @@ def check(augment: AugmentConfig, shape: tuple[int, int, int], origins: Origins)
     ]  # fmt: skip
     for is_wrong, key, what, fix in wrong:
         if is_wrong:
-            raise UserError(what, origins.where(f"augment.{key}"), fix)
+            raise UserError(what, provenance.where(f"augment.{key}"), fix)
 
 
-def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, rows: np.ndarray, shape: tuple[int, int, int]) -> Drawn:
+def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, rows: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
     """What happens to the samples `rows`, int64 (n,), in their epochs, int64 (n,); images are `shape`, (H, W, C)."""
     keys, (height, width, _) = _keys(seed, epochs, rows), shape
-    return Drawn(
+    return AugmentationParameters(
         box=_boxes(_uniform(keys, _BOX), augment.resized_crop, height, width) if augment.resized_crop else None,
         shift=_below(_uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop if augment.crop and not augment.resized_crop else None,
         mirrored=_uniform(keys, _MIRROR)[:, 0] < 0.5 if augment.flip else None,
@@ -80,7 +80,7 @@ def finish(batch: Batch) -> Batch:
     return finish_with(apply, mix, batch)
 
 
-def finish_with(change: Callable[[Any, Drawn], Any], blend: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
+def finish_with(change: Callable[[Any, AugmentationParameters], Any], blend: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
     """finish(), by any framework's apply() and mix()."""
     done = {key: value for key, value in batch.items() if key not in ("drawn", "x2", "drawn2")}
     if batch.get("drawn") is not None:
@@ -91,15 +91,15 @@ def finish_with(change: Callable[[Any, Drawn], Any], blend: Callable[[Any, Any, 
     return done
 
 
-def apply(x: np.ndarray, drawn: Drawn) -> np.ndarray:
+def apply(x: np.ndarray, augmentation: AugmentationParameters) -> np.ndarray:
     """uint8 (n, H, W, C) -> the same, changed: all but mixing. `x` is left as it was."""
     x = np.ascontiguousarray(x)
-    if drawn.box is not None:
-        x = resized(x, drawn.box, drawn.mirrored)
+    if augmentation.box is not None:
+        x = resized(x, augmentation.box, augmentation.mirrored)
     else:
-        x = x if drawn.shift is None else _shifted(x, drawn.shift)
-        x = x if drawn.mirrored is None else _mirrored(x, drawn.mirrored)
-    return x if drawn.square is None else _cut(x, drawn.square)
+        x = x if augmentation.shift is None else _shifted(x, augmentation.shift)
+        x = x if augmentation.mirrored is None else _mirrored(x, augmentation.mirrored)
+    return x if augmentation.square is None else _cut(x, augmentation.square)
 
 
 def mix(x: np.ndarray, other: np.ndarray, share: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from hvdtrain.events import redaction
 def demand(package: str, extra: str) -> None:
     """A UserError where a package is not installed; nothing is imported."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"{package} is not installed", "log.sinks", f"pip install 'hvdtrain[{extra}]'")
+        raise UserError(f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'")
 
 
 def settings(config: Config) -> dict[str, Any]:

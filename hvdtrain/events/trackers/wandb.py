@@ -43,7 +43,7 @@ def mode(environment: Mapping[str, str]) -> str:
     asked, known = environment.get("WANDB_MODE"), _logged_in(environment)
     if asked == "online" and not known:
         what = f"WANDB_MODE=online, but there is no key for {environment.get('WANDB_BASE_URL', _HOST)}"
-        raise UserError(what, "log.sinks", "wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder")
+        raise UserError(what, "log.trackers", "wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder")
     return asked or ("online" if known else "offline")
 
 

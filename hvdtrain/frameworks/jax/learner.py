@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums
@@ -29,33 +29,35 @@ from hvdtrain.recipe.noise_scale import shares_of_keys
 class JaxLearner:
     """A JAX model that gives logits (n, classes) for images (n, H, W, C), each image by itself: batches are padded with copies."""
 
-    def __init__(self, config: Config, model: Model, rule: Rule, task: Task, engine: Engine, place: Place) -> None:
-        self.model, self.engine, self.place = model, engine, place
-        self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, engine.size)
+    def __init__(self, config: Config, model: Model, rule: Rule, task: Task, communicator: Communicator, place: Place) -> None:
+        self.model, self.communicator, self.place = model, communicator, place
+        self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
         self._exact = config.log.step_times
-        self.waits_apart = self._told = self._exact or engine.size > 1
-        formulas = Formulas(config, model, rule, task, engine.size)
+        self.waits_apart = self._told = self._exact or communicator.size > 1
+        formulas = Formulas(config, model, rule, task, communicator.size)
         self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
         self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
-        self.weights = [place.put(p) for p in model.start]
+        self.weights = [place.to_device(p) for p in model.start]
         with place.numbers():
-            self.slots = [tuple(place.put(np.array(slot)) for slot in slots) for slots in formulas.start(self.weights)]
-        self._nothing = place.put(np.zeros(sum(p.size for p in self.weights), place.dtype))
+            self.optimizer_state = [
+                tuple(place.to_device(np.array(slot)) for slot in optimizer_state) for optimizer_state in formulas.start(self.weights)
+            ]
+        self._nothing = place.to_device(np.zeros(sum(p.size for p in self.weights), place.dtype))
 
-    def hold(self, source: Source) -> bool:
+    def cache_on_device(self, source: Source) -> bool:
         return False
 
-    def put(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         n = len(batch["y"])
         if n == 0:
             return {"n": 0}
         batch = augment.finish(batch)
         more = padded(n, self.usual) - n
         kinds = {"x": np.uint8, "y": np.int32, "y2": np.int32, "share": self.place.dtype}  # of what is not the same on the host
-        there = {key: self.place.put(_copies(batch[key].astype(kind), more)) for key, kind in kinds.items() if key in batch}
+        there = {key: self.place.to_device(_copies(batch[key].astype(kind), more)) for key, kind in kinds.items() if key in batch}
         w = np.concatenate([batch.get("w", np.ones(n)), np.zeros(more)]).astype(self.place.dtype)
-        return there | {"w": self.place.put(w), "n": n}
+        return there | {"w": self.place.to_device(w), "n": n}
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         row, sums = self._nothing, _zero()
@@ -68,26 +70,28 @@ class JaxLearner:
                     row = part if row is self._nothing else row + part
                     sums = _add(sums, more, batch["n"])
             mean: Any = row
-            if self.engine.size > 1:
+            if self.communicator.size > 1:
                 mean = np.asarray(row)  # the host waits for the device here
                 enter("communication")
-                mean = self.engine.allreduce(mean, "gradient.0")
+                mean = self.communicator.allreduce(mean, "gradient.0")
             elif self._exact:
                 jax.block_until_ready(row)
             enter("update")
         with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
-            self.weights, self.slots, nonfinite = self._update(self.weights, self.slots, mean, hyper, key_data(seed), noisy=hyper.noise > 0)
+            self.weights, self.optimizer_state, nonfinite = self._update(
+                self.weights, self.optimizer_state, mean, hyper, key_data(seed), noisy=hyper.noise > 0
+            )
         if self._exact:
             jax.block_until_ready(self.weights)
         enter("")
         with self.place.numbers():
             if self.noise_scale:
                 squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
-                shares = shares_of_keys(*squares, sums["count"], hyper.batch, self.engine.size)
+                shares = shares_of_keys(*squares, sums["count"], hyper.batch, self.communicator.size)
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, share) for key, share in shares.items()}
         return self._lasting(sums | {"nonfinite": nonfinite})
 
-    def settle(self, engine: Engine) -> None:
+    def sync_buffers(self, communicator: Communicator) -> None:
         pass  # nothing is gathered beside the weights
 
     def evaluate(self, batch: Batch) -> Sums:
@@ -101,8 +105,8 @@ class JaxLearner:
 
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from ((f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
-        for name, slots in zip(self.model.names, self.slots, strict=True):
-            yield from ((f"s.{name}.{i}", np.asarray(slot)) for i, slot in enumerate(slots))
+        for name, optimizer_state in zip(self.model.names, self.optimizer_state, strict=True):
+            yield from ((f"s.{name}.{i}", np.asarray(slot)) for i, slot in enumerate(optimizer_state))
 
     def published(self) -> dict[str, str]:
         return plain_names(name for name, _ in self.views())
@@ -110,13 +114,15 @@ class JaxLearner:
     def load(self, state: Arrays) -> None:
         own = self.state()
         check_fit(own, state)
-        mine = {name: self.place.put(np.array(state[name], own[name].dtype)) for name in own}  # copies: the caller keeps its memory
+        mine = {name: self.place.to_device(np.array(state[name], own[name].dtype)) for name in own}  # copies: the caller keeps its memory
         self.weights = [mine[f"p.{name}"] for name in self.model.names]
-        self.slots = [tuple(mine[f"s.{n}.{i}"] for i in range(len(s))) for n, s in zip(self.model.names, self.slots, strict=True)]
+        self.optimizer_state = [
+            tuple(mine[f"s.{n}.{i}"] for i in range(len(s))) for n, s in zip(self.model.names, self.optimizer_state, strict=True)
+        ]
 
     def describe(self) -> str:
         device = f"{self.place.device.platform}:{self.place.device.id}"
-        how = "gradients by one allreduce" if self.engine.size > 1 else "no reduction"
+        how = "gradients by one allreduce" if self.communicator.size > 1 else "no reduction"
         return f"{self.model.title}, {len(self._nothing):,} parameters, jax {self.place.dtype} on {device}, {how}"
 
     def gpu(self) -> Gpu | None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         """Inside it, in this thread alone, JAX makes float64 arrays if that is our dtype; nothing global changes."""
         return jax.enable_x64(self.dtype == np.float64)
 
-    def put(self, array: np.ndarray) -> jax.Array:
+    def to_device(self, array: np.ndarray) -> jax.Array:
         """The array on the device, which may keep a view of its memory: give one that nobody writes into."""
         with self.numbers():
             return jax.device_put(array, self.device)
@@ -56,10 +56,10 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def build_model(config: Config, origins: Origins, task: Task, place: Place) -> Model:
+def build_model(config: Config, provenance: Provenance, task: Task, place: Place) -> Model:
     """The model with its initial weights, equal on all ranks; what is no model of JAX's kind is a UserError."""
-    name, where = config.model.name, origins.where("model.name")
-    init, apply = _make(config, origins, task)
+    name, where = config.model.name, provenance.where("model.name")
+    init, apply = _make(config, provenance, task)
     with place.numbers(), jax.default_device(place.device):
         paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
@@ -69,10 +69,10 @@ def build_model(config: Config, origins: Origins, task: Task, place: Place) -> M
     return model
 
 
-def _make(config: Config, origins: Origins, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make(config: Config, provenance: Provenance, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(init, apply) of a leaf by name, or of the user's own function."""
-    name, where = config.model.name, origins.where("model.name")
-    made = make_model(config, origins, task, "jax_models")
+    name, where = config.model.name, provenance.where("model.name")
+    made = make_model(config, provenance, task, "frameworks/jax/models")
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and callable(made[1])):
         what = f"{name} gave a {type(made).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")

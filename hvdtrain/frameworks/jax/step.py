@@ -1,4 +1,4 @@
-"""The numbers of one step as pure functions of weights and batches, which the JAX frame compiles."""
+"""The numbers of one step as pure functions of weights and batches, which the JAX framework compiles."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Formulas:
         """The slots of every parameter before the first step."""
         return [self._rule_of(p).init(p, Plain(jnp)) for p in weights]
 
-    def update(self, weights: Weights, slots: Slots, row: Any, hyper: Hyper, key: Any, noisy: bool) -> tuple[Weights, Slots, jax.Array]:
+    def update(
+        self, weights: Weights, optimizer_state: Slots, row: Any, hyper: Hyper, key: Any, noisy: bool
+    ) -> tuple[Weights, Slots, jax.Array]:
         """One step of all parameters along the mean gradient over all ranks, and this rank's part of "nonfinite".
 
         `noisy` is a constant of the compiled function.
@@ -66,20 +68,20 @@ class Formulas:
             gradients = [g + part for g, part in zip(gradients, _parts(noise, weights), strict=True)]
         moved: Weights = []
         remembered: Slots = []
-        for g, slot, p in zip(gradients, slots, weights, strict=True):
+        for g, slot, p in zip(gradients, optimizer_state, weights, strict=True):
             h = hyper._replace(weight_decay=0.0) if self._is_excluded(p) else hyper
             new, kept = self._rule_of(p).update(g, slot, p, h, Plain(jnp))
             moved.append(new.astype(p.dtype))  # keeps the types as they were, or the next step would be compiled anew
             remembered.append(tuple(jnp.asarray(a).astype(b.dtype) for a, b in zip(kept, slot, strict=True)))
         if self.skips:
-            moved, remembered = jax.tree.map(lambda old, new: jnp.where(bad, old, new), (weights, slots), (moved, remembered))
+            moved, remembered = jax.tree.map(lambda old, new: jnp.where(bad, old, new), (weights, optimizer_state), (moved, remembered))
         return moved, remembered, bad.astype(weights[0].dtype) / self.ranks
 
     def _is_excluded(self, p: jax.Array) -> bool:
         return self.optim.exclude == "norms_and_biases" and is_excluded(p.shape)
 
     def _rule_of(self, p: jax.Array) -> Rule:
-        return self.rule.unadapted() if self._is_excluded(p) else self.rule
+        return self.rule.without_trust_ratio() if self._is_excluded(p) else self.rule
 
     def _forward(self, weights: Weights, batch: Batch, smoothing: float) -> tuple[jax.Array, jax.Array]:
         """Loss and hit of each row, (rows,)."""

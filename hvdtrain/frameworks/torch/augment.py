@@ -7,7 +7,7 @@ import torch
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.augment import SHARE_STEPS, Drawn
+from hvdtrain.data.images.augment import SHARE_STEPS, AugmentationParameters
 from hvdtrain.data.images.resize import ONE, axes
 
 
@@ -16,24 +16,24 @@ def finish(batch: Batch) -> Batch:
     return augment.finish_with(apply, mix, batch)
 
 
-def apply(x: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+def apply(x: torch.Tensor, augmentation: AugmentationParameters) -> torch.Tensor:
     """uint8 (n, C, H, W) in channels_last order -> the same, changed: all but mixing. `x` is left as it was.
 
     In host memory numpy does it, on a view: faster than torch's gathers, and without waking threads that others need.
     """
     pixels = x.permute(0, 2, 3, 1).contiguous()  # (n, H, W, C): a view where the order is channels_last
     if x.device.type == "cpu":
-        return torch.from_numpy(augment.apply(pixels.numpy(), drawn)).permute(0, 3, 1, 2)
-    return gathered(pixels, drawn).permute(0, 3, 1, 2)
+        return torch.from_numpy(augment.apply(pixels.numpy(), augmentation)).permute(0, 3, 1, 2)
+    return gathered(pixels, augmentation).permute(0, 3, 1, 2)
 
 
-def gathered(pixels: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+def gathered(pixels: torch.Tensor, augmentation: AugmentationParameters) -> torch.Tensor:
     """(n, H, W, C), contiguous, on any device -> the same, changed by gathers of pixels."""
-    if drawn.box is not None:
-        pixels = _resized(pixels, drawn.box, drawn.mirrored)
-    elif drawn.shift is not None or drawn.mirrored is not None:
-        pixels = _moved(pixels, drawn.shift, drawn.mirrored)
-    return pixels if drawn.square is None else _cut(pixels, drawn.square)
+    if augmentation.box is not None:
+        pixels = _resized(pixels, augmentation.box, augmentation.mirrored)
+    elif augmentation.shift is not None or augmentation.mirrored is not None:
+        pixels = _moved(pixels, augmentation.shift, augmentation.mirrored)
+    return pixels if augmentation.square is None else _cut(pixels, augmentation.square)
 
 
 def mix(x: torch.Tensor, other: torch.Tensor, share: torch.Tensor | np.ndarray) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hvdtrain.comm.communicator import Engine, Handle
-from hvdtrain.frameworks.torch.parallel.strategy import meeting_place
+from hvdtrain.comm.communicator import Communicator, Handle
+from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
 Table = dict[str, torch.Tensor | None]  # a module's own, live: a forward pass may put another tensor under a name
 RUNNING = ("running_mean", "running_var")
@@ -39,22 +39,22 @@ class Buffers:
                 live.copy_(copy)
 
     @torch.no_grad()
-    def settle(self, engine: Engine) -> None:
+    def sync_buffers(self, communicator: Communicator) -> None:
         """Running statistics become their mean over ranks, the others rank 0's: one collective for each kind that there is."""
-        if engine.size == 1:
+        if communicator.size == 1:
             return
-        here = meeting_place(self._device, engine)
+        here = reduction_device(self._device, communicator)
         named = [(name, b) for table in self._tables for name, b in table.items() if b is not None and b.numel()]
         running = [b for name, b in named if name in RUNNING]
         others = [b for name, b in named if name not in RUNNING]
         others.sort(key=torch.Tensor.element_size, reverse=True)  # so that each begins at a multiple of its element's size
         under_way: Handle | None = None
         if running:
-            flat = torch.cat([b.to(self._device).flatten() for b in running]) / engine.size
-            under_way = engine.start_allreduce(flat.to(here), "settle")
+            flat = torch.cat([b.to(self._device).flatten() for b in running]) / communicator.size
+            under_way = communicator.start_allreduce(flat.to(here), "settle")
         if others:
             flat = torch.cat([b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others])
-            flat = engine.broadcast(flat.to(here), "settle.others").to(self._device)
+            flat = communicator.broadcast(flat.to(here), "settle.others").to(self._device)
             parts = flat.split([b.nbytes for b in others])
             torch._foreach_copy_(others, [part.view(b.dtype).view_as(b) for b, part in zip(others, parts, strict=True)])
         if under_way:

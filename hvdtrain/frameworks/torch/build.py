@@ -1,4 +1,4 @@
-"""The torch frame: one rank's model, optimizer and arithmetic in PyTorch."""
+"""The torch framework: one rank's model, optimizer and arithmetic in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums
@@ -37,8 +37,8 @@ from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel import strategy
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.local_sgd import Local
-from hvdtrain.frameworks.torch.parallel.select_strategy import meet
+from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
+from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.frameworks.torch.precision import Precision, loss_scale, pick_precision, refuse_tiny_images, take_scale
 from hvdtrain.frameworks.torch.profiler import profile
 
@@ -50,33 +50,33 @@ class TorchLearner:
         self,
         config: Config,
         model: torch.nn.Module,
-        met: tuple[Any, strategy.Reducer],
+        met: tuple[Any, strategy.Strategy],
         meter: Meter | NoMeter,
         inputs: Inputs,
         precision: Precision,
-        engine: Engine,
+        communicator: Communicator,
     ) -> None:
         self.config, self.model, self.meter, self.inputs, self.precision = config, model, meter, inputs, precision
-        self.optimizer, self.reducer = met
-        self.local = self.reducer if isinstance(self.reducer, Local) else None
-        self.rank, self.size = engine.rank, engine.size
-        self.waits_apart = self.reducer.wrapped is None and config.norm.kind != "sync"  # DDP and sync norm wait inside of the passes
-        self.forward, self.evaluated = forwards(config, model, self.reducer.wrapped)
+        self.optimizer, self.strategy = met
+        self.local = self.strategy if isinstance(self.strategy, LocalSGD) else None
+        self.rank, self.size = communicator.rank, communicator.size
+        self.waits_apart = self.strategy.wrapped is None and config.norm.kind != "sync"  # DDP and sync norm wait inside of the passes
+        self.forward, self.evaluated = forwards(config, model, self.strategy.wrapped)
         self.loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
         self.scale = loss_scale(precision, self.device)
         self.buffers, self.skips = Buffers(model, self.device), config.guard.nonfinite == "skip"
         self.stopwatch: Stopwatch = stopwatch(self.device)
-        if isinstance(self.reducer, Buckets):
-            self.reducer.enter = lambda phase: self.stopwatch.enter(phase)  # noqa: PLW0108 (a profile puts another one there)
-        rule_optimizer.fill_slots(self.optimizer)
+        if isinstance(self.strategy, Buckets):
+            self.strategy.enter = lambda phase: self.stopwatch.enter(phase)  # noqa: PLW0108 (a profile puts another one there)
+        rule_optimizer.fill_optimizer_state(self.optimizer)
 
-    def hold(self, source: Source) -> bool:
-        return self.inputs.hold(source, self.config.data.resident)
+    def cache_on_device(self, source: Source) -> bool:
+        return self.inputs.cache_on_device(source, self.config.data.resident)
 
-    def put(self, batch: Batch) -> Batch:
-        return self.inputs.put(batch)
+    def to_device(self, batch: Batch) -> Batch:
+        return self.inputs.to_device(batch)
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         enter = self.stopwatch.enter
@@ -86,12 +86,12 @@ class TorchLearner:
             self.model.train()
         if self.skips or self.scale.tensors:
             self.buffers.remember()
-        self.reducer.begin(len(micro))
+        self.strategy.begin(len(micro))
         total: Sums = {"loss": 0.0, "right": 0.0, "count": 0}
-        divisor = max(1, sum(len(batch["y"]) for batch in micro)) if self.reducer.own_mean else hyper.batch
+        divisor = max(1, sum(len(batch["y"]) for batch in micro)) if self.strategy.local_mean else hyper.batch
         for place, batch in enumerate(micro, start=1):
             if place == len(micro):
-                self.reducer.last_pass()
+                self.strategy.last_pass()
                 self.meter.last_pass()
             enter("forward")
             loss, sums = self._forward(batch)
@@ -101,7 +101,7 @@ class TorchLearner:
             if place < len(micro):
                 keep_gradients(self.config, self.parameters)
         enter("communication")
-        self.reducer.finish()
+        self.strategy.finish()
         enter("update")
         self.scale.down(self.parameters)
         bad = any_nonfinite(self.parameters)  # of the mean over ranks, before clipping hides it: the same on every rank
@@ -114,7 +114,7 @@ class TorchLearner:
         else:
             clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
             add_noise_(self.parameters, hyper.noise, seed)
-            self.reducer.apply(self.optimizer)
+            self.strategy.apply(self.optimizer)
         self.optimizer.zero_grad()
         if self.local:
             enter("communication")
@@ -122,10 +122,10 @@ class TorchLearner:
         enter("")
         return total
 
-    def settle(self, engine: Engine) -> None:
+    def sync_buffers(self, communicator: Communicator) -> None:
         if self.local:
             self.local.average(self.optimizer)
-        self.buffers.settle(engine)
+        self.buffers.sync_buffers(communicator)
 
     def evaluate(self, batch: Batch) -> Sums:
         self.model.eval()
@@ -158,14 +158,14 @@ class TorchLearner:
                     tensor.copy_(torch.from_numpy(np.asarray(state[name])))
         for name, p in self._trained():
             start = f"s.{name}."
-            rule_optimizer.load_slots(
+            rule_optimizer.load_optimizer_state(
                 self.optimizer, p, {key.removeprefix(start): array for key, array in state.items() if key.startswith(start)}
             )
 
     def describe(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
         how = f"torch {self.precision.words} on {self.device}{compile_words(self.config)}"
-        return f"{type(self.model).__name__}, {count:,} parameters, {how}, {self.reducer.words}"
+        return f"{type(self.model).__name__}, {count:,} parameters, {how}, {self.strategy.words}"
 
     def gpu(self) -> Gpu | None:
         return gpu(self.device)
@@ -177,8 +177,10 @@ class TorchLearner:
         """Every live tensor that a resume needs."""
         tensors: dict[str, torch.Tensor] = {f"p.{name}": p for name, p in self.model.named_parameters()}
         tensors |= {f"b.{name}": b for name, b in self.model.named_buffers()}
-        slots = {f"s.{name}.{key}": t for name, p in self._trained() for key, t in rule_optimizer.slots(self.optimizer, p).items()}
-        return tensors | slots | (rule_optimizer.maker(self.optimizer) if slots else {}) | self.scale.tensors
+        optimizer_state = {
+            f"s.{name}.{key}": t for name, p in self._trained() for key, t in rule_optimizer.optimizer_state(self.optimizer, p).items()
+        }
+        return tensors | optimizer_state | (rule_optimizer.maker(self.optimizer) if optimizer_state else {}) | self.scale.tensors
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -200,56 +202,58 @@ class TorchLearner:
         return (each * batch["w"] if "w" in batch else each).sum(), sums
 
 
-def build(config: Config, origins: Origins, task: Task, engine: Engine) -> Learner:
-    """The learner of frame=torch."""
-    threads = fair_threads(engine)
+def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+    """The learner of framework=torch."""
+    threads = fair_threads(communicator)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
-    device = pick_device(config, origins, engine)
-    check_shared(device, engine, origins)
+    device = pick_device(config, provenance, communicator)
+    check_shared(device, communicator, provenance)
     if device.type == "cpu":
         allocator.keep()
-    precision = pick_precision(config, origins, device, engine)
-    check_compiler(config, origins, device)
+    precision = pick_precision(config, provenance, device, communicator)
+    check_compiler(config, provenance, device)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    model = normed_model(config, origins, task, engine).to(device=device, dtype=precision.weights)
-    check_logits(model, config, origins, task)
-    refuse_tiny_images(model, black(2, task, next(model.parameters())), precision, origins.where("speed.precision"))
+    model = normed_model(config, provenance, task, communicator).to(device=device, dtype=precision.weights)
+    check_logits(model, config, provenance, task)
+    refuse_tiny_images(model, black(2, task, next(model.parameters())), precision, provenance.where("speed.precision"))
     nhwc = channels_last(config.speed.channels_last, plugins.is_dotted(config.model.name), model, device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(config, origins, named)
-    meter = Meter([p for _, p in named], engine.size) if config.log.noise_scale else NoMeter()  # before the reducer: its hooks come first
-    met = meet(config, origins, engine, optimizer, model)
-    return TorchLearner(config, model, met, meter, Inputs(task, device, precision.weights, nhwc), precision, engine)
+    optimizer = make_optimizer(config, provenance, named)
+    meter = (
+        Meter([p for _, p in named], communicator.size) if config.log.noise_scale else NoMeter()
+    )  # before the reducer: its hooks come first
+    met = select_strategy(config, provenance, communicator, optimizer, model)
+    return TorchLearner(config, model, met, meter, Inputs(task, device, precision.weights, nhwc), precision, communicator)
 
 
-def make_optimizer(config: Config, origins: Origins, named: strategy.Named) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, provenance: Provenance, named: strategy.Named) -> torch.optim.Optimizer:
     """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
-    name, where = config.optim.name, origins.where("optim.name")
+    name, where = config.optim.name, provenance.where("optim.name")
     if plugins.is_dotted(name):
-        return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config, origins)
-    return rule_optimizer.make_optimizer(build_rule(config, origins), named, config.optim.exclude == "norms_and_biases")
+        return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config, provenance)
+    return rule_optimizer.make_optimizer(build_rule(config, provenance), named, config.optim.exclude == "norms_and_biases")
 
 
-def check_optimizer(config: Config, origins: Origins) -> None:
+def check_optimizer(config: Config, provenance: Provenance) -> None:
     """A UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
-    make_optimizer(config, origins, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
+    make_optimizer(config, provenance, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
 
 
 def figures() -> Any:
-    """What `bench step` asks of this frame: a module that few jobs need."""
+    """What `bench step` asks of this framework: a module that few jobs need."""
     from hvdtrain.frameworks.torch import flops
 
     return flops
 
 
-def shapes(config: Config, origins: Origins, task: Task) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
     """The trained parameters by name, as build() makes them: without memory or work, unless the model reads its own numbers."""
     try:
         with torch.device("meta"):
-            model = checked_model(config, origins, task)
+            model = checked_model(config, provenance, task)
     except UserError:
         raise
     except Exception:  # a meta tensor has no numbers to read; whatever else went wrong does so again
-        model = checked_model(config, origins, task)
+        model = checked_model(config, provenance, task)
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

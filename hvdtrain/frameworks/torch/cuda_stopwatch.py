@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.frameworks.stopwatch import HostStopwatch, Laps, Stopwatch, laps
+from hvdtrain.frameworks.stopwatch import HostStopwatch, PhaseTimes, Stopwatch, phase_times
 
 
 class CudaStopwatch:
@@ -24,12 +24,12 @@ class CudaStopwatch:
         event.record(torch.cuda.current_stream(self._device))
         self._stamps.append((phase, event))
 
-    def read(self) -> list[Laps]:
+    def read(self) -> list[PhaseTimes]:
         stamps, self._stamps = self._stamps, []
         for _, event in stamps:  # a hook may have recorded on another stream than the last one
             if not event.query():
                 event.synchronize()
-        return laps([(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)])
+        return phase_times([(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)])
 
 
 def stopwatch(device: torch.device) -> Stopwatch:

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
 
 
-def pick_device(config: Config, origins: Origins, engine: Engine) -> torch.device:
+def pick_device(config: Config, provenance: Provenance, communicator: Communicator) -> torch.device:
     """The GPU of this rank's local rank, or the CPU."""
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
-        raise UserError("no CUDA device is visible", origins.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
+        raise UserError("no CUDA device is visible", provenance.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
     if config.speed.device != "cpu" and count:
-        device = torch.device("cuda", engine.local_rank % count)
+        device = torch.device("cuda", communicator.local_rank % count)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
@@ -44,17 +44,17 @@ def seed_dropout(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def check_shared(device: torch.device, engine: Engine, origins: Origins) -> None:
+def check_shared(device: torch.device, communicator: Communicator, provenance: Provenance) -> None:
     """A UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. Every rank calls it."""
-    if engine.size == 1:
+    if communicator.size == 1:
         return
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    uses_nccl = engine.name in ("horovod", "torchdist") and bool(plugins.load("comm", engine.name, "comm.engine").has_nccl())
-    everyone = engine.exchange((socket.gethostname(), gpu, uses_nccl))
+    uses_nccl = communicator.name in ("horovod", "torchdist") and bool(plugins.load("comm", communicator.name, "comm.engine").has_nccl())
+    everyone = communicator.exchange((socket.gethostname(), gpu, uses_nccl))
     shared = shared_gpu([place[:2] for place in everyone])
     if shared and any(place[2] for place in everyone):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"
-        raise UserError(f"{shared}, which NCCL refuses", origins.where("speed.device"), fix)
+        raise UserError(f"{shared}, which NCCL refuses", provenance.where("speed.device"), fix)
 
 
 def shared_gpu(places: Sequence[tuple[str, str | None]]) -> str:

@@ -17,7 +17,7 @@ SHARE = 0.25  # of a GPU's free memory that a data set may take
 
 
 class Inputs:
-    """Of one rank. put() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
+    """Of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
         self.device, self._dtype, self._channels_last = device, dtype, channels_last
@@ -26,7 +26,7 @@ class Inputs:
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # images (n, H, W, C), labels
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def hold(self, source: Source, wanted: bool | None) -> bool:
+    def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
         """Whether the set is on the device from now on: as wanted, or where it takes no more than SHARE of a GPU's free memory."""
         if wanted and not isinstance(source, ArraySource):
             raise UserError("this data set is read sample by sample: it cannot stay on the device", "data.resident=true", "leave it out")
@@ -35,7 +35,7 @@ class Inputs:
         self._held = torch.from_numpy(np.array(source.x)).to(self.device), torch.from_numpy(source.y.copy()).to(self.device)
         return True
 
-    def put(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Images as uint8 (n, C, H, W) on the device, changed as "drawn" says; weights and shares as numbers of the model's type.
 
         With "rows" in the place of "x" and "y" the samples come from the set that is held; "rows2" are the other ones of a mixture.
@@ -64,9 +64,9 @@ class Inputs:
             self._gathered(batch) if "rows" in batch else {"y": self._move(batch["y"])} | self._moved(batch, "x") | self._moved(batch, "x2")
         )
         there |= {name: self._move(batch[name]) for name in ("y2",) if name in batch}
-        drawn = {name: batch[name] for name in ("drawn", "drawn2") if name in batch}
-        if drawn or "x2" in there:
-            there = augment.finish(there | drawn | {name: batch[name] for name in ("share",) if name in batch})
+        augmentation = {name: batch[name] for name in ("drawn", "drawn2") if name in batch}
+        if augmentation or "x2" in there:
+            there = augment.finish(there | augmentation | {name: batch[name] for name in ("share",) if name in batch})
         there |= {name: self._move(batch[name]).to(self._dtype) for name in ("w", "share") if name in batch}
         if not self._channels_last:
             there["x"] = there["x"].clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are

@@ -6,9 +6,9 @@ import traceback
 
 import torch
 
-from hvdtrain.comm.communicator import Engine, Single
+from hvdtrain.comm.communicator import Communicator, Single
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task, make_model
@@ -16,18 +16,18 @@ from hvdtrain.frameworks.torch.classifier_init import init_classifier
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 
 
-def normed_model(config: Config, origins: Origins, task: Task, engine: Engine) -> torch.nn.Module:
+def normed_model(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> torch.nn.Module:
     """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
-    model = build_model(config, origins, task)
+    model = build_model(config, provenance, task)
     if config.model.classifier_std is not None:
-        init_classifier(model, task.classes, config.model.classifier_std, origins.where("model.classifier_std"))
+        init_classifier(model, task.classes, config.model.classifier_std, provenance.where("model.classifier_std"))
     norm = config.norm
-    return use_norm(model, norm.kind, norm.ghost, norm.statistics, engine)
+    return use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
 
 
-def check_logits(model: torch.nn.Module, config: Config, origins: Origins, task: Task) -> None:
+def check_logits(model: torch.nn.Module, config: Config, provenance: Provenance, task: Task) -> None:
     """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
-    first, where = next(model.parameters()), origins.where("model.name")
+    first, where = next(model.parameters()), provenance.where("model.name")
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         images = black(count, task, first)
         try:
@@ -51,20 +51,22 @@ def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=like.dtype, device=like.device)
 
 
-def build_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+def build_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.Module:
     """A leaf of models/ by name, or the user's own package.module:Class."""
-    name, where = config.model.name, origins.where("model.name")
-    model: torch.nn.Module = make_model(config, origins, task, "models")
+    name, where = config.model.name, provenance.where("model.name")
+    model: torch.nn.Module = make_model(config, provenance, task, "frameworks/torch/models")
     if not isinstance(model, torch.nn.Module):
-        raise UserError(f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another frame=")
+        raise UserError(
+            f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"{name} has no parameter to train", where, "give a model with parameters that require a gradient")
     return model
 
 
-def checked_model(config: Config, origins: Origins, task: Task) -> torch.nn.Module:
+def checked_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.Module:
     """The model of one rank; a user's own class is tried."""
-    model = normed_model(config, origins, task, Single())
+    model = normed_model(config, provenance, task, Single())
     if plugins.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
-        check_logits(model, config, origins, task)
+        check_logits(model, config, provenance, task)
     return model

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Engine
-from hvdtrain.config.read import Origins
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
@@ -30,15 +30,15 @@ class Precision(NamedTuple):
         return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=self.layers is not None)
 
 
-def pick_precision(config: Config, origins: Origins, device: torch.device, engine: Engine) -> Precision:
+def pick_precision(config: Config, provenance: Provenance, device: torch.device, communicator: Communicator) -> Precision:
     """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
     name, why = config.speed.precision, ""
     if name == "auto":
-        able = all(engine.exchange(is_built_for_bf16(device)))
+        able = all(communicator.exchange(is_built_for_bf16(device)))
         name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
     if name == "fp16" and config.log.noise_scale:
         what = "log.noise_scale reads each rank's own gradients, which fp16 scales"
-        raise UserError(what, origins.where("speed.precision"), "speed.precision=bf16, or log.noise_scale=false")
+        raise UserError(what, provenance.where("speed.precision"), "speed.precision=bf16, or log.noise_scale=false")
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
     words = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why

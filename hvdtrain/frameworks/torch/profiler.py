@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from hvdtrain.frameworks.stopwatch import Laps, Stopwatch
+from hvdtrain.frameworks.stopwatch import PhaseTimes, Stopwatch
 
 
 class Named:
@@ -31,7 +31,7 @@ class Named:
         if self._range is not None:
             self._range.__enter__()
 
-    def read(self) -> list[Laps]:
+    def read(self) -> list[PhaseTimes]:
         return self.inner.read()
 
 

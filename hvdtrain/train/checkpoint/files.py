@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 from hvdtrain.train.progress import train_state as standings
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 FORMAT = 2
 ARRAYS = ("weights.safetensors", "slots.safetensors")
@@ -31,7 +31,7 @@ Identity = dict[str, Any]  # what must not change within a job: the seed, and wh
 
 class Checkpoint(NamedTuple):
     folder: Path
-    standing: Standing
+    train_state: TrainState
     identity: Identity
     names: dict[str, str]  # as Learner.published(); empty where "p." and "b." are all that differs
 
@@ -40,12 +40,12 @@ class Damaged(UserError):
     """A checkpoint that is not as it was written."""
 
 
-def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
+def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
     """Writes checkpoints/step-00000120/; OSError where it cannot, and then nothing of it stays.
 
     Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
     """
-    folder = run / "checkpoints" / name_of(standing.progress.step)
+    folder = run / "checkpoints" / name_of(train_state.progress.step)
     unfinished, aside = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f"{folder.name}{ASIDE}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -54,7 +54,7 @@ def write(run: Path, standing: Standing, arrays: Arrays, identity: Identity, nam
             sync(run)
             sync(run.parent)
         unfinished.mkdir()
-        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(standing)}
+        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(train_state)}
         _write_files(unfinished, arrays, numbers)
         for name in (*ARRAYS, NUMBERS, CHECKSUMS):
             sync(unfinished / name)
@@ -75,10 +75,10 @@ def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    slots = {name: array for name, array in arrays.items() if name.startswith("s.")}
+    optimizer_state = {name: array for name, array in arrays.items() if name.startswith("s.")}
     try:
-        save_file({name: array for name, array in arrays.items() if name not in slots}, folder / ARRAYS[0])
-        save_file(slots, folder / ARRAYS[1])
+        save_file({name: array for name, array in arrays.items() if name not in optimizer_state}, folder / ARRAYS[0])
+        save_file(optimizer_state, folder / ARRAYS[1])
     except SafetensorError as error:  # its form of an OSError
         raise OSError(str(error)) from error
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
@@ -177,11 +177,11 @@ def _best(folders: list[Path], count: int) -> list[Path]:
     rated = []
     for folder in folders if count else ():
         try:
-            standing = read_numbers(folder).standing
+            train_state = read_numbers(folder).train_state
         except Damaged:
             continue
-        if standing.evaluated == standing.progress.step and not math.isnan(standing.accuracy):
-            rated.append((-standing.accuracy, standing.progress.step, folder))
+        if train_state.evaluated == train_state.progress.step and not math.isnan(train_state.accuracy):
+            rated.append((-train_state.accuracy, train_state.progress.step, folder))
     return [folder for _, _, folder in sorted(rated)[:count]]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.read import Origins, read_file, resolve
+from hvdtrain.config.read import Provenance, read_file, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
@@ -15,31 +15,31 @@ from hvdtrain.events import redaction
 from hvdtrain.train.build import make_run_folder
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.files import Checkpoint, Damaged, Identity
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 _OWN = ("run", "resume")  # where a job is, not what it is
 
 
-class Beginning(NamedTuple):
+class ResumePoint(NamedTuple):
     """What rank 0 found, and tells the others."""
 
     run: Path
-    standing: Standing
+    train_state: TrainState
     notes: list[str]  # lines for the user
 
 
-def begin(config: Config, origins: Origins, identity: Identity, total: int, limit_bytes: int) -> tuple[Beginning, Arrays | None]:
+def begin(config: Config, provenance: Provenance, identity: Identity, total: int, limit_bytes: int) -> tuple[ResumePoint, Arrays | None]:
     """On rank 0: the run folder, and the state to go on from, None where the job begins anew; `total` samples are the whole job."""
     source = former_run(config)
     if source is None:
-        fresh = Standing(Progress(identity["data"]["samples"], total))
-        return Beginning(make_run_folder(config, origins), fresh, []), None
+        fresh = TrainState(Progress(identity["data"]["samples"], total))
+        return ResumePoint(make_run_folder(config, provenance), fresh, []), None
     found, arrays, notes = newest_good(source, limit_bytes)
     check_identity(found, identity)
-    standing = dataclasses.replace(found.standing, progress=dataclasses.replace(found.standing.progress, total=total))
-    if standing.target != config.stop.target_accuracy:  # epochs at another target do not count
-        standing = dataclasses.replace(standing, at_target=0)
-    return Beginning(make_run_folder(config, origins, source), standing, notes + changes(source, config)), arrays
+    train_state = dataclasses.replace(found.train_state, progress=dataclasses.replace(found.train_state.progress, total=total))
+    if train_state.target != config.stop.target_accuracy:  # epochs at another target do not count
+        train_state = dataclasses.replace(train_state, at_target=0)
+    return ResumePoint(make_run_folder(config, provenance, source), train_state, notes + changes(source, config)), arrays
 
 
 def former_run(config: Config) -> Path | None:
@@ -79,7 +79,7 @@ def check_identity(found: Checkpoint, mine: Identity) -> None:
     """A UserError where a checkpoint is of another data set or another shuffle."""
     theirs = _flat(found.identity)
     for name, value in _flat(mine).items():
-        if theirs.get(name) != value or (name == "data.samples" and found.standing.progress.dataset != value):
+        if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
             fix = "give the data and seed that the run folder's config.yaml names; or begin another job: run=ANOTHER resume=no"
             what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
             raise UserError(what, str(found.folder), fix)

@@ -18,7 +18,7 @@ from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner, plain_names
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.files import Identity
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 RETRY_S = 30.0  # after a write that failed
 
@@ -27,7 +27,7 @@ class Written(NamedTuple):
     """One write, over."""
 
     step: int
-    evaluated: int  # as Standing's
+    evaluated: int  # as TrainState's
     pause_s: float  # that training waited
     write_s: float
     megabytes: float
@@ -56,7 +56,7 @@ class Saver:
         self.newest = (-1, 0)  # the step of the newest checkpoint on the disk, of this run's, and that of the evaluation it knows
         self.longest_s = 0.0  # pause and write together
 
-    def go_on(self, now: Standing) -> None:
+    def go_on(self, now: TrainState) -> None:
         """The checkpoint that the job goes on from is not written again, where it is this run's: there would be a moment without it."""
         if any(folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)):
             self.newest = (now.progress.step, now.evaluated)
@@ -75,12 +75,12 @@ class Saver:
         self._wanted = step if wanted else self._wanted
         return wanted
 
-    def offer(self, now: Standing, learner: Learner) -> None:
+    def offer(self, now: TrainState, learner: Learner) -> None:
         """Writes in the background, where it was wanted and at the end of an epoch."""
         if now.progress.step in (self._wanted, now.evaluated):
             self.save(now, learner)
 
-    def save(self, now: Standing, learner: Learner) -> None:
+    def save(self, now: TrainState, learner: Learner) -> None:
         """Waits for the write before, takes a copy, and goes on; what is on the disk already is not written again."""
         began = time.perf_counter()
         self._collect()
@@ -93,7 +93,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
         self._thread.start()
 
-    def finish(self, now: Standing, learner: Learner) -> str:
+    def finish(self, now: TrainState, learner: Learner) -> str:
         """The last checkpoint is on the disk when this returns; else why it is not."""
         for _ in range(2):
             self.save(now, learner)
@@ -106,7 +106,7 @@ class Saver:
         """Waits for a write that is under way."""
         self._collect()
 
-    def _write(self, now: Standing, arrays: Arrays, names: dict[str, str], pause_s: float) -> None:
+    def _write(self, now: TrainState, arrays: Arrays, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
         began, step = time.perf_counter(), now.progress.step
         megabytes = sum(array.nbytes for array in arrays.values()) / 1e6

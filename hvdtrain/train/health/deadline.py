@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
@@ -48,10 +48,10 @@ def _seconds(words: str) -> float | None:
     return None
 
 
-def check_time(config: Config, origins: Origins) -> None:
+def check_time(config: Config, provenance: Provenance) -> None:
     """A UserError where guard.max_time is no length of time; before any rank waits for another."""
     if config.guard.max_time is not None:
-        parse_duration(config.guard.max_time, origins.where("guard.max_time"))
+        parse_duration(config.guard.max_time, provenance.where("guard.max_time"))
 
 
 class Limit(NamedTuple):

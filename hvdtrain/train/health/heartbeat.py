@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """A few attributes: a beat costs less than a microsecond."""
 
     phase: str = "starting"  # what the main thread is doing, for people: "reading samples", "step", "evaluation"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
@@ -18,22 +18,22 @@ from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.train.checkpoint.saver import Saver
 from hvdtrain.train.health.deadline import Deadline
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.replicas import check_equal
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 
 _KEYS = ("stop.signal", "stop.time", "save")
 
 
 @dataclass
-class Guard:
+class HealthMonitor:
     """One on each rank. What it has heard rides on the sums that the ranks add up anyway."""
 
     config: Config
-    engine: Engine
+    communicator: Communicator
     signals: Signals
-    pulse: Pulse
+    heartbeat: Heartbeat
     hosts: list[str]  # of each rank
     deadline: Deadline | None = None  # rank 0's clock is everybody's
     saver: Saver | None = None  # of rank 0
@@ -52,7 +52,7 @@ class Guard:
         """Of the longest checkpoint, a guess before the first."""
         return self.saver.longest_s if self.saver else 0.0
 
-    def heed(self, sums: Sums) -> None:
+    def update_flags(self, sums: Sums) -> None:
         """Takes the flags of all ranks."""
         now_s = time.monotonic()
         self.longest_s, self.heard_s = max(self.longest_s, now_s - (self.heard_s or now_s)), now_s
@@ -63,16 +63,16 @@ class Guard:
 
     def ask(self) -> bool:
         """Whether to stop, by a small collective of its own: for long work between two meetings. Every rank calls it."""
-        total = self.engine.allreduce(np.array(list(self.flags().values())), "guard.flags")
-        self.heed(dict(zip(_KEYS, total.tolist(), strict=True)))
+        total = self.communicator.allreduce(np.array(list(self.flags().values())), "guard.flags")
+        self.update_flags(dict(zip(_KEYS, total.tolist(), strict=True)))
         return bool(self.stop)
 
-    def met(self, sums: Sums) -> None:
+    def after_sync(self, sums: Sums) -> None:
         """The ranks have met: the start is over once the first steps are done."""
-        self.heed(sums)
-        self.pulse.patient = False
+        self.update_flags(sums)
+        self.heartbeat.patient = False
 
-    def is_finite(self, now: Standing, sums: Sums) -> bool:
+    def is_finite(self, now: TrainState, sums: Sums) -> bool:
         """False where steps since the last meeting were bad and the job goes on all the same; the same on every rank."""
         bad, policy, limit = round(sums["nonfinite"]), self.config.guard.nonfinite, self.config.guard.nonfinite_limit
         if not bad and math.isfinite(sums["loss"]):
@@ -87,21 +87,21 @@ class Guard:
             raise Diverged(what, f"guard.nonfinite={policy}", "a lower optim.base_lr, or look at the data around this step")
         return False
 
-    def check_equal(self, learner: Learner, before: Standing, now: Standing, last: Hyper, written: bool) -> None:
+    def check_equal(self, learner: Learner, before: TrainState, now: TrainState, last: Hyper, written: bool) -> None:
         """Compares the ranks where guard.equal_steps has come round since the meeting before, and before a checkpoint is `written`."""
         every = self.config.guard.equal_steps
         due = written or bool(self.stop) or (every and now.progress.step // every > before.progress.step // every)
-        if every and due and self.engine.size > 1:
-            check_equal(self.engine, learner, last, self.hosts)
+        if every and due and self.communicator.size > 1:
+            check_equal(self.communicator, learner, last, self.hosts)
 
-    def turned(self, now: Standing, sums: Sums, roll_back: Callable[[], None]) -> Standing:
+    def handle_nonfinite(self, now: TrainState, sums: Sums, roll_back: Callable[[], None]) -> TrainState:
         """After bad steps, which were skipped, or with the newest checkpoint loaded; either way on with the next data, and counted."""
         if self.config.guard.nonfinite == "rollback":
-            self.pulse.beat("rolling back", now.progress.epoch, now.progress.step)
+            self.heartbeat.beat("rolling back", now.progress.epoch, now.progress.step)
             roll_back()
         return self.counted(now, sums)
 
-    def counted(self, now: Standing, sums: Sums) -> Standing:
+    def counted(self, now: TrainState, sums: Sums) -> TrainState:
         """The standing with bad steps, or one rollback, counted."""
         more: Any = max(1, round(sums["nonfinite"])) if self.config.guard.nonfinite == "skip" else 1
         return replace(now, nonfinite=now.nonfinite + more)

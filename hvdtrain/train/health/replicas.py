@@ -7,21 +7,21 @@ from collections import Counter
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.digest import combine, digests
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.learner import Learner
 
 
-def check_equal(engine: Engine, learner: Learner, last: Hyper, hosts: list[str]) -> str:
+def check_equal(communicator: Communicator, learner: Learner, last: Hyper, hosts: list[str]) -> str:
     """The common digest; raises the same Diverged on every rank where one differs. Every rank calls it, where statistics are settled."""
     mine = digests(learner.views()) | {"learning rate": _bits(last.lr), "step": last.step}
     whole = combine(mine)
-    everyone = engine.allgather(np.array([int(whole, 16)], np.uint64).view(np.int64), "equal")
+    everyone = communicator.allgather(np.array([int(whole, 16)], np.uint64).view(np.int64), "equal")
     if len(set(everyone.tolist())) == 1:
         return whole
-    raise Diverged(*explain(engine.exchange(mine), hosts, last.step + 1))
+    raise Diverged(*explain(communicator.exchange(mine), hosts, last.step + 1))
 
 
 def explain(tables: list[dict[str, int]], hosts: list[str], step: int) -> tuple[str, str, str]:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, NoReturn, TypeVar
 
-from hvdtrain.comm.communicator import Engine, leave
+from hvdtrain.comm.communicator import Communicator, leave
 from hvdtrain.config.schema_run import GuardConfig
 from hvdtrain.errors import REQUEUE, STALLED
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals, say
 from hvdtrain.train.health.stall_report import Report, frames_of_work, is_waiting, pack, render, render_alone, stack_of, unpack
 
@@ -32,21 +32,21 @@ class Limit(NamedTuple):
     seconds: float
 
 
-class Watch:
+class Watchdog:
     """A context manager around all that the entering thread does, from the start to the last checkpoint; leave it before MPI ends.
 
     A rank whose interpreter is held by C code cannot look at itself; the other ranks tell of it.
     """
 
-    def __init__(self, pulse: Pulse, signals: Signals, guard: GuardConfig, rank: int) -> None:
-        self._pulse, self._signals, self._guard, self._rank = pulse, signals, guard, rank
-        self._tick_s = min([TICK_S, *(limit_s / 10 for limit_s in (guard.stall_s, guard.start_s) if limit_s is not None)])
+    def __init__(self, heartbeat: Heartbeat, signals: Signals, health: GuardConfig, rank: int) -> None:
+        self._pulse, self._signals, self._guard, self._rank = heartbeat, signals, health, rank
+        self._tick_s = min([TICK_S, *(limit_s / 10 for limit_s in (health.stall_s, health.start_s) if limit_s is not None)])
         self._host, self._hosts = socket.gethostname(), list[str]()
-        self._engine: Engine | None = None
+        self._engine: Communicator | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._watched = threading.get_ident()
         self._thread.start()
         return self
@@ -56,10 +56,10 @@ class Watch:
         self._signals.wake()
         self._thread.join()
 
-    def meet(self, engine: Engine) -> None:
+    def meet(self, communicator: Communicator) -> None:
         """From now on one report tells of all ranks. Every rank calls it, once."""
-        self._hosts = engine.exchange(self._host)
-        self._engine = engine
+        self._hosts = communicator.exchange(self._host)
+        self._engine = communicator
 
     def _watch(self) -> None:
         idle = Idle(2 * self._tick_s)
@@ -97,9 +97,9 @@ class Watch:
 
     def _text(self, report: Report, limit: Limit, goes_on: Callable[[], bool]) -> str:
         """Rank 0 asks all ranks; the others answer, and wait for it to end the job. On a rank that cannot, its own words."""
-        engine, wait_s = self._engine, min(10.0, max(3.0, limit.seconds / 30))
+        communicator, wait_s = self._engine, min(10.0, max(3.0, limit.seconds / 30))
         wait_s += 2 * bool(self._rank)
-        everyone = self._try(lambda: engine.muster(pack(report), wait_s) if engine else None, wait_s + 1, goes_on)
+        everyone = self._try(lambda: communicator.side_channel_gather(pack(report), wait_s) if communicator else None, wait_s + 1, goes_on)
         if everyone:
             return render([unpack(text) if text else None for text in everyone], self._hosts, limit.seconds, limit.name)
         if everyone is None:  # those that are behind speak before those that wait for them

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
@@ -24,13 +24,13 @@ AHEAD = 2  # steps
 MOST_READERS = 8
 
 
-class Feed:
+class Prefetcher:
     """take(p) gives the step that follows p. The steps after it are known too, since they depend on progress alone."""
 
-    def __init__(self, config: Config, engine: Engine, recipe: Recipe, source: Source, learner: Learner) -> None:
-        self._config, self._engine, self._recipe, self._source, self._learner = config, engine, recipe, source, learner
-        self.held, self.samples = learner.hold(source), len(source)
-        self.ahead, self.readers = plan(config, self.held or in_memory(source), engine.local_size)
+    def __init__(self, config: Config, communicator: Communicator, recipe: Recipe, source: Source, learner: Learner) -> None:
+        self._config, self._engine, self._recipe, self._source, self._learner = config, communicator, recipe, source, learner
+        self.held, self.samples = learner.cache_on_device(source), len(source)
+        self.ahead, self.readers = plan(config, self.held or in_memory(source), communicator.local_size)
         self.waited_s = 0.0  # for samples, so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[tuple[Progress, Future[tuple[Hyper, list[Batch]]]]] = deque()
@@ -54,7 +54,7 @@ class Feed:
         """The rows of each part, one after the other, on the device; None for a part of no rows."""
 
         def prepare(rows: np.ndarray) -> Batch | None:
-            return self._learner.put(source.read(rows)) if len(rows) else None
+            return self._learner.to_device(source.read(rows)) if len(rows) else None
 
         if self._pool is None or in_memory(source):
             yield from map(prepare, parts)
@@ -95,7 +95,7 @@ class Feed:
         """The step that follows p, on this thread."""
         hyper = self._recipe.at(p)
         parts = rows_of_step(self._config, p, hyper, self._recipe.batch.first, self._engine)
-        return hyper, [self._learner.put(read(self._source, part, hyper, self._config, self.held)) for part in parts]
+        return hyper, [self._learner.to_device(read(self._source, part, hyper, self._config, self.held)) for part in parts]
 
     def drain(self) -> None:
         """Waits for what is under way, and drops it."""

@@ -24,7 +24,7 @@ class Reached(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainState:
     """Of the whole job, over all its runs. It is taken where the ranks meet, so no sum is under way on the device."""
 
     progress: Progress
@@ -51,18 +51,18 @@ class Standing:
     batch: int = 0  # of the last step
     noise: tuple[float, float] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
 
-    def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> Standing:
+    def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
         """With the sums and the time of more steps."""
         whole = add_sums(self.sums, {name: sums[name] for name in zero_sums()})
         return replace(self, sums=whole, epoch_s=self.epoch_s + seconds, noise=noise)
 
-    def burnt(self, sums: Sums) -> Standing:
+    def add_energy(self, sums: Sums) -> TrainState:
         """With the joules of more work."""
         gpu, cpu = sums.get("joules.gpu", 0.0), sums.get("joules.cpu", 0.0)
         epoch = {"epoch_gpu_j": self.epoch_gpu_j + gpu, "epoch_cpu_j": self.epoch_cpu_j + cpu}
         return replace(self, gpu_j=self.gpu_j + gpu, cpu_j=self.cpu_j + cpu, **epoch)
 
-    def judged(self, accuracy: float, target: float | None) -> Standing:
+    def after_evaluation(self, accuracy: float, target: float | None) -> TrainState:
         """After the evaluation of an epoch."""
         at_target = self.at_target + 1 if target is not None and accuracy >= target else 0
         began = {"epoch": self.progress.epoch, "evaluated": self.progress.step, "epoch_s": 0.0, "sums": zero_sums()}
@@ -77,12 +77,12 @@ class Standing:
         return replace(self, at_target=at_target, target=target, accuracy=accuracy, **began)  # type: ignore[arg-type]
 
 
-def to_json(standing: Standing) -> dict[str, Any]:
-    tree = asdict(standing)
+def to_json(train_state: TrainState) -> dict[str, Any]:
+    tree = asdict(train_state)
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in tree.items()}
 
 
-def from_json(tree: dict[str, Any]) -> Standing:
+def from_json(tree: dict[str, Any]) -> TrainState:
     """ValueError, KeyError or TypeError where a number is missing, is none, or cannot be."""
     counts = {name: tree["progress"][name] for name in ("dataset", "total", "step", "samples")}
     whole = {name: tree[name] for name in ("epoch", "evaluated", "at_target", "nonfinite", "batch")} | {
@@ -101,7 +101,7 @@ def from_json(tree: dict[str, Any]) -> Standing:
     tree = unknown | tree  # checkpoints of hvdtrain 0.1 before it measured energy have none of these
     maybe = {name: math.nan if tree[name] is None else _number(tree[name]) for name in ("accuracy", "best", *_JOULES)}
     reached = tuple(_reached(entry) for entry in tree["reached"])
-    return Standing(Progress(**counts), sums=sums, target=target, noise=(signal, noise), reached=reached, **maybe, **numbers, **whole)  # type: ignore[arg-type]
+    return TrainState(Progress(**counts), sums=sums, target=target, noise=(signal, noise), reached=reached, **maybe, **numbers, **whole)  # type: ignore[arg-type]
 
 
 def _reached(entry: Any) -> Reached:

@@ -10,23 +10,23 @@ from typing import Any
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.train.progress.train_state import Reached, Standing
+from hvdtrain.train.progress.train_state import Reached, TrainState
 
 ASK_EVERY = 4  # batches of an evaluation between two questions whether to stop: each costs one small allreduce
 
 
-def meets(config: Config, before: Standing, p: Progress) -> bool:
+def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
     """Whether all ranks meet after the step that led to p: a resumed job meets where a straight one does."""
     every = (config.log.every_steps, config.checkpoint.every_steps)
     return any(k and p.step % k == 0 for k in every) or p.epoch > before.epoch or p.step == config.max_steps
 
 
-def evaluation_due(config: Config, now: Standing) -> bool:
+def evaluation_due(config: Config, now: TrainState) -> bool:
     p = now.progress
     return p.step > now.evaluated and (p.epoch > now.epoch or (config.max_steps is not None and p.step >= config.max_steps))
 
 
-def stop_reason(config: Config, now: Standing) -> str:
+def stop_reason(config: Config, now: TrainState) -> str:
     """Why the job is over; empty while it is not. Equal on all ranks, since all that it reads is."""
     target = config.stop.target_accuracy
     if evaluation_due(config, now):
@@ -38,7 +38,7 @@ def stop_reason(config: Config, now: Standing) -> str:
     return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
 
 
-def step_fields(now: Standing, sums: Sums, window_s: float) -> dict[str, Any]:
+def step_fields(now: TrainState, sums: Sums, window_s: float) -> dict[str, Any]:
     """Of the steps since the last meeting, over all ranks, which took window_s."""
     p = now.progress
     return {
@@ -53,13 +53,13 @@ def step_fields(now: Standing, sums: Sums, window_s: float) -> dict[str, Any]:
     }
 
 
-def nonfinite_fields(config: Config, now: Standing) -> dict[str, Any]:
+def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
     policy, count = config.guard.nonfinite, now.nonfinite
     line = f"step {now.progress.step}: a loss or gradient was not finite: {policy}, {count} in all"
     return {"policy": policy, "count": count, "lines": [line]}
 
 
-def epoch_fields(config: Config, before: Standing, now: Standing, val: Sums, noise_scale: float) -> dict[str, Any]:
+def epoch_fields(config: Config, before: TrainState, now: TrainState, val: Sums, noise_scale: float) -> dict[str, Any]:
     """Of the epoch that was just evaluated; `before` has its sums, `now` the judgement."""
     trained = before.sums["count"]
     return {
@@ -79,12 +79,12 @@ def epoch_fields(config: Config, before: Standing, now: Standing, val: Sums, noi
     }
 
 
-def judge(config: Config, now: Standing, val: Sums, seconds: float, kinds: Collection[str]) -> tuple[Standing, list[Reached]]:
+def judge(config: Config, now: TrainState, val: Sums, seconds: float, kinds: Collection[str]) -> tuple[TrainState, list[Reached]]:
     """The standing after an evaluation, and the accuracies that were reached by it for the first time; `kinds` of energy are measured.
 
     What is asked for since a resume, and was reached before, is not told: nobody knows when.
     """
-    done = replace(now.judged(val["right"] / val["count"], config.stop.target_accuracy), seconds=seconds, evaluated_s=seconds)
+    done = replace(now.after_evaluation(val["right"] / val["count"], config.stop.target_accuracy), seconds=seconds, evaluated_s=seconds)
     wanted = {*config.log.targets, config.stop.target_accuracy} - {None} - {past.target for past in now.reached}
     p, joules = done.progress, sum(energy_of(done, kinds).values()) if energy_of(done, kinds) else None
     new = [
@@ -94,13 +94,13 @@ def judge(config: Config, now: Standing, val: Sums, seconds: float, kinds: Colle
     return replace(done, reached=(*done.reached, *new)), new
 
 
-def energy_of(now: Standing, kinds: Collection[str], *, epoch: bool = False) -> dict[str, float]:
+def energy_of(now: TrainState, kinds: Collection[str], *, epoch: bool = False) -> dict[str, float]:
     """Joules of each kind that was measured all the time: of the job, or of the time since the last evaluation."""
     known = {"gpu": now.epoch_gpu_j if epoch else now.gpu_j, "cpu": now.epoch_cpu_j if epoch else now.cpu_j}
     return {kind: round(joules, 3) for kind, joules in known.items() if kind in kinds and math.isfinite(joules)}
 
 
-def energy_fields(now: Standing, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
+def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
     """Of the event "epoch": what was used since the last evaluation, by the samples of `now.sums`."""
     joules = energy_of(now, kinds, epoch=True)
     if not joules or not wall_s:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 
 POWERCAP = Path("/sys/class/powercap")
 MOST_W = 600.0  # of one processor package
@@ -108,7 +108,7 @@ class Energy:
 
 
 def measure(
-    engine: Engine,
+    communicator: Communicator,
     gpu: str | None,
     gpu_why: str = "",
     powercap: Path = POWERCAP,
@@ -130,11 +130,11 @@ def measure(
         except Unmeasured as error:
             why[kind] = str(error)
     host = socket.gethostname()
-    claims: list[Claim] = engine.exchange(Claim(host, _machine(host), gpu, why))
+    claims: list[Claim] = communicator.exchange(Claim(host, _machine(host), gpu, why))
     joined = {kind: _reason([c for c in claims if kind in c.why], kind) for kind in KINDS if any(kind in c.why for c in claims)}
     first = {
-        "gpu": gpu is not None and engine.rank == min(rank for rank, c in enumerate(claims) if c.gpu == gpu),
-        "cpu": engine.rank == min(rank for rank, c in enumerate(claims) if c.machine == claims[engine.rank].machine),
+        "gpu": gpu is not None and communicator.rank == min(rank for rank, c in enumerate(claims) if c.gpu == gpu),
+        "cpu": communicator.rank == min(rank for rank, c in enumerate(claims) if c.machine == claims[communicator.rank].machine),
     }
     mine = {kind: counters.get(kind, []) for kind in KINDS if first[kind] and joined.get(kind) == ""}
     return Energy(joined, mine, clock)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.placement import SRUN, placement
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 
 LAUNCHERS = (
     "mpirun",
@@ -32,12 +32,12 @@ NAMES = {"step": "first step", "reading samples": "first samples", "reading the 
 NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building the model": "model"}
 
 
-def phases(pulse: Pulse, now_s: float | None = None) -> dict[str, float]:
+def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
     """Seconds of each phase, in order; "launcher" where one of this host's processes is the launcher's, and /proc tells."""
-    marks = list(pulse.marks.items())
+    marks = list(heartbeat.marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
-    if began is not None and marks and pulse.of_process:
+    if began is not None and marks and heartbeat.of_process:
         now = time.monotonic() if now_s is None else now_s
         launched = _launcher_age_s()
         if launched is not None and launched >= began:
@@ -48,9 +48,9 @@ def phases(pulse: Pulse, now_s: float | None = None) -> dict[str, float]:
     return {name: max(0.0, round(seconds, 3)) for name, seconds in found.items()}
 
 
-def fields(pulse: Pulse) -> dict[str, Any]:
+def fields(heartbeat: Heartbeat) -> dict[str, Any]:
     """Of the event "started"."""
-    found = phases(pulse)
+    found = phases(heartbeat)
     return {"start_s": found, "lines": [words(found)]}
 
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.sums import allreduce_sums
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import LOGGER
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.stopwatch import PHASES, Laps, total
+from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.train.build import profiled
-from hvdtrain.train.progress.train_state import Standing
+from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.progress.triggers import energy_fields
 from hvdtrain.train.telemetry.energy import PAUSE_S, Energy, measure
 
@@ -34,21 +34,23 @@ SHORT_S = 0.1  # power over less time says little
 _STATUS = Path("/proc/self/status")
 
 
-def gauges(config: Config, origins: Origins, rank: tuple[Engine, Learner], hosts: list[str], log: Log, run: Path) -> Gauges:
+def telemetry(
+    config: Config, provenance: Provenance, rank: tuple[Communicator, Learner], hosts: list[str], log: Log, run: Path
+) -> Telemetry:
     """Every rank calls it."""
-    engine, learner = rank
+    communicator, learner = rank
     gpu = learner.gpu()
-    energy = measure(engine, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
-    steps, name = profiled(config.profile.steps, config.frame, origins.where("profile.steps")), f"rank-{engine.rank:05d}"
+    energy = measure(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
+    steps, name = profiled(config.profile.steps, config.framework, provenance.where("profile.steps")), f"rank-{communicator.rank:05d}"
     profile = (*steps, run / "profile" / name) if steps else None
-    return Gauges(engine, learner, energy, hosts, log, config.log.step_times, profile)
+    return Telemetry(communicator, learner, energy, hosts, log, config.log.step_times, profile)
 
 
 @dataclass
-class Gauges:
+class Telemetry:
     """One on each rank. flags() rides on the sums that the ranks add up, as guard.flags() does; read() makes an event's fields of them."""
 
-    engine: Engine
+    communicator: Communicator
     learner: Learner
     energy: Energy
     hosts: list[str]  # of each rank
@@ -57,7 +59,7 @@ class Gauges:
     profile: tuple[int, int, Path] | None = None  # steps done when it begins and when it ends, and this rank's folder
     epoch_work_s: np.ndarray = field(init=False)  # (ranks,): seconds of own work since the last evaluation
     epoch_steps: int = 0
-    _laps: list[Laps] = field(default_factory=list)  # of this rank's steps since the last meeting
+    _laps: list[PhaseTimes] = field(default_factory=list)  # of this rank's steps since the last meeting
     _joules: float = 0.0  # since energy was seen last
     _watts: float = math.nan
     _read_s: float = field(default_factory=time.monotonic)  # when energy was seen last
@@ -67,7 +69,7 @@ class Gauges:
     _trace: AbstractContextManager[None] | None = None
 
     def __post_init__(self) -> None:
-        self.epoch_work_s = np.zeros(self.engine.size)
+        self.epoch_work_s = np.zeros(self.communicator.size)
         self.energy.read(now=True)  # from here on
 
     def turn(self, step: int) -> None:
@@ -111,11 +113,11 @@ class Gauges:
         self._met_s = time.monotonic()
         self._window_s = self._met_s - met_s
         mine = total(self._laps)
-        work, host, device = (np.zeros(self.engine.size) for _ in range(3))
-        work[self.engine.rank] = _work(mine)
-        host[self.engine.rank] = host_memory_bytes()
+        work, host, device = (np.zeros(self.communicator.size) for _ in range(3))
+        work[self.communicator.rank] = _work(mine)
+        host[self.communicator.rank] = host_memory_bytes()
         gpu = self.learner.gpu()
-        device[self.engine.rank] = gpu.peak_bytes() if gpu else 0
+        device[self.communicator.rank] = gpu.peak_bytes() if gpu else 0
         phases = {f"phase.{phase}": mine.get(phase, 0.0) for phase in PHASES}
         return phases | {"rank.work": work, "rank.memory": host, "rank.gpu_memory": device} | self.joules(self._look)
 
@@ -123,7 +125,7 @@ class Gauges:
         """Fields of the event "step", of the steps since the last time, the last being the `step`th. Every rank calls it."""
         steps = max(1, len(self._laps))
         self.epoch_work_s, self.epoch_steps = self.epoch_work_s + sums["rank.work"], self.epoch_steps + steps
-        phases = {phase: 1e3 * sums[f"phase.{phase}"] / steps / self.engine.size for phase in PHASES if sums[f"phase.{phase}"]}
+        phases = {phase: 1e3 * sums[f"phase.{phase}"] / steps / self.communicator.size for phase in PHASES if sums[f"phase.{phase}"]}
         other = 1e3 * window_s / steps - sum(phases.values())
         fields: dict[str, Any] = {"steps": steps, "window_s": window_s, "phase_ms": phases | {"other": max(0.0, other)}}
         fields |= self._stragglers(1e3 * sums["rank.work"] / steps) | self._memory(sums) | self._power(sums)
@@ -140,7 +142,7 @@ class Gauges:
         """
         seen = self.energy.read(now=True) if now else dict.fromkeys(("joules.gpu", "joules.cpu"), 0.0)
         passed_s = 0.0 if now else time.monotonic() - self._read_s
-        due = self.engine.rank == 0 and passed_s + self._window_s >= PAUSE_S
+        due = self.communicator.rank == 0 and passed_s + self._window_s >= PAUSE_S
         return {"joules.look": float(due)} | {
             name: joules if not self.energy.why.get(name.removeprefix("joules.")) else math.nan for name, joules in seen.items()
         }
@@ -150,17 +152,17 @@ class Gauges:
         """Of energy that are measured."""
         return [kind for kind, why in self.energy.why.items() if not why]
 
-    def epoch(self, now: Standing, val: Sums, seconds: float) -> dict[str, Any]:
+    def epoch(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
         """Fields of the event "epoch", of the sums of its evaluation, `seconds` into the job; the next one begins."""
         self._power(val)
         work = 1e3 * self.epoch_work_s / max(1, self.epoch_steps)
-        self.epoch_work_s, self.epoch_steps = np.zeros(self.engine.size), 0
+        self.epoch_work_s, self.epoch_steps = np.zeros(self.communicator.size), 0
         apart = {"rank_work_ms": [round(ms, 3) for ms in work.tolist()]} if self.learner.waits_apart else {}
         return apart | energy_fields(now, self.kinds, seconds - now.evaluated_s)
 
-    def last(self, now: Standing) -> Standing:
+    def last(self, now: TrainState) -> TrainState:
         """With what was used since the last look. Every rank calls it, after its last meeting."""
-        return now.burnt(allreduce_sums(self.engine, self.joules(now=True), "end.joules"))
+        return now.add_energy(allreduce_sums(self.communicator, self.joules(now=True), "end.joules"))
 
     def _stragglers(self, work_ms: np.ndarray) -> dict[str, Any]:
         slowest = int(work_ms.argmax())
@@ -185,7 +187,7 @@ class Gauges:
     def _tell_steps(self, step: int) -> None:
         """An event for each step, of all ranks: (ranks, steps, phases) come together."""
         rows = np.array([[[lap.get(phase, 0.0) for phase in PHASES] for lap in self._laps]])
-        everyone = 1e3 * self.engine.allgather(rows, "gauges.steps")
+        everyone = 1e3 * self.communicator.allgather(rows, "gauges.steps")
         work_ms = everyone.sum(2) - everyone[:, :, PHASES.index("communication")]
         for place in range(len(self._laps)):
             means = dict(zip(PHASES, everyone[:, place].mean(0).tolist(), strict=True))
@@ -207,7 +209,7 @@ def host_memory_bytes() -> int:
     return 1024 * int(kb)
 
 
-def _work(phases: Laps) -> float:
+def _work(phases: PhaseTimes) -> float:
     """Seconds that this rank was busy by itself."""
     return sum(seconds for phase, seconds in phases.items() if phase != "communication")
 

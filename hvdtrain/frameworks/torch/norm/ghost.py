@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm, follow, take_over
 
@@ -109,7 +109,7 @@ class GhostBatchNorm(_BatchNorm):
         """The kernel takes whatever has a channel axis 1."""
 
 
-def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, engine: Engine) -> nn.Module:
+def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, communicator: Communicator) -> nn.Module:
     """The model whose BatchNorm1d, 2d, 3d and SyncBatchNorm layers, of any depth, have become ghost or sync norms; batch: as it was.
 
     In place, but for a model that is itself a norm. The new layers have the weights, buffers, settings and state_dict names of the old,
@@ -123,7 +123,7 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, e
     for name, norm in model.named_modules():  # a layer in two places appears once
         if isinstance(norm, _BatchNorm):
             check(norm, name, kind)
-            made[norm] = GhostBatchNorm(norm, ghosts, statistics) if kind == "ghost" else SyncBatchNorm(norm, engine, name or "model")
+            made[norm] = GhostBatchNorm(norm, ghosts, statistics) if kind == "ghost" else SyncBatchNorm(norm, communicator, name or "model")
     if not made:
         raise UserError("the model has no batch norm layer whose statistics could be chosen", f"norm.kind={kind}", "norm.kind=batch")
     for parent in list(model.modules()):

@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.comm.communicator import Engine
-from hvdtrain.frameworks.torch.parallel.strategy import meeting_place
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -21,13 +21,13 @@ class SyncBatchNorm(_BatchNorm):
     Running statistics come out equal on all ranks, to the last bit. One value per channel over all ranks is torch's ValueError.
     """
 
-    def __init__(self, norm: _BatchNorm, engine: Engine, layer: str) -> None:
+    def __init__(self, norm: _BatchNorm, communicator: Communicator, layer: str) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
         take_over(self, norm)
-        self.engine, self.layer = engine, layer
+        self.communicator, self.layer = communicator, layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.engine.size == 1:
+        if not self.training or self.communicator.size == 1:
             return super().forward(x)
         total, mean, var = self._gather_statistics(x.detach())
         follow(self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False)
@@ -43,7 +43,9 @@ class SyncBatchNorm(_BatchNorm):
         if local:
             mine[0, 0] = local
             mine[0, 1:] = torch.cat(torch.batch_norm_update_stats(x.to(mine.dtype), None, None, 1.0))  # mean, biased variance
-        ranks = self.engine.allgather(mine.to(meeting_place(x.device, self.engine)), f"sync_norm.{self.layer}.forward").to(x.device)
+        ranks = self.communicator.allgather(mine.to(reduction_device(x.device, self.communicator)), f"sync_norm.{self.layer}.forward").to(
+            x.device
+        )
         counts, means, variances = ranks.split([1, channels, channels], dim=1)  # (size, 1), (size, C), (size, C)
         total = counts.sum(0)
         if local <= 1 and total <= 1:  # a larger batch needs no look at the total, for which the host waits
@@ -89,8 +91,8 @@ class _Normalise(torch.autograd.Function):
             fixed = torch.ops.aten.native_batch_norm_backward
             dx, dw, db = fixed(dy.contiguous(), x, weight, mean, var, None, None, False, norm.eps, [True, True, True])
         if ctx.needs_input_grad[0]:
-            sums = torch.cat([dw, db]).to(meeting_place(x.device, norm.engine))
-            sums = norm.engine.allreduce(sums, f"sync_norm.{norm.layer}.backward").to(x.device)
+            sums = torch.cat([dw, db]).to(reduction_device(x.device, norm.communicator))
+            sums = norm.communicator.allreduce(sums, f"sync_norm.{norm.layer}.backward").to(x.device)
             slope = (var + norm.eps).rsqrt() if weight is None else weight * (var + norm.eps).rsqrt()
             dw_mean, db_mean = (sums / total).split(len(mean))
             if len(x):

@@ -1,4 +1,4 @@
-"""Ops of the torch frame: one call works on the arrays of many parameters, in place."""
+"""Ops of the torch framework: one call works on the arrays of many parameters, in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers of the torch frame: a Rule as a torch.optim.Optimizer, or a user's own class, and their slots as arrays by name."""
+"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class, and their slots as arrays by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import required
 
-from hvdtrain.config.read import Origins
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -123,7 +123,7 @@ def make_optimizer(rule: Rule, named: Named, exclude: bool) -> torch.optim.Optim
     """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay nor adapt."""
     follow = ("lr", "momentum", "weight_decay", "step")
     return RuleOptimizer(
-        [group | {"rule": rule.unadapted() if group["excluded"] else rule, "follow": follow} for group in groups(named, exclude)]
+        [group | {"rule": rule.without_trust_ratio() if group["excluded"] else rule, "follow": follow} for group in groups(named, exclude)]
     )
 
 
@@ -136,7 +136,7 @@ def groups(named: Named, exclude: bool) -> list[dict[str, Any]]:
     return [part for part in parts if part["params"]]
 
 
-def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, config: Config, origins: Origins) -> torch.optim.Optimizer:
+def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, config: Config, provenance: Provenance) -> torch.optim.Optimizer:
     """A torch.optim.Optimizer of any class, made with the options of `optim`; lr and decay follow the recipe, momentum where it is given.
 
     The class's own default of weight_decay does not count: optim.weight_decay does. A checkpoint holds the tensors and numbers of its
@@ -144,11 +144,11 @@ def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, confi
     dropped, and begins anew where a job is resumed.
     """
     if "lr" in config.optim.options:
-        raise UserError("optim.lr is no option: the recipe sets the rate of each step", origins.where("optim.lr"), "use optim.base_lr")
+        raise UserError("optim.lr is no option: the recipe sets the rate of each step", provenance.where("optim.lr"), "use optim.base_lr")
     parts = groups(named, config.optim.exclude == "norms_and_biases")
-    optimizer = construct(make, name, parts, config, origins.where("optim.name"))
+    optimizer = construct(make, name, parts, config, provenance.where("optim.name"))
     for group in optimizer.param_groups:
-        group["follow"] = followed(group, name, config, origins)
+        group["follow"] = followed(group, name, config, provenance)
     return optimizer
 
 
@@ -163,13 +163,13 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
                 group[key] = value
 
 
-def fill_slots(optimizer: torch.optim.Optimizer) -> None:
+def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes the slots of the first step, so that they can be saved, sent and loaded at any time; a user's class makes its own."""
     if isinstance(optimizer, RuleOptimizer):
         optimizer.fill()
 
 
-def slots(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """The live slots of a parameter by key, sorted; what a user's class counts in its group as "group.step:int".
 
     A Python number is a 0-d float64 tensor of its own, and its key tells its type; what is neither tensor nor number is left out.
@@ -183,13 +183,13 @@ def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[st
     return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
 
 
-def load_slots(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
     """Copies arrays into the live slots of a parameter, makes those that are missing, and removes those that the arrays lack.
 
     Raises a UserError where a user's class cannot go on from them.
     """
     group = group_of(optimizer, p)
-    if arrays and "made" in group and arrays.keys() != slots(optimizer, p).keys():
+    if arrays and "made" in group and arrays.keys() != optimizer_state(optimizer, p).keys():
         rehearse(group, p, lambda other, copy: _load(other, copy, arrays))
     _load(optimizer, p, arrays)
 

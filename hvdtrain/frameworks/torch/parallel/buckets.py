@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.communicator import Engine, Handle, Op
-from hvdtrain.frameworks.torch.parallel.strategy import Named, meeting_place
+from hvdtrain.comm.communicator import Communicator, Handle, Op
+from hvdtrain.frameworks.torch.parallel.strategy import Named, reduction_device
 
 WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -23,10 +23,12 @@ class Buckets:
 
     wrapped = None
 
-    def __init__(self, named: Named, engine: Engine, bucket_bytes: int, wire: torch.dtype | None = None, op: Op = "sum") -> None:
-        self._engine, self._op, self.own_mean = engine, op, op == "adasum"
+    def __init__(
+        self, named: Named, communicator: Communicator, bucket_bytes: int, wire: torch.dtype | None = None, op: Op = "sum"
+    ) -> None:
+        self._engine, self._op, self.local_mean = communicator, op, op == "adasum"
         groups = group(named, bucket_bytes)
-        self._buckets = [_Bucket(some, f"gradient.{i}", engine, wire) for i, some in enumerate(groups)]
+        self._buckets = [_Bucket(some, f"gradient.{i}", communicator, wire) for i, some in enumerate(groups)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._missing: dict[_Bucket, int] = {}
         self._started = 0
@@ -75,10 +77,10 @@ class Buckets:
 class _Bucket:
     """Some parameters, and the buffer in which their gradients travel."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str, engine: Engine, wire: torch.dtype | None) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], name: str, communicator: Communicator, wire: torch.dtype | None) -> None:
         self.parameters, self.name = parameters, name
         first = parameters[0]
-        device = meeting_place(first.device, engine)
+        device = reduction_device(first.device, communicator)
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=wire or first.dtype, device=device)
         self._reads_buffer = self._flat.dtype == first.dtype and device == first.device  # the optimizer, without a copy
         self._place = {p: i for i, p in enumerate(parameters)}
@@ -95,12 +97,12 @@ class _Bucket:
         if self._reads_buffer:
             p.grad = self._parts[place]
 
-    def start(self, engine: Engine, op: Op) -> None:
+    def start(self, communicator: Communicator, op: Op) -> None:
         for p, part, taken in zip(self.parameters, self._parts, self._taken, strict=True):
             if not taken:  # backward of the last pass did not come by: what passes before it left, or nothing
                 part.zero_() if p.grad is None else part.copy_(p.grad)
         self._taken = [False] * len(self.parameters)
-        self._handle = engine.start_allreduce(self._flat, self.name, op)
+        self._handle = communicator.start_allreduce(self._flat, self.name, op)
 
     def unpack(self) -> None:
         assert self._handle is not None, self.name

@@ -20,7 +20,7 @@ class Ddp:
     """Its hooks start the allreduces of its buckets."""
 
     words = "gradients by DDP"
-    own_mean = False
+    local_mean = False
 
     def __init__(self, forward: torch.nn.Module, bucket_mb: float) -> None:
         buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # ranks settle them where they meet

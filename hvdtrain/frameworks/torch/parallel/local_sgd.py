@@ -1,4 +1,4 @@
-"""comm.every: ranks step apart for some steps, then meet in the mean of their weights and optimizer slots."""
+"""comm.local_steps: ranks step apart for some steps, then meet in the mean of their weights and optimizer slots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.communicator import Engine
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.frameworks.torch.parallel.buckets import group
-from hvdtrain.frameworks.torch.parallel.strategy import Named, fill_missing, meeting_place
+from hvdtrain.frameworks.torch.parallel.strategy import Named, fill_missing, reduction_device
 
 
-class Local:
+class LocalSGD:
     """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating slots are averaged with the weights.
 
     A rank learns from the mean over its own samples of a step. The ranks average after `every` steps, and wherever the job needs them
@@ -19,10 +19,10 @@ class Local:
     """
 
     wrapped = None
-    own_mean = True
+    local_mean = True
 
-    def __init__(self, named: Named, engine: Engine, every: int, bucket_bytes: int) -> None:
-        self._named, self._engine, self._every, self._bytes = named, engine, every, bucket_bytes
+    def __init__(self, named: Named, communicator: Communicator, every: int, bucket_bytes: int) -> None:
+        self._named, self._engine, self._every, self._bytes = named, communicator, every, bucket_bytes
         self._parameters = [p for _, p in named]
         self._since = 0  # steps since the ranks were equal
         self.words = f"{every} local steps between averages"
@@ -54,7 +54,7 @@ class Local:
         tensors = [torch.nn.Parameter(t.data, requires_grad=False) for t in self._live(optimizer)]
         handles = []
         for i, some in enumerate(group([("", t) for t in tensors], self._bytes)):
-            flat = torch.cat([t.reshape(-1) for t in some]).to(meeting_place(some[0].device, self._engine)) / self._engine.size
+            flat = torch.cat([t.reshape(-1) for t in some]).to(reduction_device(some[0].device, self._engine)) / self._engine.size
             handles.append((some, self._engine.start_allreduce(flat, f"average.{i}")))
         for some, handle in handles:
             parts = handle.wait().to(some[0].device).split([t.numel() for t in some])

@@ -6,93 +6,96 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.communicator import Engine
-from hvdtrain.config.read import Origins
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import check_knobs
 from hvdtrain.frameworks.torch.compile import forwards
-from hvdtrain.frameworks.torch.parallel import strategy
 from hvdtrain.frameworks.torch.parallel.buckets import WIRES, Buckets
-from hvdtrain.frameworks.torch.parallel.local_sgd import Local
+from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod, wrap_optimizer
+from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
+from hvdtrain.frameworks.torch.parallel.strategy import Named, SingleProcess, Strategy
 from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 
 
-def meet(config: Config, origins: Origins, engine: Engine, optimizer: Any, model: torch.nn.Module) -> tuple[Any, strategy.Reducer]:
-    """The optimizer, wrapped where comm.reduce says so, and the reducer. Every rank calls it."""
+def select_strategy(
+    config: Config, provenance: Provenance, communicator: Communicator, optimizer: Any, model: torch.nn.Module
+) -> tuple[Any, Strategy]:
+    """The optimizer, wrapped where comm.reduce says so, and the strategy. Every rank calls it."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     comm, kind = config.comm, config.comm.reduce
-    refuse(config, origins, engine)
-    own_ways = comm.wire != "same" or comm.op == "adasum" or comm.every > 1  # which buckets alone have
-    why = "" if own_ways else strategy.fits_horovod(optimizer, named)
-    if kind == "distributed_optimizer" and (engine.name != "horovod" or why):
-        why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {engine.name}"
-        raise UserError(why, origins.where("comm.reduce"), "comm.reduce=auto")
+    refuse(config, provenance, communicator)
+    own_ways = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # which buckets alone have
+    why = "" if own_ways else fits_horovod(optimizer, named)
+    if kind == "distributed_optimizer" and (communicator.name != "horovod" or why):
+        why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {communicator.name}"
+        raise UserError(why, provenance.where("comm.reduce"), "comm.reduce=auto")
     if kind == "ddp":
-        return optimizer, _ddp(config, origins, engine, model)
-    if engine.size == 1 and kind == "auto":
-        return optimizer, strategy.Alone(named)
-    if comm.every > 1:
-        return optimizer, Local(named, engine, comm.every, int(comm.bucket_mb * 2**20))
-    if engine.name == "horovod" and kind != "bucket" and not why and not own_ways:
-        optimizer = strategy.wrap_optimizer(optimizer, named)
-        return optimizer, strategy.InOptimizer(optimizer, named)
-    reducer = _buckets(config, named, engine)
-    reducer.words += f": {why}" if why and kind == "auto" and engine.name == "horovod" else ""
-    return optimizer, reducer
+        return optimizer, _ddp(config, provenance, communicator, model)
+    if communicator.size == 1 and kind == "auto":
+        return optimizer, SingleProcess(named)
+    if comm.local_steps > 1:
+        return optimizer, LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20))
+    if communicator.name == "horovod" and kind != "bucket" and not why and not own_ways:
+        optimizer = wrap_optimizer(optimizer, named)
+        return optimizer, HorovodOptimizer(optimizer, named)
+    strategy = _buckets(config, named, communicator)
+    strategy.words += f": {why}" if why and kind == "auto" and communicator.name == "horovod" else ""
+    return optimizer, strategy
 
 
-def _buckets(config: Config, named: strategy.Named, engine: Engine) -> Buckets:
+def _buckets(config: Config, named: Named, communicator: Communicator) -> Buckets:
     comm = config.comm
     if comm.op == "adasum":  # a bucket of its own for each tensor: Adasum takes their angles one by one
-        return Buckets(named, engine, 0, None, "adasum")
-    wire = WIRES.get(comm.wire)
-    if not comm.tune or engine.size == 1:
-        return Buckets(named, engine, int(comm.bucket_mb * 2**20), wire)
-    best, words = fastest_bucket_bytes(named, engine, wire)
-    reducer = Buckets(named, engine, best, wire)
-    reducer.words += words
-    return reducer
+        return Buckets(named, communicator, 0, None, "adasum")
+    wire = WIRES.get(comm.compression)
+    if not comm.tune or communicator.size == 1:
+        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), wire)
+    best, words = fastest_bucket_bytes(named, communicator, wire)
+    strategy = Buckets(named, communicator, best, wire)
+    strategy.words += words
+    return strategy
 
 
-def refuse(config: Config, origins: Origins, engine: Engine) -> None:
+def refuse(config: Config, provenance: Provenance, communicator: Communicator) -> None:
     """A UserError for wishes about gradients that contradict each other, or that this engine cannot fulfil."""
-    comm, horovod = config.comm, engine.name == "horovod"
-    uneven = [count for count in (config.log.every_steps, config.checkpoint.every_steps) if count and count % comm.every]
-    whole = {"wire": comm.wire != "same", "op": comm.op == "adasum", "every": comm.every > 1}
+    comm, horovod = config.comm, communicator.name == "horovod"
+    uneven = [count for count in (config.log.every_steps, config.checkpoint.every_steps) if count and count % comm.local_steps]
+    whole = {"compression": comm.compression != "none", "op": comm.op == "adasum", "local_steps": comm.local_steps > 1}
     chosen = [f"comm.{key}={getattr(comm, key)}" for key, given in whole.items() if given]
     joined = "norm.kind=sync joins the ranks in every step"
     alone = f"{comm.reduce} has no {' '.join(chosen)}"
-    meets = f"the ranks meet every {uneven[0] if uneven else 0} steps, where they average too"
-    untuned = comm.every > 1 or comm.op == "adasum" or comm.reduce == "ddp"
+    is_sync_point = f"the ranks meet every {uneven[0] if uneven else 0} steps, where they average too"
+    untuned = comm.local_steps > 1 or comm.op == "adasum" or comm.reduce == "ddp"
     parts = "a rank that skips a step by itself parts from the others"
     scales = "each rank would have a loss scale of its own"
-    fewer = f"Adasum takes 2, 4, 8, ... ranks; these are {engine.size}"
+    fewer = f"Adasum takes 2, 4, 8, ... ranks; these are {communicator.size}"
     wrong = [
         (len(chosen) > 1, "op", f"{' and '.join(chosen)} do not go together", "one of them"),
         (bool(chosen) and comm.reduce in ("distributed_optimizer", "ddp"), "reduce", alone, "comm.reduce=auto"),
-        (comm.op == "adasum" and not horovod, "op", f"Adasum is Horovod's; this is {engine.name}", "comm.engine=horovod"),
-        (comm.op == "adasum" and engine.size & (engine.size - 1) != 0, "op", fewer, "another number of ranks, or comm.op=mean"),
-        (comm.wire == "bf16" and horovod, "wire", "Horovod has no bfloat16", "comm.wire=fp16, or comm.engine=torchdist or mpi"),
-        (comm.wire != "same" and config.speed.precision == "fp64", "wire", "a narrow wire of float64 gradients", "comm.wire=same"),
-        (comm.every > 1 and comm.reduce == "bucket", "reduce", "local steps have no gradients for buckets", "comm.reduce=auto"),
-        (comm.every > 1 and bool(uneven), "every", meets, f"log.every_steps={comm.every}, or a multiple of it"),
-        (comm.every > 1 and config.speed.precision == "fp16", "every", scales, "speed.precision=bf16"),
-        (comm.every > 1 and config.guard.nonfinite == "skip", "every", parts, "guard.nonfinite=stop"),
+        (comm.op == "adasum" and not horovod, "op", f"Adasum is Horovod's; this is {communicator.name}", "comm.engine=horovod"),
+        (comm.op == "adasum" and communicator.size & (communicator.size - 1) != 0, "op", fewer, "another number of ranks, or comm.op=mean"),
+        (comm.compression == "bf16" and horovod, "compression", "Horovod has no bfloat16", "comm.compression=fp16, or another comm.engine"),
+        (comm.compression != "none" and config.speed.precision == "fp64", "compression", "it would round float64", "comm.compression=none"),
+        (comm.local_steps > 1 and comm.reduce == "bucket", "reduce", "local steps have no gradients for buckets", "comm.reduce=auto"),
+        (comm.local_steps > 1 and bool(uneven), "local_steps", is_sync_point, f"log.every_steps={comm.local_steps}, or a multiple of it"),
+        (comm.local_steps > 1 and config.speed.precision == "fp16", "local_steps", scales, "speed.precision=bf16"),
+        (comm.local_steps > 1 and config.guard.nonfinite == "skip", "local_steps", parts, "guard.nonfinite=stop"),
         (comm.tune and untuned, "tune", "there are no buckets to tune", "comm.tune=false"),
-        (comm.every > 1 and config.log.noise_scale, "every", "local steps have no common gradient for log.noise_scale", "comm.every=1"),
-        (comm.every > 1 and config.norm.kind == "sync", "every", joined, "comm.every=1, or norm.kind=ghost"),
+        (comm.local_steps > 1 and config.log.noise_scale, "local_steps", "no common gradient for log.noise_scale", "comm.local_steps=1"),
+        (comm.local_steps > 1 and config.norm.kind == "sync", "local_steps", joined, "comm.local_steps=1, or norm.kind=ghost"),
     ]  # fmt: skip
-    check_knobs(config, origins, engine)
+    check_knobs(config, provenance, communicator)
     for is_wrong, key, what, fix in wrong:
         if is_wrong:
-            raise UserError(what, origins.where(f"comm.{key}"), fix)
+            raise UserError(what, provenance.where(f"comm.{key}"), fix)
 
 
-def _ddp(config: Config, origins: Origins, engine: Engine, model: torch.nn.Module) -> strategy.Reducer:
-    where, fix = origins.where("comm.reduce"), "comm.reduce=auto"
-    if engine.name != "torchdist":
-        raise UserError(f"DDP needs the torchdist engine; this is {engine.name}", where, f"comm.engine=torchdist, or {fix}")
+def _ddp(config: Config, provenance: Provenance, communicator: Communicator, model: torch.nn.Module) -> Strategy:
+    where, fix = provenance.where("comm.reduce"), "comm.reduce=auto"
+    if communicator.name != "torchdist":
+        raise UserError(f"DDP needs the torchdist engine; this is {communicator.name}", where, f"comm.engine=torchdist, or {fix}")
     if config.log.noise_scale:  # a gradient may be under way when its meter comes to read it
         raise UserError("DDP does not show a rank's own gradients, which log.noise_scale measures", where, fix)
     from hvdtrain.frameworks.torch.parallel.ddp import Ddp
