@@ -112,7 +112,7 @@ def test_what_differs(ranks: list[dict[str, Any]], level: str, what: str, where:
             "as many ranks on a host as it has GPUs (each of these sees 1)",
         ),
         (
-            [rank(number, device=gpu("GPU-1"), communicator="mpi", libraries=NO_HOROVOD) for number in range(2)],
+            [rank(number, device=gpu("GPU-1"), engine="mpi", libraries=NO_HOROVOD) for number in range(2)],
             *("warning", "2 ranks train on one GPU (H100, GPU-1)", "ranks 0-1 on n1", "as many ranks"),
         ),
         (

@@ -142,7 +142,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "g", "slots", "numbers", "moved", "after"), BY_HAND)
+@pytest.mark.parametrize(("name", "options", "g", "optimizer_state", "numbers", "moved", "after"), BY_HAND)
 def test_one_step_by_hand(name: str, options: dict, g: Any, optimizer_state: Any, numbers: dict, moved: Any, after: Any) -> None:
     p = np.array([[3.0, 4.0]])
     p, optimizer_state = build(name, **options).update(np.array([g], float), optimizer_state, p, hyper(**numbers), Plain(np))

@@ -261,7 +261,7 @@ def test_other_engines_and_wires_are_no_repetitions() -> None:
 def test_a_job_that_went_on_on_other_ranks_is_in_no_comparison() -> None:
     """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing of 2. Done again from step 0 it does."""
     one, moved = run_on(1, 100.0), run_on(2, 120.0)
-    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", communicator="torchdist")
+    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
     events = moved.events[1:]
     assert changed_places(Record(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
     assert comparisons([one, Record(Path("a"), CONFIG, [alone, *events, again])]) == []

@@ -95,9 +95,7 @@ def end_badly(command: Command, run: Path, link: Link) -> Row:
     assert (starts, stops) == ([before] * trained, [newest(run)] * (trained and link.code == REQUEUE)), (link, told, newest(run))
     assert ("epoch", newest(run)) not in told or link.fault != "evaluate", told
     assert 0 < seconds < link.within_s, (link, seconds, output)
-    return Row(
-        command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode]
-    )
+    return Row(command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode])
 
 
 def harm(job: Job, name: str, whom: str, bad: int) -> None:

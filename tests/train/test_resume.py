@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hvdtrain.comm.engine import Single
+from hvdtrain.comm.communicator import Single
 from ranks import ENGINES, mpirun, python
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
 from resume_runs import ROOM, Cell, Run, check_same, difference, read_run, reads_the_rest
@@ -72,9 +72,7 @@ class Matrix:
     def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:
         self.jobs = Jobs(folder)
         self.engines = {size: (["single"] if size == 1 else []) + engines for size in sizes if size == 1 or engines}
-        self.settings = [
-            Setting(engine, size, framework) for size in self.engines for engine in self.engines[size] for framework in FRAMES
-        ]
+        self.settings = [Setting(engine, size, framework) for size in self.engines for engine in self.engines[size] for framework in FRAMES]
         self.pairs = [
             (saved, resumed, point)
             for (i, saved), (j, resumed) in itertools.product(enumerate(self.settings), repeat=2)
