@@ -25,7 +25,7 @@ from blocks import Trainer, spread
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.torchvision import torchvision
 from hvdtrain.frameworks.torch import allocator
 from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
@@ -192,14 +192,14 @@ def main() -> None:
     data = ["data.name=fashion_mnist", f"data.root={a.root}", f"model.widths=[{a.widths}]", f"batch.size={a.batch}", f"optim.base_lr={LR}"]
     data += [f"log.every_steps={a.steps}"]
     with Signals(0) as signals:
-        trainer = Trainer([*data, "speed.precision=auto", *a.words], Single(), signals)
+        trainer = Trainer([*data, "speed.precision=auto", *a.words], SingleProcessCommunicator(), signals)
         source: Any = trainer.data.train
         hand = ByHand((source.x, source.y), widths, a.batch, device, half)
         check(trainer, hand)
         textbook = Textbook(a.root, widths, a.batch, device, a.workers)
         ones: dict[str, Callable[[int], float]] = {"textbook": textbook.block, "by hand": hand.block, "hvdtrain": trainer.block}
         for name, words in SWITCHES.items() if a.switches else ():
-            ones[name] = Trainer([*data, *words], Single(), signals).block
+            ones[name] = Trainer([*data, *words], SingleProcessCommunicator(), signals).block
         rows = compare(ones, a.batch, a.rounds, a.steps)
     seen = a.steps * (a.rounds + 1)
     most = 2.2 if seen >= 50 else 5.0  # log(10) is 2.30; a few steps may go up

@@ -49,7 +49,7 @@ def main() -> None:
             after = trainer.now.sums
             return float(after["loss"] - before["loss"]) / float(after["count"] - before["count"])
 
-        clock = Clock(options, communicator.exchange)
+        clock = Clock(options, communicator.allgather_object)
         with Watchdog(health.heartbeat, signals, health.config.guard, communicator.rank):
             clock.run(block)
     library = LIBRARY[options.communicator]

@@ -1,21 +1,19 @@
-"""What crosses processes: the Communicator protocol, and Single, the one-process engine, which is its reference."""
+"""What crosses processes: the Communicator protocol, and SingleProcessCommunicator, the one-process engine, which is its reference."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from typing import Any, Literal, NoReturn, Protocol
 
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import UserError
 
 # A numpy array or a torch tensor, C-contiguous. What an engine cannot take is a UserError that names dtype, engine and collective.
 Buffer = Any
 Op = Literal["sum", "min", "max", "adasum"]  # adasum: Horovod's alone
 
-NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
+NUMBER_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
 
 
 class Handle(Protocol):
@@ -30,7 +28,7 @@ class Communicator(Protocol):
 
     `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
     order. The result may be x's own memory, overwritten: use the returned buffer. Its type (array or tensor), dtype and device are x's.
-    All NUMBERS are reduced and moved, and bool is moved; integers that overflow wrap around. All but Horovod sum bfloat16 too.
+    All NUMBER_TYPES are reduced and moved, and bool is moved; integers that overflow wrap around. All but Horovod sum bfloat16 too.
     """
 
     name: str  # as in comm.engine=NAME
@@ -54,7 +52,7 @@ class Communicator(Protocol):
     def allgather(self, x: Buffer, name: str) -> Buffer:
         """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         """One small object per rank, in rank order."""
 
     def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
@@ -81,7 +79,7 @@ class Done:
         return self._result
 
 
-class Single:
+class SingleProcessCommunicator:
     """One process: every collective is the identity, on whatever it is given."""
 
     name = "single"
@@ -102,14 +100,14 @@ class Single:
     def allgather(self, x: Buffer, name: str) -> Buffer:
         return x
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [thing]
 
     def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         return [text]
 
     def abort(self, code: int) -> NoReturn:
-        leave(code)
+        exit_now(code)
 
     def close(self) -> None:
         pass
@@ -120,7 +118,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     if place.size > 1:
         what = f"{place.launcher} started {place.size} processes, but the single engine is for one"
         raise UserError(what, "comm.engine=single", "comm.engine=auto, or start it without a launcher")
-    return Single()
+    return SingleProcessCommunicator()
 
 
 def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
@@ -128,8 +126,8 @@ def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
     dtype, where = str(x.dtype).removeprefix("torch."), f"comm.engine={engine}, {collective} {name!r}"
     moves = collective in ("broadcast", "allgather")
     sums = collective == "allreduce" and engine != "horovod"  # which has no bfloat16
-    if dtype not in NUMBERS and not (moves and dtype == "bool") and not (sums and dtype == "bfloat16"):
-        raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBERS)}")
+    if dtype not in NUMBER_TYPES and not (moves and dtype == "bool") and not (sums and dtype == "bfloat16"):
+        raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBER_TYPES)}")
     if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
         raise UserError(
             f"{collective} of {dtype} {tuple(x.shape)}: the {engine} engine takes contiguous memory only", where, "copy it first"
@@ -141,15 +139,3 @@ def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
 def writable(x: Buffer) -> Buffer:
     """x itself, or a copy of an array that is read-only, as numpy's view of a JAX array is."""
     return x if not hasattr(x, "flags") or x.flags.writeable else x.copy()
-
-
-def leave(code: int) -> NoReturn:
-    """Ends this process at once, from any thread, without the clean-up at exit that would wait for other ranks."""
-    flush()
-    os._exit(code)
-
-
-def flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not keep a rank alive
-            stream.flush()

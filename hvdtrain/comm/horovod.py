@@ -7,10 +7,11 @@ import importlib
 import os
 from typing import Any, NoReturn
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, flush, leave, writable
-from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, writable
+from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 _BUILD = "python -m hvdtrain.cli.horovod"
@@ -22,13 +23,13 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts Horovod. Without a launcher this process is its rank 0 of 1."""
     torch, hvd = load()
     binding = Binding("horovod", f"Horovod uses {library()}", _FIX)
-    suits(place, binding)
+    check_library(place, binding)
     _set_knobs(comm or CommConfig())
     hvd.init()
     if not hvd.mpi_enabled():
         binding = binding._replace(library="Horovod uses Gloo, not MPI")
-    confirm(place, binding, hvd.size())
-    return Hvd(torch, hvd, place)
+    check_size(place, binding, hvd.size())
+    return HorovodCommunicator(torch, hvd, place)
 
 
 def _set_knobs(comm: CommConfig) -> None:
@@ -68,7 +69,7 @@ def library() -> str:
     return library_name(text.value.decode())
 
 
-class Hvd:
+class HorovodCommunicator:
     """Works in place on x's memory where it can. int8, int16, uint8, which Horovod does not reduce, go through int32 and are cast back."""
 
     name = "horovod"
@@ -80,7 +81,7 @@ class Hvd:
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        if place.launcher == NOBODY.launcher:
+        if place.launcher == NO_LAUNCHER.launcher:
             self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
@@ -105,7 +106,7 @@ class Hvd:
         x, tensor = self._accepted(x, "allgather", name)
         return _like(x, self._hvd.allgather(self._bits(tensor), name=name).view(tensor.dtype))
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return self._hvd.allgather_object(thing, name="exchange")
 
     def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
@@ -116,10 +117,10 @@ class Hvd:
 
     def abort(self, code: int) -> NoReturn:
         """Through MPI where Horovod runs on it; under horovodrun the launcher sees this process end, and ends the others."""
-        flush()
+        flush_output()
         if self._hvd.mpi_enabled():
             _abort_mpi(code)
-        leave(code)
+        exit_now(code)
 
     def close(self) -> None:
         """Nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""

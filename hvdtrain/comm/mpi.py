@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from hvdtrain.comm.comm_thread import CommThread
-from hvdtrain.comm.communicator import Buffer, Communicator, Done, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Done, Handle, Op, accept, writable
 from hvdtrain.comm.half_sums import HALVES, adder
-from hvdtrain.comm.placement import NOBODY, Binding, Placement, confirm, library_name, suits
+from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the time of one call (benchmarks: docs/performance.md)
@@ -25,11 +26,11 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
     mpi = load()
     binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
-    suits(place, binding)
+    check_library(place, binding)
     if not mpi.Is_initialized():
         _start(mpi)
-    confirm(place, binding, mpi.COMM_WORLD.size)
-    return Mpi(mpi, place)
+    check_size(place, binding, mpi.COMM_WORLD.size)
+    return MpiCommunicator(mpi, place)
 
 
 def load() -> Any:
@@ -68,7 +69,7 @@ def abort(code: int) -> None:
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
-class Mpi:
+class MpiCommunicator:
     """Works in place on x's memory where it can. float16 and bfloat16, which MPI does not know, are summed by comm/half.py.
 
     What else is reduced of float16 (min, max, reduce_scatter) goes through float32 and is cast back.
@@ -84,7 +85,7 @@ class Mpi:
         self._muster = MpiSideChannel(mpi)
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        if place.launcher == NOBODY.launcher:
+        if place.launcher == NO_LAUNCHER.launcher:
             host = world.Split_type(mpi.COMM_TYPE_SHARED)
             self.local_rank, self.local_size = host.rank, host.size
         threads = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
@@ -131,16 +132,16 @@ class Mpi:
         self._comm.Allgatherv(bits, [_bits(whole), [int(n) * per_row for n in rows]])
         return whole
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
     def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
         return self._muster.gather(text, wait_s)
 
     def abort(self, code: int) -> NoReturn:
-        flush()
+        flush_output()
         self._mpi.COMM_WORLD.Abort(code)
-        leave(code)
+        exit_now(code)
 
     def close(self) -> None:
         """Nothing: MPI ends at exit, where mpi4py finalizes it."""

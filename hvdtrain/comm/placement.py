@@ -26,7 +26,7 @@ class Placement:
             raise UserError(what, f"the variables of {self.launcher}", _ONE_LAUNCHER)
 
 
-class Apart(UserError):
+class LauncherMismatch(UserError):
     """Processes of one job that do not see each other: every one of them says the same."""
 
 
@@ -69,7 +69,7 @@ LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", anyones=True),
 )
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-NOBODY = Placement(0, 1, 0, 1, "none")
+NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
 _STRANGE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # ranks that would each train alone
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
@@ -99,7 +99,7 @@ def placement(environ: Mapping[str, str]) -> Placement:
     if not place and strange:
         what = f"a launcher that is not known here started this process: it set {', '.join(strange)}"
         raise UserError(what, "the environment", f"known: {', '.join(row.name for row in (*LAUNCHERS, SRUN))}")
-    return place or NOBODY
+    return place or NO_LAUNCHER
 
 
 def _told(launcher: Launcher, environ: Mapping[str, str], before: Sequence[Placement]) -> Placement | None:
@@ -160,23 +160,23 @@ def library_name(version: str) -> str:
     return " ".join(version.replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
-def suits(place: Placement, binding: Binding) -> None:
+def check_library(place: Placement, binding: Binding) -> None:
     """Refuses a library that this launcher cannot start, before the library's own start ends the process with a riddle."""
     for launcher in LAUNCHERS:
         if launcher.name == place.launcher and launcher.open_mpi not in (None, "Open MPI" in binding.library):
             raise _apart(place, binding, "uses another MPI library")
 
 
-def confirm(place: Placement, binding: Binding, size: int) -> None:
+def check_size(place: Placement, binding: Binding, size: int) -> None:
     """Refuses an engine that sees other ranks than the launcher started: it would run the same job `size` times.
 
     Where no launcher that we know told anything, the engine is believed.
     """
-    if size != place.size and place.launcher != NOBODY.launcher:
+    if size != place.size and place.launcher != NO_LAUNCHER.launcher:
         raise _apart(place, binding, "sees only itself (size 1)" if size == 1 else f"sees {size}")
 
 
-def _apart(place: Placement, binding: Binding, but: str) -> Apart:
+def _apart(place: Placement, binding: Binding, but: str) -> LauncherMismatch:
     fix = _FIRST_TRY.get(place.launcher, "") + binding.fix
     what = f"{place.launcher} started {place.size} processes, but the {binding.engine} engine {but}"
-    return Apart(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)
+    return LauncherMismatch(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)

@@ -44,7 +44,7 @@ def rendezvous(place: Placement, environ: Mapping[str, str], address: str | None
     return None
 
 
-def split_address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
@@ -75,7 +75,7 @@ def _range_of(piece: str) -> list[str]:
 
 
 def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> Rendezvous:
-    host, port = split_address(address)
+    host, port = parse_address(address)
     peers = [] if place.local_size == place.size else _nodes(environ)
     return Rendezvous(host, port, next((peer for peer in peers if peer != host), ""))
 
@@ -83,7 +83,7 @@ def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> R
 def _by_torchrun(environ: Mapping[str, str]) -> Rendezvous:
     if missing := [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environ]:
         raise UserError(f"torchrun did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_BY_HAND}")
-    host, port = split_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
+    host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     job = f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return Rendezvous(host, port, hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", job=job)
 
@@ -102,7 +102,7 @@ def _nodes(environ: Mapping[str, str]) -> list[str]:
     return hosts_of(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
 
 
-def own_address(peer: str) -> str | None:
+def address_towards(peer: str) -> str | None:
     """This host's IPv4 address on the network that leads to a peer; nothing is sent. None where its name has no such address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
@@ -110,26 +110,26 @@ def own_address(peer: str) -> str | None:
     return None
 
 
-def address_here(meet: Rendezvous, one_host: bool) -> str | None:
+def local_address(meet: Rendezvous, one_host: bool) -> str | None:
     """This host's IPv4 address on the network to rank 0's host; on that host, whose own name may be a loopback one, to a peer."""
-    found = own_address(meet.host)
+    found = address_towards(meet.host)
     if one_host or (found and not found.startswith("127.")):
         return found
-    found = own_address(meet.peer) if meet.peer else None
+    found = address_towards(meet.peer) if meet.peer else None
     return None if found is None or found.startswith("127.") else found
 
 
-def host_to_call(meet: Rendezvous, one_host: bool) -> str:
+def host_to_connect(meet: Rendezvous, one_host: bool) -> str:
     """Where the ranks of this host reach rank 0: by its name, but on its own host where that is a loopback one by the network's address."""
-    found = own_address(meet.host)
+    found = address_towards(meet.host)
     at_home = found is not None and found.startswith("127.") and not one_host and not meet.hosted
-    return (address_here(meet, one_host) if at_home else None) or meet.host
+    return (local_address(meet, one_host) if at_home else None) or meet.host
 
 
-def address_among(hosts: Sequence[str], mine: str) -> str:
+def listening_address(hosts: Sequence[str], mine: str) -> str:
     """Where rank 0 on host `mine` listens for ranks on these hosts: loopback where there is no other."""
     others = [host for host in hosts if host != mine]
-    found = own_address(others[0]) if others else LOOPBACK
+    found = address_towards(others[0]) if others else LOOPBACK
     if found is None or (others and found.startswith("127.")):
         what = f"{mine} does not find the network to {others[0]}: {'its name has no address' if found is None else f'it is {found}'}"
         raise UserError(what, "comm.engine=torchdist", _BY_HAND)
@@ -149,7 +149,7 @@ def interface_of(address: str) -> str | None:
 
 def listen(meet: Rendezvous, one_host: bool) -> socket.socket:
     """The listening socket of rank 0, on one address only; port 0 is any that is free."""
-    address = address_here(meet, one_host) or own_address(meet.host) or meet.host
+    address = local_address(meet, one_host) or address_towards(meet.host) or meet.host
     if address.startswith("127.") and not one_host:
         what = f"{meet.host} is {address} on its own host, where other hosts do not reach it"
         raise UserError(what, f"rank 0 on {socket.gethostname()}", f"{_BY_HAND}: its address, as in 10.0.0.1:{meet.port}")

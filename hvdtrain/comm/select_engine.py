@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 _MPI_IS_THERE = ("PMIX_RANK", "PMI_RANK")  # srun --mpi=pmix and --mpi=pmi2 set them
 
 
-class Found(NamedTuple):
+class Installed(NamedTuple):
     """What this machine has; asked only where it matters."""
 
     horovod: Callable[[], bool]  # is installed
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     nccl: Callable[[], bool]  # torch has a GPU and NCCL, and the job would use both
 
 
-def choose(place: Placement, environ: Mapping[str, str], found: Found) -> tuple[str, str]:
+def select_engine(place: Placement, environ: Mapping[str, str], found: Installed) -> tuple[str, str]:
     """(engine, why)"""
     if place.launcher == "none":
         return "single", "no launcher"
@@ -39,10 +39,10 @@ def choose(place: Placement, environ: Mapping[str, str], found: Found) -> tuple[
     return "mpi", f"{started}, {without} (python -m hvdtrain.cli.horovod builds it)"
 
 
-def found_here(config: Config) -> Found:
+def installed_here(config: Config) -> Installed:
     """Asks the engines themselves."""
     wanted = config.framework == "torch" and config.speed.device != "cpu"
-    return Found(
+    return Installed(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
         nccl=lambda: wanted and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),

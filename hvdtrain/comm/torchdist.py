@@ -11,11 +11,21 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, flush, leave, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, writable
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.rendezvous import LOOPBACK, Rendezvous, address_among, address_here, host_to_call, interface_of, listen, rendezvous
+from hvdtrain.comm.rendezvous import (
+    LOOPBACK,
+    Rendezvous,
+    host_to_connect,
+    interface_of,
+    listen,
+    listening_address,
+    local_address,
+    rendezvous,
+)
 from hvdtrain.comm.side_channel.store import StoreSideChannel
 from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 LEAVE_S = 10.0  # for all ranks to say that they are done
@@ -34,7 +44,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     limit = timedelta(seconds=comm.timeout_s)
     if place.size == 1:
         _start(dist.HashStore(), place, limit)
-        return TorchDist(place, None, None)
+        return TorchDistCommunicator(place, None, None)
     meet, messenger = rendezvous(place, os.environ, comm.address), None
     if meet is None:
         messenger = mpi.connect(place)
@@ -46,21 +56,21 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     board = (
         None if messenger else StoreSideChannel(lambda: dist.PrefixStore(meet.job, _connection(meet, place, limit)), place.rank, place.size)
     )
-    return TorchDist(place, messenger, board)
+    return TorchDistCommunicator(place, messenger, board)
 
 
 def _told_by(messenger: Communicator) -> Rendezvous:
     """An address of rank 0 and a port that is free there a moment ago: by MPI to all."""
-    hosts = messenger.exchange(socket.gethostname())
+    hosts = messenger.allgather_object(socket.gethostname())
     told: Rendezvous | UserError | None = None
     if messenger.rank == 0:
         try:
-            address = address_among(hosts, hosts[0])
+            address = listening_address(hosts, hosts[0])
             with listen(Rendezvous(address, 0), address == LOOPBACK) as probe:
                 told = Rendezvous(address, probe.getsockname()[1])
         except UserError as error:
             told = error
-    told = messenger.exchange(told)[0]
+    told = messenger.allgather_object(told)[0]
     if isinstance(told, UserError):
         raise told
     assert told is not None
@@ -81,7 +91,7 @@ def _enter(meet: Rendezvous, place: Placement, limit: timedelta) -> Any:
 
 
 def _connection(meet: Rendezvous, place: Placement, limit: timedelta) -> Any:
-    host = host_to_call(meet, place.local_size == place.size)
+    host = host_to_connect(meet, place.local_size == place.size)
     try:
         return dist.TCPStore(host, meet.port, None, is_master=False, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
@@ -108,7 +118,7 @@ def _wait_for_all(store: Any, meet: Rendezvous, place: Placement, limit: timedel
 
 def _use_network_to(meet: Rendezvous, place: Placement) -> None:
     """Gloo goes by the address of the host's own name, which often is a loopback one; the user's choice wins."""
-    address = address_here(meet, place.local_size == place.size)
+    address = local_address(meet, place.local_size == place.size)
     name = interface_of(address) if address else None
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -127,7 +137,7 @@ def _start(store: Any, place: Placement, limit: timedelta) -> None:
         raise UserError("there is no such network interface", where, fix) from None
 
 
-class TorchDist:
+class TorchDistCommunicator:
     """Works in place on x's memory where it can. int16, which neither library knows, is summed through int32 and cast back."""
 
     name = "torchdist"
@@ -172,7 +182,7 @@ class TorchDist:
         dist.all_gather([_bits(part) for part in parts], _bits(padded))
         return _like(x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing)
         return things
@@ -182,12 +192,12 @@ class TorchDist:
         return speaker(text, wait_s) if speaker else [text]
 
     def abort(self, code: int) -> NoReturn:
-        flush()
+        flush_output()
         if self._messenger:
             self._messenger.abort(code)
         if self._board:
             self._board.abort(code)
-        leave(code)
+        exit_now(code)
 
     def close(self) -> None:
         if self._board:

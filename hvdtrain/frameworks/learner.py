@@ -162,7 +162,7 @@ def fair_threads(communicator: Communicator) -> int:
     """This rank's part of the cores that it may use. Every rank calls it."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     mine = (socket.gethostname(), tuple(cores))
-    sharers = communicator.exchange(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
+    sharers = communicator.allgather_object(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
     return max(1, len(cores) // sharers)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
@@ -165,5 +165,5 @@ def build(config: Config, provenance: Provenance, task: Task, communicator: Comm
 
 def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them: without their memory, and with its refusals."""
-    build(config, provenance, replace(task, shape=(1, 1, 1), classes=1), Single())
+    build(config, provenance, replace(task, shape=(1, 1, 1), classes=1), SingleProcessCommunicator())
     return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.select_engine import choose, found_here
+from hvdtrain.comm.select_engine import installed_here, select_engine
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
@@ -44,7 +44,7 @@ def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[C
     """The engine, and why it is this one."""
     name, why = config.comm.engine, "as asked"
     if name == "auto":
-        name, why = choose(place, os.environ, found_here(config))
+        name, why = select_engine(place, os.environ, installed_here(config))
     communicator: Communicator = plugins.load("comm", name, provenance.where("comm.engine")).connect(place, config.comm)
     return communicator, why
 

@@ -88,7 +88,7 @@ def train_job(
     resume_point, digest, (limit_bytes, parameters) = _start(config, provenance, parts, communicator, learner)
     run, train_state = resume_point.run, resume_point.train_state
     log = Log(on_rank_0_alone(communicator, lambda: _open_sinks(config, provenance, run)) or [])
-    hosts = communicator.exchange(socket.gethostname())
+    hosts = communicator.allgather_object(socket.gethostname())
     times = (heartbeat.started_s, time.time(), time.monotonic)
     limit = Deadline(config.guard.max_time, os.environ, *times) if communicator.rank == 0 else None
     saver = Saver(run, config.checkpoint, identity(config, parts), log) if communicator.rank == 0 else None

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:
     """What rank 0's work() returns, on every rank; where it is a UserError every rank raises that. Small things only."""
-    return communicator.exchange(on_rank_0_alone(communicator, work))[0]
+    return communicator.allgather_object(on_rank_0_alone(communicator, work))[0]
 
 
 def on_rank_0_alone(communicator: Communicator, work: Callable[[], T]) -> T | None:
@@ -31,7 +31,7 @@ def on_rank_0_alone(communicator: Communicator, work: Callable[[], T]) -> T | No
             result = work()
         except UserError as error:
             failure = error
-    failure = communicator.exchange(failure)[0]
+    failure = communicator.allgather_object(failure)[0]
     if failure:
         raise failure
     return result
@@ -39,7 +39,7 @@ def on_rank_0_alone(communicator: Communicator, work: Callable[[], T]) -> T | No
 
 def agree(communicator: Communicator, facts: dict[str, Any]) -> None:
     """Raises the same UserError on all ranks where a fact (size of a data set, configuration) differs between them."""
-    everyone = communicator.exchange((socket.gethostname(), facts))
+    everyone = communicator.allgather_object((socket.gethostname(), facts))
     for rank, (host, theirs) in enumerate(everyone):
         for name, value in everyone[0][1].items():
             if theirs[name] != value:
@@ -53,7 +53,7 @@ def share_state(communicator: Communicator, learner: Learner, restored: Arrays |
     Weights, buffers and slots travel as data: stepping an optimizer to make its slots would change the weights.
     """
     state = restored if restored is not None else learner.state()
-    schema = communicator.exchange(
+    schema = communicator.allgather_object(
         [(name, array.shape, array.dtype.str) for name, array in state.items()] if communicator.rank == 0 else None
     )[0]
     mine = {} if communicator.rank else state
@@ -62,7 +62,7 @@ def share_state(communicator: Communicator, learner: Learner, restored: Arrays |
         array = np.ascontiguousarray(mine[name]) if communicator.rank == 0 else np.zeros(shape, dtype)
         received[name] = communicator.broadcast(array.reshape(shape), f"state.{name}")
     learner.load(received)
-    everyone = communicator.exchange(combine(digests(learner.views())))
+    everyone = communicator.allgather_object(combine(digests(learner.views())))
     if len(set(everyone)) > 1:
         raise RuntimeError(f"ranks differ after the start: digests {everyone}")  # our own bug, or memory that lies
     return str(everyone[0])

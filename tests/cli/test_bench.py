@@ -26,7 +26,7 @@ from hvdtrain.cli.bench.tables import (
     quartiles,
     time_words,
 )
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures.scaling_curve import draw
 
@@ -76,12 +76,12 @@ def test_small_tensors_are_those_of_resnet50() -> None:
 
 
 def test_one_process_measures_itself() -> None:
-    rows = measure(Ranks(Single(), None, 4096), [64], 0.05)
+    rows = measure(Ranks(SingleProcessCommunicator(), None, 4096), [64], 0.05)
     assert [timing.name for timing in rows[0].timings] == ["allreduce", "in 1 bucket", "copy of memory"]
     assert [row.size_bytes for row in rows] == [64, 4 * sum(SMALL)]
 
 
-class SecondOfThree(Single):
+class SecondOfThree(SingleProcessCommunicator):
     """Rank r starts with a pattern times r + 1, so the sum over all is 3 times what rank 1 starts with."""
 
     rank, size = 1, 3

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hvdtrain import __version__
 from hvdtrain.cli.export.command import USAGE, export
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.core.arrays import Arrays
@@ -51,7 +51,7 @@ def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluat
 def trained(*words: str) -> Learner:
     """After one step; its checkpoint and its config.yaml are in `run`."""
     config, provenance = configure(None, words)
-    one = build_learner(config, provenance, TASK, Single())
+    one = build_learner(config, provenance, TASK, SingleProcessCommunicator())
     one.step([one.to_device(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
     save(1, one.state())
     Path("run/config.yaml").write_text(to_yaml(config))
@@ -254,6 +254,6 @@ def test_published_names_that_are_not_there_are_refused() -> None:
     folder = save(3)
     tree = json.loads((folder / "progress.json").read_text())
     (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
-    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.NUMBERS)]
+    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.NUMBER_TYPES)]
     (folder / "SHA256SUMS").write_text("".join(sums))
     assert "the checkpoint publishes names that it has not" in refused("run", "--to", "model.pt")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cli.plan.forecast import Forecast, forecast, memory, steps_until
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper, Progress
@@ -72,7 +72,7 @@ def test_passes_are_those_of_a_step(words: list[str]) -> None:
     for ranks in (1, 3, 8):
         row = planned("batch.size=64", *GROWTH, *words, dataset=1000, ranks=ranks)
         for batch in (64, 300, 200):
-            communicator: Any = Single()
+            communicator: Any = SingleProcessCommunicator()
             communicator.rank, communicator.size = ranks - 1, ranks
             passes = rows_of_step(row.config, Progress(1000, 9000), Hyper(0.1, 0.9, 0.0, batch), 64, communicator)
             assert row.passes(batch) == len(passes)
@@ -95,7 +95,7 @@ def test_shapes_and_memory_are_those_of_the_learner(framework: str, words: list[
     )
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = plugins.load("frameworks", framework, "").shapes(config, provenance, task)
-    state = build_learner(config, provenance, task, Single()).state()
+    state = build_learner(config, provenance, task, SingleProcessCommunicator()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
     held = memory(shapes, build_rule(config, provenance), "fp64")
     assert held.weights == held.gradients == held.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))

@@ -18,7 +18,7 @@ import ranks
 from ranks import ENGINES, needs_horovod, needs_mpirun
 
 from hvdtrain import errors
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 
 ENDS_WITHIN_S = 10
 
@@ -28,7 +28,7 @@ import os, sys, time
 import numpy as np
 from hvdtrain import errors
 from hvdtrain.config import plugins
-from hvdtrain.comm.placement import NOBODY, placement
+from hvdtrain.comm.placement import NO_LAUNCHER, placement
 def connect(place):
     try:
         return plugins.load("comm", sys.argv[1], "tests").connect(place)
@@ -49,7 +49,7 @@ print("a rank went on")
 """
 # Without the launcher's word: local rank and local size are the library's.
 WAIT = """
-engine = connect(NOBODY)
+engine = connect(NO_LAUNCHER)
 engine.allreduce(np.ones(3), "first")
 print(f"rank {engine.rank} of {engine.size}, local size {engine.local_size}, waits", flush=True)
 if engine.rank == 0:
@@ -62,7 +62,7 @@ time.sleep(60)
 def conformance_of(engine: str, size: int) -> dict[str, str]:
     """{check: "" or its failure}; MPI starts once for all checks, and not at all for one rank, which no launcher starts."""
     if engine == "single":
-        return conformance.failures(Single())
+        return conformance.failures(SingleProcessCommunicator())
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         argv = ["tests/support/conformance.py", engine, str(out)]
@@ -95,7 +95,7 @@ def test_conformance(engine: str, size: int, check: str) -> None:
     assert conformance_of(engine, size)[check] == ""
 
 
-class Idle(Single):
+class Idle(SingleProcessCommunicator):
     """An engine of two ranks whose collectives do nothing."""
 
     name = "idle"
@@ -166,9 +166,14 @@ def test_a_killed_rank_ends_every_rank(engine: str) -> None:
 
 
 def test_abort_of_a_single_process() -> None:
-    program = (
-        "from hvdtrain.comm.communicator import Single\nprint('last words', end='')\ntry: Single().abort(7)\nfinally: print('went on')"
-    )
+    program = """
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+print("last words", end="")
+try:
+    SingleProcessCommunicator().abort(7)
+finally:
+    print("went on")
+"""
     result = ranks.python(["-c", program])
     assert (result.returncode, result.stdout) == (7, "last words")
 

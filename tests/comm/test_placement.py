@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.comm.communicator import Single, connect
-from hvdtrain.comm.placement import LAUNCHERS, NOBODY, Binding, Placement, confirm, library_name, placement, suits
+from hvdtrain.comm.communicator import SingleProcessCommunicator, connect
+from hvdtrain.comm.placement import LAUNCHERS, NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name, placement
 from hvdtrain.errors import UserError
 
 OPEN_MPI = {
@@ -42,22 +42,22 @@ SRUN = {
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, NOBODY),
-        ({"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_btl": "self", "PMIX_MCA_mca_base_component_show_load_errors": "1"}, NOBODY),
+        ({}, NO_LAUNCHER),
+        ({"HOROVOD_CYCLE_TIME": "0.1", "OMPI_MCA_btl": "self", "PMIX_MCA_mca_base_component_show_load_errors": "1"}, NO_LAUNCHER),
         (OPEN_MPI, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
         (HOROVODRUN, Placement(3, 8, 1, 2, "horovodrun")),
         (HYDRA, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
         (TORCHRUN, Placement(3, 8, 1, 2, "torchrun")),
-        ({"RANK": "3", "LOCAL_RANK": "1"}, NOBODY),  # anyone may call a variable of his own RANK
-        ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NOBODY),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, NO_LAUNCHER),  # anyone may call a variable of his own RANK
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NO_LAUNCHER),
         ({**TORCHRUN, **SRUN, "SLURM_PROCID": "1"}, Placement(3, 8, 1, 2, "torchrun")),  # srun starts a torchrun on each node
         ({**OPEN_MPI, **TORCHRUN}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # a wrapper that translates
         ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "8"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
         ({**SRUN, "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}, Placement(3, 5, 1, 2, "srun")),
         (SRUN, Placement(3, 5, 1, 2, "srun")),
         ({**SRUN, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}, Placement(4, 5, 0, 1, "srun")),
-        (BATCH, NOBODY),
-        ({**BATCH, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "1"}, NOBODY),
+        (BATCH, NO_LAUNCHER),
+        ({**BATCH, "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "1"}, NO_LAUNCHER),
         ({**OPEN_MPI, **HOROVODRUN}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
         ({**OPEN_MPI, **SRUN, "SLURM_PROCID": "0"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
         ({**OPEN_MPI, **SRUN, "SLURM_STEP_TASKS_PER_NODE": "?"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),
@@ -154,7 +154,7 @@ MPICH, OPEN = Binding("mpi", "mpi4py uses MPICH Version: 5.0.2", "mend it"), Bin
 
 def test_an_engine_alone_under_a_launcher_is_refused() -> None:
     with pytest.raises(UserError) as caught:
-        confirm(placement(OPEN_MPI), MPICH, size=1)
+        check_size(placement(OPEN_MPI), MPICH, size=1)
     assert str(caught.value).splitlines() == [
         "Open MPI's mpirun started 8 processes, but the mpi engine sees only itself (size 1)",
         "  where: comm.engine=mpi; mpi4py uses MPICH Version: 5.0.2; the launcher is Open MPI's mpirun",
@@ -166,17 +166,17 @@ def test_srun_without_an_mpi_plugin_is_told_which() -> None:
     with pytest.raises(
         UserError, match=r"srun started 5 processes, .*\n.*\n  fix: srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 .*; or mend it"
     ):
-        confirm(placement(SRUN), OPEN, size=1)
+        check_size(placement(SRUN), OPEN, size=1)
 
 
 def test_horovodrun_starts_horovod_only() -> None:
     with pytest.raises(UserError, match=r"horovodrun started 8 processes, .*\n.*\n  fix: comm.engine=horovod; or mend it"):
-        confirm(placement(HOROVODRUN), OPEN, size=1)
+        check_size(placement(HOROVODRUN), OPEN, size=1)
 
 
 def test_torchrun_starts_torch_only() -> None:
     with pytest.raises(UserError, match=r"torchrun started 8 processes, .*\n.*\n  fix: comm.engine=torchdist; or mend it"):
-        confirm(placement(TORCHRUN), OPEN, size=1)
+        check_size(placement(TORCHRUN), OPEN, size=1)
 
 
 def test_a_library_is_named_in_few_words() -> None:
@@ -185,25 +185,25 @@ def test_a_library_is_named_in_few_words() -> None:
 
 
 def test_other_sizes() -> None:
-    confirm(placement(OPEN_MPI), OPEN, size=8)
-    confirm(NOBODY, OPEN, size=1)
-    confirm(NOBODY, OPEN, size=4)  # a launcher that we do not know: the library is believed
+    check_size(placement(OPEN_MPI), OPEN, size=8)
+    check_size(NO_LAUNCHER, OPEN, size=1)
+    check_size(NO_LAUNCHER, OPEN, size=4)  # a launcher that we do not know: the library is believed
     with pytest.raises(UserError, match="started 8 processes, but the mpi engine sees 2"):
-        confirm(placement(OPEN_MPI), OPEN, size=2)
+        check_size(placement(OPEN_MPI), OPEN, size=2)
 
 
 def test_a_library_of_another_launcher_is_refused_before_it_starts() -> None:
     for environ, good, bad in ((OPEN_MPI, OPEN, MPICH), (HYDRA, MPICH, OPEN)):
-        suits(placement(environ), good)
+        check_library(placement(environ), good)
         with pytest.raises(UserError, match=r"started 8 processes, but the mpi engine uses another MPI library\n.*mpi4py uses"):
-            suits(placement(environ), bad)
-    for place in (placement(SRUN), placement(HOROVODRUN), placement(TORCHRUN), NOBODY):
-        suits(place, OPEN)
-        suits(place, MPICH)
+            check_library(placement(environ), bad)
+    for place in (placement(SRUN), placement(HOROVODRUN), placement(TORCHRUN), NO_LAUNCHER):
+        check_library(place, OPEN)
+        check_library(place, MPICH)
 
 
 def test_the_single_engine_is_not_run_many_times() -> None:
-    assert isinstance(connect(NOBODY), Single)
+    assert isinstance(connect(NO_LAUNCHER), SingleProcessCommunicator)
     with pytest.raises(UserError, match="Open MPI's mpirun started 8 processes, but the single engine is for one"):
         connect(placement(OPEN_MPI))
 

@@ -18,23 +18,23 @@ from ranks import Job, mpirun, needs_mpirun, python
 
 from hvdtrain import errors
 from hvdtrain.cli.launch.by_hand import Nodes, take
-from hvdtrain.comm.communicator import Single
-from hvdtrain.comm.placement import NOBODY, Placement
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     PORTS,
     Rendezvous,
-    address_among,
-    address_here,
-    host_to_call,
+    address_towards,
+    host_to_connect,
     hosts_of,
     interface_of,
     listen,
-    own_address,
+    listening_address,
+    local_address,
+    parse_address,
     rendezvous,
-    split_address,
 )
-from hvdtrain.comm.select_engine import Found, choose
+from hvdtrain.comm.select_engine import Installed, select_engine
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
@@ -91,12 +91,12 @@ def test_no_place_to_meet(place: Placement, environ: dict[str, str], address: st
 
 
 def test_addresses() -> None:
-    assert split_address("[fe80::1]:29500") == ("fe80::1", 29500)
-    assert own_address(LOOPBACK) == LOOPBACK and own_address("no-such-host.invalid") is None
+    assert parse_address("[fe80::1]:29500") == ("fe80::1", 29500)
+    assert address_towards(LOOPBACK) == LOOPBACK and address_towards("no-such-host.invalid") is None
     assert interface_of(LOOPBACK) == "lo" and interface_of("203.0.113.9") is None
-    assert address_among(["a", "a"], "a") == LOOPBACK
+    assert listening_address(["a", "a"], "a") == LOOPBACK
     with pytest.raises(UserError, match=r"a does not find the network to no-such-host.invalid: its name has no address"):
-        address_among(["a", "no-such-host.invalid"], "a")
+        listening_address(["a", "no-such-host.invalid"], "a")
 
 
 def test_rank_0_listens_on_one_address_only() -> None:
@@ -112,13 +112,13 @@ def test_rank_0_listens_on_one_address_only() -> None:
 def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
     routes = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}  # from n1 to there: by which of its own addresses
-    monkeypatch.setattr("hvdtrain.comm.rendezvous.own_address", routes.get)
+    monkeypatch.setattr("hvdtrain.comm.rendezvous.address_towards", routes.get)
     by_name, alone = Rendezvous("n1", 4000, "n2"), Rendezvous("n1", 4000)
-    assert address_here(by_name, False) == "10.0.0.1" and host_to_call(by_name, False) == "10.0.0.1"
-    assert address_here(by_name, True) == LOOPBACK and host_to_call(by_name, True) == "n1"
-    assert address_here(Rendezvous("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
-    assert address_here(alone, False) is None and host_to_call(alone, False) == "n1"
-    assert host_to_call(alone._replace(hosted=True), False) == "n1"
+    assert local_address(by_name, False) == "10.0.0.1" and host_to_connect(by_name, False) == "10.0.0.1"
+    assert local_address(by_name, True) == LOOPBACK and host_to_connect(by_name, True) == "n1"
+    assert local_address(Rendezvous("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
+    assert local_address(alone, False) is None and host_to_connect(alone, False) == "n1"
+    assert host_to_connect(alone._replace(hosted=True), False) == "n1"
     with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
         listen(alone, one_host=False)
 
@@ -153,11 +153,11 @@ def test_ranks_leave_a_board_together(how: str, code: int) -> None:
 def test_two_ranks_on_one_gpu_are_refused_where_nccl_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU here: what the others are, and this one's card, are said by the test."""
 
-    class OfTwo(Single):
+    class OfTwo(SingleProcessCommunicator):
         name, size = "torchdist", 2
         cards = ("a", "b")
 
-        def exchange(self, thing: Any) -> list[Any]:
+        def allgather_object(self, thing: Any) -> list[Any]:
             return [(thing[0], card, thing[2]) for card in self.cards]
 
     provenance = configure(None, [])[1]
@@ -181,8 +181,8 @@ def test_what_auto_means() -> None:
     def chosen(
         launcher: str, *, horovod: bool, horovod_nccl: bool = False, nccl: bool = False, environ: tuple[str, ...] = ()
     ) -> tuple[str, str]:
-        place = NOBODY if launcher == "none" else Placement(0, 2, 0, 2, launcher)
-        return choose(place, dict.fromkeys(environ, "0"), Found(lambda: horovod, lambda: horovod_nccl, lambda: nccl))
+        place = NO_LAUNCHER if launcher == "none" else Placement(0, 2, 0, 2, launcher)
+        return select_engine(place, dict.fromkeys(environ, "0"), Installed(lambda: horovod, lambda: horovod_nccl, lambda: nccl))
 
     mpirun = "Open MPI's mpirun"
     assert chosen("none", horovod=True) == ("single", "no launcher")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
@@ -235,7 +235,7 @@ def test_one_step_along_a_mixture_is_the_same_in_every_frame(loss: str) -> None:
     error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
     for framework in ("numpy", "torch", "jax"):
         config, provenance = configure(None, [*words, f"framework={framework}"])
-        one = build_learner(config, provenance, task, Single())
+        one = build_learner(config, provenance, task, SingleProcessCommunicator())
         one.load(one.state() | weights)
         sums = one.step([one.to_device(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
         assert float(sums["loss"]) == pytest.approx((data["share"] * each + (1 - data["share"]) * each2).sum(), rel=1e-12), framework

@@ -7,13 +7,13 @@ import itertools
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, Single
+from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
 from hvdtrain.frameworks.torch.parallel.strategy import Named
 
 
-class Twice(Single):
+class Twice(SingleProcessCommunicator):
     """Two equal ranks: every sum doubles. Notes what was started, and gives back another buffer than it was given."""
 
     size = 2

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
@@ -28,7 +28,7 @@ RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
 def learner(*words: str, communicator: Communicator | None = None) -> Learner:
     """Shares of 7 and 8 samples take 8 rows: of a batch of 7 one row is padding."""
     config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
-    return build_learner(config, provenance, TASK, communicator or Single())
+    return build_learner(config, provenance, TASK, communicator or SingleProcessCommunicator())
 
 
 def batch(n: int, seed: int = 0) -> Batch:
@@ -156,7 +156,7 @@ def test_noise_is_normal_and_the_same_for_the_same_seed() -> None:
     assert np.corrcoef(noise[:1500], one.state()["p.head.weight"].ravel() - before["p.head.weight"].ravel())[0, 1] < 0.15
 
 
-class Pair(Single):
+class Pair(SingleProcessCommunicator):
     """Rank 0 of two: the other rank's gradient is known."""
 
     size = 2

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ranks import ENGINES, Result, mpirun, python
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -29,7 +29,7 @@ TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 def learner(*words: str) -> Learner:
     config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
-    return build_learner(config, provenance, TASK, Single())
+    return build_learner(config, provenance, TASK, SingleProcessCommunicator())
 
 
 def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "") -> Any:
@@ -119,8 +119,8 @@ def test_a_missing_or_old_jax_is_told(found: Any, what: str, monkeypatch: pytest
     assert (caught.value.where, caught.value.fix) == ("framework, command line", "pip install 'hvdtrain[jax]'")
 
 
-class FourOnThisHost(Single):
-    def exchange(self, thing: Any) -> list[Any]:
+class FourOnThisHost(SingleProcessCommunicator):
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [thing, thing, ("another host", thing[1]), (thing[0], (99,))]
 
 

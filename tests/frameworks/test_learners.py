@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
@@ -20,7 +20,7 @@ TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 def learner(*words: str) -> Learner:
     config, provenance = configure(None, ["speed.precision=fp64", *words])
-    return build_learner(config, provenance, TASK, Single())
+    return build_learner(config, provenance, TASK, SingleProcessCommunicator())
 
 
 def batch(n: int, seed: int = 0) -> Batch:

@@ -19,7 +19,7 @@ from nonfinite_on_ranks import learner as learner_on
 from torch import nn
 from torch.nn import Parameter
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, Single
+from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
@@ -30,11 +30,11 @@ from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, slope, unless
 from hvdtrain.recipe.noise_scale import KEYS
 from hvdtrain.train.build import build_learner
 
-learner = functools.partial(learner_on, Single())
+learner = functools.partial(learner_on, SingleProcessCommunicator())
 FRAMES = ["torch", "numpy", "jax"]
 
 
-class Twice(Single):
+class Twice(SingleProcessCommunicator):
     """Two equal ranks: every sum doubles. Notes what met."""
 
     name, size = "twice", 2
@@ -188,7 +188,7 @@ def test_an_empty_share_is_finite(framework: str) -> None:
 
 def single(framework: str, *words: str, std: float = 0.25) -> Learner:
     config, provenance = configure(None, [f"framework={framework}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
-    return build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), Single())
+    return build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), SingleProcessCommunicator())
 
 
 def two(weight: float) -> Batch:

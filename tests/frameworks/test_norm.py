@@ -17,7 +17,7 @@ import torch
 from ranks import needs_horovod, needs_mpirun
 from torch import nn
 
-from hvdtrain.comm.communicator import Buffer, Single
+from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import convnet
 from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deal, gather, use_norm
@@ -60,7 +60,7 @@ def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> 
     assert apart[case] < limit
 
 
-class Idle(Single):
+class Idle(SingleProcessCommunicator):
     """Two ranks that never hear each other."""
 
     name, size = "idle", 2
@@ -96,7 +96,7 @@ def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, st
     plain.double()
     for p in plain.parameters():
         nn.init.uniform_(p, 0.5, 2)
-    model = use_norm(copy.deepcopy(plain), "ghost", ghost, statistics, Single())
+    model = use_norm(copy.deepcopy(plain), "ghost", ghost, statistics, SingleProcessCommunicator())
     assert isinstance(model, GhostBatchNorm)
     for _ in range(2):
         x = (2 * torch.randn(samples, *shape, dtype=torch.float64) + 1).requires_grad_()
@@ -117,7 +117,7 @@ def test_ghosts_are_chunks_of_the_batch(layer: str, samples: int, ghost: int, st
 def test_sequential_forgets_as_hoffers_code_and_averaged_as_one_update() -> None:
     """32 ghosts of zeros, momentum 0.1: 0.9^32 = 0.0343 of the old mean is left, or 0.9."""
     for statistics, left in (("sequential", 0.9**32), ("averaged", 0.9)):
-        model = use_norm(nn.BatchNorm1d(2), "ghost", 2, statistics, Single())
+        model = use_norm(nn.BatchNorm1d(2), "ghost", 2, statistics, SingleProcessCommunicator())
         model.running_mean.fill_(1.0)
         model(torch.zeros(64, 2))
         torch.testing.assert_close(model.running_mean, torch.full((2,), left))
@@ -138,7 +138,7 @@ def test_the_order_within_the_model() -> None:
 def chunked_net(samples: int, ghost: int, memory: torch.memory_format) -> float:
     """A whole network in ghosts, and the plain one on each chunk: the largest difference of logits and gradients."""
     net = convnet.build("convnet", (8, 8, 1), 5, widths=(4, 6, 8)).double()
-    model = use_norm(copy.deepcopy(net).to(memory_format=memory), "ghost", ghost, "averaged", Single())
+    model = use_norm(copy.deepcopy(net).to(memory_format=memory), "ghost", ghost, "averaged", SingleProcessCommunicator())
     x, slope = torch.randn(samples, 1, 8, 8, dtype=torch.float64), torch.randn(samples, 5, dtype=torch.float64)
     y, expected = model(x.contiguous(memory_format=memory)), torch.cat([net(chunk) for chunk in x.split(ghost)])
     (y * slope).sum().backward()
@@ -168,14 +168,14 @@ class Tokens(nn.Module):
 def test_rows_of_a_sample_stay_in_its_ghost() -> None:
     torch.manual_seed(2)
     plain, x = Tokens().double(), torch.randn(14, 3, 4, dtype=torch.float64)
-    model = use_norm(copy.deepcopy(plain), "ghost", 4, "averaged", Single())
+    model = use_norm(copy.deepcopy(plain), "ghost", 4, "averaged", SingleProcessCommunicator())
     torch.testing.assert_close(model(x), torch.cat([plain(chunk) for chunk in x.split(4)]))
 
 
 def test_sync_of_one_rank_is_the_plain_norm() -> None:
     torch.manual_seed(4)
     plain, x = nn.BatchNorm2d(3), torch.randn(5, 3, 4, 4)
-    model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", Single())
+    model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", SingleProcessCommunicator())
     assert isinstance(model, SyncBatchNorm)
     assert torch.equal(model(x), plain(x))
     assert all(torch.equal(b, c) for b, c in zip(model.buffers(), plain.buffers(), strict=True))
@@ -183,7 +183,7 @@ def test_sync_of_one_rank_is_the_plain_norm() -> None:
 
 def test_a_ghost_of_one_value_is_refused() -> None:
     """As torch refuses such a batch; images of more than one pixel have values enough."""
-    model = use_norm(nn.BatchNorm1d(3), "ghost", 4, "averaged", Single())
+    model = use_norm(nn.BatchNorm1d(3), "ghost", 4, "averaged", SingleProcessCommunicator())
     for samples, ghost in ((9, 4), (3, 1)):
         model.ghosts.ghost = ghost
         with pytest.raises(UserError) as error:
@@ -196,7 +196,7 @@ def test_a_ghost_of_one_value_is_refused() -> None:
 
 
 def test_rows_that_belong_to_no_sample_are_refused() -> None:
-    model = use_norm(Tokens(), "ghost", 2, "averaged", Single())
+    model = use_norm(Tokens(), "ghost", 2, "averaged", SingleProcessCommunicator())
     model.split = lambda x: x.flatten(0, 1)[1:]
     with pytest.raises(UserError) as error:
         model(torch.randn(5, 3, 4))

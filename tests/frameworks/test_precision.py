@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, Single
+from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
@@ -27,7 +27,7 @@ def batch(n: int, seed: int) -> Batch:
     return {"x": rng.integers(0, 256, (n, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, TASK.classes, n)}
 
 
-class Two(Single):
+class Two(SingleProcessCommunicator):
     """Two ranks with the same samples: every sum doubles."""
 
     name, size, local_size = "two", 2, 2
@@ -38,13 +38,13 @@ class Two(Single):
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         return Done(x * 2)
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [thing, thing]
 
 
 def learner(*words: str) -> object:
     config, provenance = configure(None, ["batch.size=16", "speed.device=cpu", *words])
-    return build_learner(config, provenance, TASK, Single())
+    return build_learner(config, provenance, TASK, SingleProcessCommunicator())
 
 
 def hyper(step: int = 0, lr: float = 0.05) -> Hyper:
@@ -150,12 +150,12 @@ def test_a_job_goes_on_in_another_precision() -> None:
 def test_what_half_precision_cannot_do_is_told() -> None:
     config, provenance = configure(None, ["speed.precision=fp16", "log.noise_scale=true", "speed.device=cpu"])
     with pytest.raises(UserError, match="which fp16 scales"):
-        build_learner(config, provenance, TASK, Single())
+        build_learner(config, provenance, TASK, SingleProcessCommunicator())
     for framework in ("numpy", "jax"):
         for words in (["speed.precision=bf16"], ["speed.compile=default"], ["speed.channels_last=true"], ["data.resident=true"]):
             config, provenance = configure(None, [f"framework={framework}", "model.name=linear", *words])
             with pytest.raises(UserError, match=words[0].split("=")[0].replace(".", r"\.")):
-                build_learner(config, provenance, TASK, Single())
+                build_learner(config, provenance, TASK, SingleProcessCommunicator())
     assert learner("framework=numpy", "model.name=linear", "speed.precision=auto").state()["p.fc.weight"].dtype == np.float32
 
 
@@ -195,6 +195,6 @@ class Flat(torch.nn.Module):
 
 def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
     config, provenance = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
-    one = build_learner(config, provenance, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), Single())
+    one = build_learner(config, provenance, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), SingleProcessCommunicator())
     images = np.zeros((4, 8, 8, 1), np.uint8)
     assert float(one.step([one.to_device({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4

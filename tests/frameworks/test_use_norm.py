@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import linear
 from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, use_norm
@@ -32,7 +32,7 @@ def tied() -> nn.Module:
 def test_the_switch_keeps_everything_but_the_statistics(kind: Literal["ghost", "sync"], made: type) -> None:
     model, before = tied(), tied()
     parameters = list(model.parameters())
-    assert use_norm(model, kind, 4, "averaged", Single()) is model
+    assert use_norm(model, kind, 4, "averaged", SingleProcessCommunicator()) is model
     assert [type(m) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)] == [made] * 4
     assert model[1] is model[2][2]
     assert [type(m) for m in model[2]] == [nn.LayerNorm, nn.GroupNorm, made]
@@ -53,10 +53,10 @@ def test_the_switch_keeps_everything_but_the_statistics(kind: Literal["ghost", "
 def test_plain_statistics_leave_the_model_alone() -> None:
     model = tied()
     before = list(model.modules())
-    assert use_norm(model, "batch", 4, "averaged", Single()) is model
+    assert use_norm(model, "batch", 4, "averaged", SingleProcessCommunicator()) is model
     assert list(model.modules()) == before
     plain = linear.build("linear", (8, 8, 1), 10)
-    assert use_norm(plain, "batch", 4, "averaged", Single()) is plain  # without a norm there is nothing to choose
+    assert use_norm(plain, "batch", 4, "averaged", SingleProcessCommunicator()) is plain  # without a norm there is nothing to choose
 
 
 class Scaled(nn.BatchNorm2d):
@@ -77,6 +77,6 @@ class Scaled(nn.BatchNorm2d):
 )
 def test_what_the_switch_refuses(model: nn.Module, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        use_norm(model, "ghost", 4, "averaged", Single())
+        use_norm(model, "ghost", 4, "averaged", SingleProcessCommunicator())
     for word in words:
         assert word in str(error.value)

@@ -154,7 +154,7 @@ def test_horovod_is_not_given_a_class_with_options() -> None:
 ON_RANKS = """
 import json, os, sys
 import torch
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.horovod import connect
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
@@ -191,8 +191,8 @@ def walk(name, ranks, engine):
     return numbers.tolist(), reducer.words
 
 hvd = connect(placement(os.environ))
-own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), Single())] for name in WORDS}
-every = hvd.exchange(own)
+own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), SingleProcessCommunicator())] for name in WORDS}
+every = hvd.allgather_object(own)
 if hvd.rank == 0:
     json.dump(every, open(sys.argv[1], "w"))
 """

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBERS, Communicator, Op
+from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, Op
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
@@ -123,7 +123,8 @@ def allgather(dtype: str, kind: Kind, communicator: Communicator, name: str) -> 
 def places(communicator: Communicator, name: str) -> Claims:
     """Ranks are 0 .. size - 1, and local ranks too, in any order: all test ranks share one host."""
     ranks, local_ranks, *sizes = zip(
-        *communicator.exchange((communicator.rank, communicator.local_rank, communicator.size, communicator.local_size)), strict=True
+        *communicator.allgather_object((communicator.rank, communicator.local_rank, communicator.size, communicator.local_size)),
+        strict=True,
     )
     yield np.array([ranks, sorted(local_ranks)]), "numpy", np.array([range(communicator.size)] * 2), "int64"
     yield np.array(sizes), "numpy", np.full((2, communicator.size), communicator.size), "int64"
@@ -132,7 +133,7 @@ def places(communicator: Communicator, name: str) -> Claims:
 def exchange(communicator: Communicator, name: str) -> Claims:
     """Objects of uneven length, None, arrays, in rank order, again and again."""
     things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
-    same = [str(communicator.exchange(things[communicator.rank])) == str(things) for _ in range(3)]
+    same = [str(communicator.allgather_object(things[communicator.rank])) == str(things) for _ in range(3)]
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
@@ -148,7 +149,7 @@ def muster(communicator: Communicator, name: str) -> Claims:
             thread.join()
         together = communicator.allreduce(np.array([communicator.rank]), name)
         thread.join()
-        communicator.exchange(None)  # nobody asks again before all have returned
+        communicator.allgather_object(None)  # nobody asks again before all have returned
         yield np.array([found == [[] if communicator.rank else things]]), "numpy", np.ones(1), "bool"
         yield together, "numpy", np.array([communicator.size * (communicator.size - 1) // 2]), "int64"
 
@@ -162,10 +163,10 @@ def muster_of_some(communicator: Communicator, name: str) -> Claims:
         if not (missing and rank == last):
             _muster_into(found, communicator, f"{rank} {turn}", 0.3 if missing else 20.0)
         seconds = time.monotonic() - start
-        communicator.exchange(None)
+        communicator.allgather_object(None)
         if missing and rank == last and how == "late":
             _muster_into(found, communicator, f"{rank} {turn}", 0.3)
-        communicator.exchange(None)
+        communicator.allgather_object(None)
         things = [None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)]
         if missing and not rank:  # on a busy machine others may be late too
             things = [thing if theirs is not None else None for thing, theirs in zip(things, found[0], strict=True)]
@@ -236,7 +237,7 @@ def _table() -> dict[str, Check]:
     checks: dict[str, Check] = {"places": places, "exchange": exchange, "many_steps": many_steps, "kept_inputs": kept_inputs}
     checks |= {"muster": muster, "muster_of_some": muster_of_some}
     for kind in ("numpy", "torch"):
-        for dtype in (*NUMBERS, "bool"):
+        for dtype in (*NUMBER_TYPES, "bool"):
             at = f"{dtype}-{kind}"
             checks |= {f"broadcast-{at}": partial(broadcast, dtype, kind), f"allgather-{at}": partial(allgather, dtype, kind)}
             if dtype != "bool":
@@ -288,7 +289,7 @@ def failures(communicator: Communicator) -> dict[str, str]:
 def main(name: str, out: str) -> None:
     communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
     warnings.simplefilter("error")
-    everyone = communicator.exchange(failures(communicator))
+    everyone = communicator.allgather_object(failures(communicator))
     if communicator.rank == 0:
         Path(out).write_text(json.dumps({check: "; ".join(filter(None, (mine[check] for mine in everyone))) for check in everyone[0]}))
     communicator.close()

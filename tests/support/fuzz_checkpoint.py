@@ -14,7 +14,7 @@ from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
 from hvdtrain.cli.export.read import about, own_names, read
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Progress
@@ -56,7 +56,7 @@ def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
         None,
         ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
     )
-    learner = build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), Single())
+    learner = build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
     return learner, build_recipe(config, Provenance(), 50), {}
 
 

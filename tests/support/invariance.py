@@ -93,7 +93,7 @@ def losses(words: str, communicator: object) -> dict[str, object]:
     def listen(event: Event) -> None:
         curve.append(event.fields["loss"])
 
-    health = HealthMonitor(config, communicator, Signals(0), Heartbeat(), communicator.exchange(f"host {communicator.rank}"))
+    health = HealthMonitor(config, communicator, Signals(0), Heartbeat(), communicator.allgather_object(f"host {communicator.rank}"))
     recipe = build_recipe(config, provenance, len(parts.train))
     prefetcher = Prefetcher(config, communicator, recipe, parts.train, learner)
     watched = telemetry(config, provenance, (communicator, learner), health.hosts, Log([]), Path())
@@ -106,14 +106,14 @@ def losses(words: str, communicator: object) -> dict[str, object]:
         lambda communicator: None,
     )  # the last meeting leaves each rank its own statistics
     now = train_to_sync_point(job, now)
-    apart = communicator.exchange(
+    apart = communicator.allgather_object(
         {name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))}
     )
     sync_buffers(communicator)
     val, state = evaluate(job, now), learner.state()
     unsettled = [float(np.abs(sum(one[name] for one in apart) / communicator.size - state[name]).max()) for name in apart[0]]
     spread = [float(np.abs(apart[0][name] - apart[-1][name]).max()) for name in apart[0]]
-    digests = set(communicator.exchange(digest(state)))
+    digests = set(communicator.allgather_object(digest(state)))
     return {
         "losses": curve,
         "val": {name: val[name] for name in ("loss", "right", "count")},

@@ -150,7 +150,7 @@ def cases(communicator: Communicator) -> dict[str, dict[str, Any]]:
 def main(name: str, out: str) -> None:
     warnings.simplefilter("error")
     communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    everyone = communicator.exchange(cases(communicator))
+    everyone = communicator.allgather_object(cases(communicator))
     if communicator.rank == 0:
         Path(out).write_text(json.dumps({case: [one[case] for one in everyone] for case in everyone[0]}))
     communicator.close()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.frameworks.torch.models import convnet
@@ -92,7 +92,7 @@ def sync_layer(layer: str, shares: str, dtype: torch.dtype, communicator: Commun
         expected += [joined[mine], whole.grad[mine], *[p.grad.clone() for p in plain.parameters()], *buffers(plain)]
     if layer != "without_running":
         found, expected = [*found, model.eval()(part)], [*expected, plain.eval()(whole)[mine]]
-    same = len(set(communicator.exchange(str([b.tolist() for b in buffers(model)])))) == 1  # to the last bit
+    same = len(set(communicator.allgather_object(str([b.tolist() for b in buffers(model)])))) == 1  # to the last bit
     return apart(found, expected) if same else float("inf")
 
 
@@ -152,7 +152,7 @@ def sync_net(shares: str, dtype: torch.dtype, strategy: str, communicator: Commu
 
 def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicator) -> float:
     """`size` ranks with `per_rank` ghosts of 32 each are one rank with all these ghosts: outputs, summed gradients, mean statistics."""
-    alone = use_norm(small_net(dtype), "ghost", 32, "averaged", Single())
+    alone = use_norm(small_net(dtype), "ghost", 32, "averaged", SingleProcessCommunicator())
     model = use_norm(small_net(dtype), "ghost", 32, "averaged", communicator)
     samples = 32 * per_rank
     total, mine = cut(communicator, lambda rank, size: samples)
@@ -191,7 +191,7 @@ def main(name: str, out: str) -> None:
     warnings.simplefilter("error")
     communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
     mine = {case: run(communicator) for case, run in cases(name).items()}
-    everyone = communicator.exchange(mine)
+    everyone = communicator.allgather_object(mine)
     if communicator.rank == 0:
         Path(out).write_text(json.dumps({case: max(one[case] for one in everyone) for case in mine}))
     communicator.close()

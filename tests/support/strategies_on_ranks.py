@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
@@ -74,7 +74,7 @@ def local(communicator: Communicator) -> dict[str, Any]:
     sizes = [5 + 3 * rank for rank in range(communicator.size)]
     one, alone = (
         learner(communicator, "comm.local_steps=3", "log.every_steps=3", "speed.precision=fp64"),
-        learner(Single(), "speed.precision=fp64"),
+        learner(SingleProcessCommunicator(), "speed.precision=fp64"),
     )
     found: dict[str, Any] = {"model": one.describe()}
     alone.load(one.state())
@@ -83,13 +83,13 @@ def local(communicator: Communicator) -> dict[str, Any]:
             samples, at = batch(sizes[communicator.rank], 100 * communicator.rank + 10 * block + step), 3 * block + step
             one.step([one.to_device(samples)], hyper(sum(sizes), at), at)
             alone.step([alone.to_device(samples)], hyper(sizes[communicator.rank], at), at)
-            found["apart"] = communicator.exchange(digest(one.state()))
+            found["apart"] = communicator.allgather_object(digest(one.state()))
         one.sync_buffers(communicator)
         mean = {name: communicator.allreduce(array.copy(), f"mean.{name}") / communicator.size for name, array in alone.state().items()}
         alone.load(mean)
         gaps = [float(np.abs(one.state()[name] - array).max()) for name, array in mean.items()]
-        found[f"gap {block}"] = max(communicator.exchange(max(gaps)))
-        found[f"together {block}"] = len(set(communicator.exchange(digest(one.state()))))
+        found[f"gap {block}"] = max(communicator.allgather_object(max(gaps)))
+        found[f"together {block}"] = len(set(communicator.allgather_object(digest(one.state()))))
     return found
 
 
@@ -102,13 +102,13 @@ def wire(communicator: Communicator, kind: str) -> dict[str, Any]:
         walk(one, communicator, 1, sizes)
         moves.append(weights(one.state()) - before)
     gap = float(np.linalg.norm(moves[1] - moves[0]) / np.linalg.norm(moves[0]))
-    return {"gap": gap, "digests": communicator.exchange(digest(one.state())), "model": one.describe()}
+    return {"gap": gap, "digests": communicator.allgather_object(digest(one.state())), "model": one.describe()}
 
 
 def adasum(communicator: Communicator) -> dict[str, Any]:
     """Two ranks, one tensor at a time: a (1 - ab / 2aa) + b (1 - ab / 2bb) (Maleki et al. 2020, arXiv:2006.02924, eq. 5)."""
     one = learner(communicator, "comm.op=adasum", "optim.name=sgd", "optim.momentum=0", "speed.precision=fp64")
-    alone = learner(Single(), "optim.name=sgd", "speed.precision=fp64")
+    alone = learner(SingleProcessCommunicator(), "optim.name=sgd", "speed.precision=fp64")
     alone.load(one.state())
     sizes = [5, 9]
     step = Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=14)
@@ -118,7 +118,7 @@ def adasum(communicator: Communicator) -> dict[str, Any]:
     own = {name: before[name] - array for name, array in alone.state().items() if name.startswith("p.")}
     gap = 0.0
     for name, gradient in own.items():
-        a, b = communicator.exchange(gradient)
+        a, b = communicator.allgather_object(gradient)
         ab, aa, bb = (float((u * v).sum()) for u, v in ((a, b), (a, a), (b, b)))
         expected = a * (1 - ab / (2 * aa)) + b * (1 - ab / (2 * bb))
         gap = max(gap, float(np.abs(before[name] - one.state()[name] - expected).max() / np.abs(expected).max()))
@@ -131,7 +131,7 @@ def tuned(communicator: Communicator) -> dict[str, Any]:
     for each in (one, plain):
         walk(each, communicator, 3, [6] * communicator.size)
     gap = float(np.abs(weights(one.state()) - weights(plain.state())).max())
-    return {"words": communicator.exchange(one.describe()), "gap": gap}
+    return {"words": communicator.allgather_object(one.describe()), "gap": gap}
 
 
 def sums(communicator: Communicator) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema_run import GuardConfig
@@ -51,7 +51,7 @@ def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> No
         if hangs.get(place.rank) == "never":
             say(place.rank, "never connects")
             time.sleep(1000)  # before it connects
-        communicator: Communicator = Single() if name == "single" else plugins.load("comm", name, "tests").connect(place)
+        communicator: Communicator = SingleProcessCommunicator() if name == "single" else plugins.load("comm", name, "tests").connect(place)
         heartbeat.beat("meeting", 0, 0)
         watch.meet(communicator)
         if hangs.get(place.rank) == "start":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.report import summary
 from hvdtrain.report.run import Record
 from hvdtrain.train.telemetry import energy
@@ -57,13 +57,13 @@ class FakeNvml:
         return self.counters_mj[handle]
 
 
-class Fake(Single):
+class Fake(SingleProcessCommunicator):
     """One rank of several: it hears its own claim, and those of the others as they are given."""
 
     def __init__(self, rank: int, others: dict[int, Claim]) -> None:
         self.rank, self.size, self._others = rank, len(others) + 1, others  # type: ignore[misc]
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [thing if rank == self.rank else self._others[rank] for rank in range(self.size)]
 
 
@@ -85,7 +85,7 @@ def add(folder: Path, microjoules: int) -> None:
     file.write_text(f"{int(file.read_text()) + microjoules}\n")
 
 
-def gpus_alone(communicator: Single, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
+def gpus_alone(communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
     return measure(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
 
 
@@ -117,7 +117,7 @@ def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: 
         zone(tmp_path, "intel-rapl:2", "psys", 0),
         zone(tmp_path, "intel-rapl-mmio:0", "package-0", 0),
     ]
-    meter = measure(Single(), None, powercap=tmp_path)
+    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path)
     assert meter.why == {"cpu": ""}
     add(one, 2_500_000)
     add(two, 1_250_000)
@@ -129,7 +129,7 @@ def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: 
 
 def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 60_000_000, most=65_000_000)
-    meter = measure(Single(), None, powercap=tmp_path)
+    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path)
     add(folder, 4_000_000)
     assert meter.read(now=True)["joules.cpu"] == 4.0  # at 64 of 65
     add(folder, -63_000_000)
@@ -138,7 +138,7 @@ def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
 
 def test_counters_are_looked_at_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
     folder, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
-    meter = measure(Single(), None, powercap=tmp_path, clock=clock)
+    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock)
     heard = []
     for seconds in (0.5, 0.25, 0.5, 0.5):
         clock.now += seconds
@@ -152,7 +152,7 @@ def test_counters_are_looked_at_once_a_second_and_nothing_is_lost(tmp_path: Path
 
 def test_a_gpu_in_millijoules(tmp_path: Path) -> None:
     nvml = FakeNvml(a=1_000, b=0)
-    meter = gpus_alone(Single(), nvml, "a", tmp_path)
+    meter = gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path)
     assert meter.why == {"cpu": f"no {tmp_path}/intel-rapl here", "gpu": ""}
     nvml.counters_mj |= {"GPU-a": 251_500, "GPU-b": 7_000}
     assert meter.read(now=True) == {"joules.gpu": 250.5, "joules.cpu": 0.0}
@@ -206,8 +206,8 @@ def test_every_rank_says_the_same_from_what_each_has_found(tmp_path: Path) -> No
     places = [("GPU-a", tmp_path / "a"), ("GPU-b", tmp_path / "none"), (None, tmp_path / "none")]
     nvml, found, whys = FakeNvml(a=0), list[Claim](), []
 
-    class Listening(Single):
-        def exchange(self, thing: Any) -> list[Any]:
+    class Listening(SingleProcessCommunicator):
+        def allgather_object(self, thing: Any) -> list[Any]:
             found.append(thing)
             return [thing]
 
@@ -241,7 +241,7 @@ def test_why_a_gpu_is_not_measured(tmp_path: Path, gpu: str | None, gpu_why: str
 
     nvml = Old(parts=0, old=0, whole=0)
     nvml.mig = {"GPU-parts": 1, "GPU-whole": 0}
-    meter = measure(Single(), gpu, gpu_why, powercap=tmp_path, nvml=nvml)
+    meter = measure(SingleProcessCommunicator(), gpu, gpu_why, powercap=tmp_path, nvml=nvml)
     assert meter.why["gpu"] == reason
     nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 2_000)
     assert meter.read(now=True)["joules.gpu"] == (0.0 if reason else 2.0)
@@ -253,15 +253,21 @@ def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     nvml = FakeNvml(a=0)
     nvml.init = fail
-    assert gpus_alone(Single(), nvml, "a", tmp_path).why["gpu"] == "NVML has no counter of GPU-a: NVML Shared Library Not Found"
+    assert (
+        gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path).why["gpu"]
+        == "NVML has no counter of GPU-a: NVML Shared Library Not Found"
+    )
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert measure(Single(), "GPU-a", powercap=tmp_path).why["gpu"] == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    assert (
+        measure(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path).why["gpu"]
+        == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    )
 
 
 def test_the_real_library_says_why_or_measures(tmp_path: Path) -> None:
     """With a driver there is still no such GPU; without one NVML says that."""
     pytest.importorskip("pynvml")
-    why = measure(Single(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).why["gpu"]
+    why = measure(SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).why["gpu"]
     assert why.startswith("NVML has no counter of GPU-00000000-0000-0000-0000-000000000000: ") and len(why) > 70
 
 
@@ -277,17 +283,23 @@ def test_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Path, "read_text", refuse)
     fix = f"an administrator can open it: chmod a+r {tmp_path}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
-    assert measure(Single(), None, powercap=tmp_path).why == {"cpu": f"{folder}/energy_uj is for root alone since CVE-2020-8694; {fix}"}
+    assert measure(SingleProcessCommunicator(), None, powercap=tmp_path).why == {
+        "cpu": f"{folder}/energy_uj is for root alone since CVE-2020-8694; {fix}"
+    }
 
 
 def test_a_counter_that_is_no_number(tmp_path: Path) -> None:
     (zone(tmp_path, "intel-rapl:0", "package-0", 0) / "energy_uj").write_text("\n")
-    assert measure(Single(), None, powercap=tmp_path).why["cpu"].startswith(f"cannot read {tmp_path}/intel-rapl: invalid literal")
+    assert (
+        measure(SingleProcessCommunicator(), None, powercap=tmp_path)
+        .why["cpu"]
+        .startswith(f"cannot read {tmp_path}/intel-rapl: invalid literal")
+    )
 
 
 def test_a_counter_that_fails_in_mid_run_is_nan_for_ever(tmp_path: Path) -> None:
     folder, nvml, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0), Clock()
-    meter = measure(Single(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
+    meter = measure(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
     was = (folder / "energy_uj").read_text()
     (folder / "energy_uj").unlink()
     nvml.counters_mj["GPU-a"] = 4_000

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import Diverged
@@ -36,7 +36,7 @@ class Late:
 
 
 def health(*words: str) -> HealthMonitor:
-    return HealthMonitor(configure(None, words)[0], Single(), Signals(0), Heartbeat(), ["here"])
+    return HealthMonitor(configure(None, words)[0], SingleProcessCommunicator(), Signals(0), Heartbeat(), ["here"])
 
 
 def test_a_signal_on_any_rank_stops_all() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digests
@@ -50,9 +50,13 @@ def prefetcher(*words: str, bad: int = -1) -> tuple[Prefetcher, Slow, Any]:
     config, provenance = configure(None, [*WORDS, *words])
     images = build_source(config, provenance, "train")
     source = ArraySource(*images.read(np.arange(50)).values(), images.classes)
-    learner = build_learner(config, provenance, build_task(source, source, provenance), Single())
+    learner = build_learner(config, provenance, build_task(source, source, provenance), SingleProcessCommunicator())
     wrapped: Any = source if config.data.resident else Slow(source, bad)
-    return Prefetcher(config, Single(), build_recipe(config, provenance, len(source)), wrapped, learner), wrapped, learner
+    return (
+        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, provenance, len(source)), wrapped, learner),
+        wrapped,
+        learner,
+    )
 
 
 def walk(one: Prefetcher, steps: int) -> list[dict[str, int]]:
@@ -162,6 +166,6 @@ def test_how_far_ahead_and_by_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_set_that_is_no_array_cannot_stay_on_the_device() -> None:
     config, provenance = configure(None, [*WORDS, "data.resident=true"])
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
-    learner = build_learner(config, provenance, build_task(source, source, provenance), Single())
+    learner = build_learner(config, provenance, build_task(source, source, provenance), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):
-        Prefetcher(config, Single(), build_recipe(config, provenance, 9), Slow(source), learner)
+        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, provenance, 9), Slow(source), learner)

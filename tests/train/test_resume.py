@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hvdtrain.comm.communicator import Single
 from ranks import ENGINES, mpirun, python
 from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
 from resume_runs import ROOM, Cell, Run, check_same, difference, read_run, reads_the_rest
 
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.train.checkpoint import files
@@ -206,7 +206,7 @@ def moved(stopped: Path, run: Path, **changes: Any) -> Path:
 
 def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_twice(tmp_path: Path) -> None:
     def run(folder: Path, stop: Stop | None = None) -> Run:
-        return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), Single()))
+        return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()))
 
     straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped", Stop("train", 7, 0))
     no_slots = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
@@ -221,12 +221,12 @@ def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_tw
 def test_the_first_step_comes_as_soon_after_a_million_steps(tmp_path: Path) -> None:
     """Nothing is replayed: neither samples, nor batches, nor schedules."""
     words = f"{LINEAR} framework=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] recipe.grow_to=[] max_steps="
-    do(Work(str(tmp_path / "short"), f"{words}4"), Single())
+    do(Work(str(tmp_path / "short"), f"{words}4"), SingleProcessCommunicator())
     seconds: dict[int, list[float]] = {4: [], 10**6: []}
     for turn, step in itertools.product(range(5), seconds):
         progress = Progress(157, 157 * 10**6, step, 31 * step)
         run = moved(tmp_path / "short", tmp_path / f"{step}-{turn}", progress=progress, epoch=progress.epoch, evaluated=step - 1)
-        outcome = do(Work(str(run), f"{words}{step + 3}"), Single())
+        outcome = do(Work(str(run), f"{words}{step + 3}"), SingleProcessCommunicator())
         assert outcome.rows == [indices(31 * step, 93, 0, 1, 157, seed=1).tolist()]
         seconds[step].append(outcome.start_s)
     early, late = (statistics.median(times) for times in seconds.values())

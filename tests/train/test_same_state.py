@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Buffer, Single
+from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
 from hvdtrain.data.source import ArraySource
@@ -21,7 +21,7 @@ from hvdtrain.train.build import build_learner, build_task
 from hvdtrain.train.same_state import agree, share_state
 
 
-class Beside(Single):
+class Beside(SingleProcessCommunicator):
     """Rank 1 of 2, where rank 0 is told: what it exchanged and what it broadcast."""
 
     rank, size = 1, 2
@@ -29,7 +29,7 @@ class Beside(Single):
     def __init__(self, first_says: list[Any], first_sends: dict[str, np.ndarray] | None = None) -> None:
         self.says, self.sends = list(first_says), first_sends or {}
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [self.says.pop(0), thing]
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
@@ -46,7 +46,7 @@ def test_facts_that_differ_are_named_with_rank_and_host() -> None:
 
 def learner(seed: int) -> Any:
     config, provenance = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
-    return build_learner(config, provenance, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), Single())
+    return build_learner(config, provenance, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
 
 
 def test_rank_0s_state_reaches_the_others() -> None:

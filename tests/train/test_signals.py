@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from ranks import Job, needs_mpirun, python
 
-from hvdtrain.train.health.signals import ECHO_S, NUMBERS, Signals
+from hvdtrain.train.health.signals import ECHO_S, NUMBER_TYPES, Signals
 
 HOST = socket.gethostname()
 
 
 def test_the_first_signal_is_heard_and_the_former_handlers_come_back() -> None:
-    former = [signal.getsignal(number) for number in NUMBERS]
+    former = [signal.getsignal(number) for number in NUMBER_TYPES]
     with Signals(0) as signals:
         assert signals.heard == ""
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -27,8 +27,8 @@ def test_the_first_signal_is_heard_and_the_former_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGINT)  # an echo: neither a KeyboardInterrupt nor the end
         signals.poll()
         assert signals.heard == "SIGUSR1"
-        assert [signal.getsignal(number) for number in NUMBERS] != former
-    assert [signal.getsignal(number) for number in NUMBERS] == former
+        assert [signal.getsignal(number) for number in NUMBER_TYPES] != former
+    assert [signal.getsignal(number) for number in NUMBER_TYPES] == former
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -36,7 +36,7 @@ def test_poll_hears_what_no_handler_could_yet() -> None:
     """The kernel's part only, as while the main thread is inside C code: the number is in the socket, the handler has not run."""
     with Signals(0) as signals:
         signals._hear = lambda number, frame: None  # type: ignore[method-assign]
-        for number in NUMBERS:
+        for number in NUMBER_TYPES:
             signal.signal(number, signals._hear)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert signals.heard == ""

@@ -18,7 +18,7 @@ import pytest
 from ranks import mpirun, needs_horovod
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
@@ -60,7 +60,7 @@ def test_a_stopwatch_reads_from_data_to_the_end_and_is_silent_where_nobody_asks(
     assert all(0 <= seconds < 5 for seconds in step.values()) and watch.read() == []
 
 
-class Three(Single):
+class Three(SingleProcessCommunicator):
     """Rank 1 of three, whose neighbours' rows of log.step_times are given."""
 
     rank, size = 1, 3
@@ -68,7 +68,7 @@ class Three(Single):
     def __init__(self, others: list[np.ndarray]) -> None:
         self.others = others
 
-    def exchange(self, thing: Any) -> list[Any]:
+    def allgather_object(self, thing: Any) -> list[Any]:
         return [thing] * 3
 
     def allgather(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -129,7 +129,7 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
 
 
 def test_sums_and_rows_of_ranks_travel_together() -> None:
-    class Doubling(Single):
+    class Doubling(SingleProcessCommunicator):
         def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
             return 2 * x
 
@@ -176,7 +176,13 @@ def test_a_target_that_was_reached_before_it_was_asked_for_is_not_told() -> None
 def test_all_ranks_look_at_their_counters_together_and_power_is_of_the_time_between() -> None:
     """Two counters of 100 W each, whose ranks meet every tenth of a second."""
     now = [0.0]
-    one = Telemetry(Single(), Watched(), Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]), ["n1"], Log([]))
+    one = Telemetry(
+        SingleProcessCommunicator(),
+        Watched(),
+        Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]),
+        ["n1"],
+        Log([]),
+    )
     told, asked = [], []
     one._read_s = -9.0  # long ago: due at the first meeting
     for rendezvous in range(4):
@@ -361,5 +367,5 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_gauges_of_a_configuration(tmp_path: Path) -> None:
     config, provenance = configure(None, ["log.step_times=true", "profile.steps=2:4"])
-    made = telemetry(config, provenance, (Single(), Watched()), ["n1"], Log([]), tmp_path)
+    made = telemetry(config, provenance, (SingleProcessCommunicator(), Watched()), ["n1"], Log([]), tmp_path)
     assert made.each_step and made.profile == (2, 4, tmp_path / "profile" / "rank-00000")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
@@ -97,7 +97,7 @@ def test_where_meetings_are_far_apart_each_has_its_look(monkeypatch: pytest.Monk
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     energy = Energy({"cpu": ""}, {"cpu": [Counter(lambda: 50.0 * now[0])]}, lambda: now[0])
-    one, train_state, watts = Telemetry(Single(), Still(), energy, ["n1"], Log([])), TrainState(Progress(10, 20)), []  # type: ignore[arg-type]
+    one, train_state, watts = Telemetry(SingleProcessCommunicator(), Still(), energy, ["n1"], Log([])), TrainState(Progress(10, 20)), []  # type: ignore[arg-type]
     one._met_s = one._read_s = now[0]
     for rendezvous in range(4):
         now[0] += 0.7

@@ -15,7 +15,7 @@ from ranks import python
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import indices
@@ -190,7 +190,7 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
     for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
         p, counts = Progress(1437, 99999, 7, start), []
         for rank in range(3):
-            communicator = Single()
+            communicator = SingleProcessCommunicator()
             communicator.rank, communicator.size = rank, 3  # type: ignore[misc]
             rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, communicator)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
@@ -204,7 +204,7 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
 def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
     config, p = configure(None, ["batch.size=10"])[0], Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
-        rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, batch), 10, Single())
+        rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, batch), 10, SingleProcessCommunicator())
         assert [len(part.samples) for part in rows] == lengths
         np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), indices(1430, batch, 0, 1, 1437, config.seed))
         assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
@@ -302,6 +302,6 @@ def test_too_few_samples_for_the_ranks() -> None:
     from hvdtrain.train.build import check_batch
 
     config, provenance = configure(None, ["batch.size=1"])
-    check_batch(config, provenance, Single.size)
+    check_batch(config, provenance, SingleProcessCommunicator.size)
     with pytest.raises(UserError, match="batch 1 does not split over 2 ranks"):
         check_batch(config, provenance, 2)

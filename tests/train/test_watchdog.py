@@ -151,12 +151,12 @@ def test_a_suspended_job_goes_on() -> None:
 
 FAKE = """
 import time
-from hvdtrain.comm.communicator import Single
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema_run import GuardConfig
 from hvdtrain.train.health.heartbeat import Pulse
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.health.watchdog import Watch
-class Fake(Single):
+class Fake(SingleProcessCommunicator):
     asked = 0
     def side_channel_gather(self, thing, wait_s):
         self.asked += 1

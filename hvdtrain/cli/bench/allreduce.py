@@ -59,7 +59,7 @@ def bench_allreduce(words: Sequence[str]) -> int:
     def work(communicator: Communicator, why: str) -> None:
         ranks = Ranks(communicator, _world(communicator, placement(os.environ)), max(4, int(given[0].comm.bucket_mb * 2**20)))
         rows = measure(ranks, asked.sizes, asked.budget)
-        hosts = communicator.exchange((socket.gethostname(), len(os.sched_getaffinity(0))))
+        hosts = communicator.allgather_object((socket.gethostname(), len(os.sched_getaffinity(0))))
         if communicator.rank == 0:
             facts = {"engine": communicator.name, "why": why, "ranks": communicator.size, "bucket_bytes": ranks.bucket_bytes}
             facts |= tables.hosts_of(hosts)
@@ -191,7 +191,7 @@ def check(communicator: Communicator, numbers: np.ndarray, way: Way) -> None:
     factor = communicator.rank + 1 if way.name == COPY else communicator.size * (communicator.size + 1) // 2
     expected = pattern * numbers.dtype.type(factor % 256 if numbers.dtype == np.uint8 else factor)
     wrong = int((numbers != expected).sum())
-    if any(told := communicator.exchange(wrong)):
+    if any(told := communicator.allgather_object(wrong)):
         where = f"{way.name}, comm.engine={communicator.name}, {numbers.nbytes} bytes"
         raise UserError(f"wrong sums on ranks {[rank for rank, count in enumerate(told) if count]}", where, "python -m hvdtrain check")
 

@@ -65,7 +65,7 @@ def measure(config: Config, provenance: Provenance, communicator: Communicator, 
         if communicator.rank == 0 and turn:
             print(f"bench data: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name, act in ways.items():
-            communicator.exchange(None)
+            communicator.allgather_object(None)
             start = time.perf_counter()
             act()
             seconds[name].append((time.perf_counter() - start) / (steps * share))

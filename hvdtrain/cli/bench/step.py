@@ -16,7 +16,7 @@ from hvdtrain.cli.bench import tables
 from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
 from hvdtrain.cli.bench.tables import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
@@ -39,12 +39,12 @@ def bench_step(words: Sequence[str]) -> int:
     return on_ranks((config, provenance), work)
 
 
-class Alone(Single):
+class Alone(SingleProcessCommunicator):
     """One rank's own engine, on the cores and the device that it has beside the others."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.local_rank, self.local_size = communicator.local_rank, communicator.local_size
-        self.exchange = communicator.exchange  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
+        self.allgather_object = communicator.allgather_object  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
 
 
 def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, turns: tuple[int, int]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def measure(config: Config, provenance: Provenance, communicator: Communicator, 
         if communicator.rank == 0 and turn:
             print(f"bench step: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name in list(ones)[:: 1 if turn % 2 else -1]:
-            communicator.exchange(None)
+            communicator.allgather_object(None)
             times[name].append(ones[name].block(steps) / steps)
         if not turn:
             together.prefetcher.waited_s = 0.0

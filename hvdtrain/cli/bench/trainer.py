@@ -41,7 +41,7 @@ class Trainer:
         learner: Any = build_learner(config, provenance, self.data.task, communicator)
         share_state(communicator, learner, None)
         deadline = Deadline("30d", {}, time.monotonic(), time.time(), time.monotonic) if communicator.rank == 0 else None
-        health = HealthMonitor(config, communicator, signals, Heartbeat(), communicator.exchange("host"), deadline)
+        health = HealthMonitor(config, communicator, signals, Heartbeat(), communicator.allgather_object("host"), deadline)
         recipe, samples = build_recipe(config, provenance, len(self.data.train)), len(self.data.train)
         watched = telemetry(config, provenance, (communicator, learner), health.hosts, Log([]), Path())
         self.prefetcher = Prefetcher(config, communicator, recipe, self.data.train, learner)

@@ -28,7 +28,7 @@ from hvdtrain.cli.check.rank_facts import code_digests, digest, facts_of
 from hvdtrain.cli.check.table import Report, short, text, tree
 from hvdtrain.cli.check.time_limit import Patience
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import LAUNCHERS, SRUN, Apart, Placement, placement
+from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, Provenance, assignments, configure, read_former
 from hvdtrain.config.schema import Config
@@ -106,8 +106,8 @@ def _alone(command: Command, place: Placement, error: Exception) -> int:
         report = Report([facts], "none", None, {"engine": None, "mpi": None}, [finding, *shared_resources.shares([facts])])
         _tell(command, report, USER)
     else:
-        time.sleep(SAME_S if isinstance(error, Apart) else ECHO_S)
-        if not isinstance(error, Apart):
+        time.sleep(SAME_S if isinstance(error, LauncherMismatch) else ECHO_S)
+        if not isinstance(error, LauncherMismatch):
             print(f"hvdtrain check: {short(finding)}", file=sys.stderr, flush=True)
     return USER
 
@@ -118,7 +118,7 @@ def _together(command: Command, given: tuple[Config, Provenance], met: tuple[Com
     mine: list[Finding] = []
     facts = facts_of(place, os.environ) | _UNKNOWN | {"rank": communicator.rank, "size": communicator.size, "engine": communicator.name}
     facts |= {"local_rank": communicator.local_rank, "local_size": communicator.local_size}
-    former = communicator.exchange(probe(mine, who(facts), lambda: _former(command)) if communicator.rank == 0 else None)[0]
+    former = communicator.allgather_object(probe(mine, who(facts), lambda: _former(command)) if communicator.rank == 0 else None)[0]
     resolved = probe(mine, who(facts), lambda: for_ranks(*configure(command.config, command.words, former or ()), communicator.size))
     config, provenance = resolved or given
     patience.work("reads the data")
@@ -126,7 +126,7 @@ def _together(command: Command, given: tuple[Config, Provenance], met: tuple[Com
     patience.meet("to compare")
     speeds = _measure(communicator, facts, place)
     facts["clock_s"] = speed.clocks(communicator)[communicator.rank]
-    everyone = communicator.exchange((facts, [tuple(finding) for finding in mine]))
+    everyone = communicator.allgather_object((facts, [tuple(finding) for finding in mine]))
     ranks = [theirs for theirs, _ in everyone]
     found = [Finding(*one) for _, theirs in everyone for one in theirs] + _same(communicator, config, ranks)
     code = DONE
@@ -139,7 +139,7 @@ def _together(command: Command, given: tuple[Config, Provenance], met: tuple[Com
         found = sorted(dict.fromkeys(found), key=lambda finding: ("error", "warning", "note").index(finding.level))
         code = USER if any(finding.level == "error" for finding in found) else DONE
         code = _tell(command, Report(ranks, f"{communicator.name}: {why}", run, speeds, found), code)
-    return int(communicator.exchange(code)[0])
+    return int(communicator.allgather_object(code)[0])
 
 
 def _former(command: Command) -> list[Assignment]:
@@ -179,7 +179,7 @@ def _keys(config: Config) -> dict[str, str]:
 def _measure(communicator: Communicator, facts: dict[str, Any], place: Placement) -> dict[str, Any]:
     """The speeds, on every rank; the same device on all, or the CPU."""
     device = facts["device"]["name"] if facts["device"] else "cpu"
-    places = communicator.exchange((device, facts["machine"] or facts["host"], facts["device"] and facts["device"]["id"]))
+    places = communicator.allgather_object((device, facts["machine"] or facts["host"], facts["device"] and facts["device"]["id"]))
     apart = len({place[1:] for place in places}) == len(places)  # NCCL does not take two ranks on one GPU
     device = device if apart and all(name.startswith("cuda") for name, *_ in places) and communicator.name != "mpi" else "cpu"
     if communicator.size == 1:
@@ -193,9 +193,9 @@ def _same(communicator: Communicator, config: Config, ranks: Sequence[dict[str, 
     """The code and the configuration of all ranks, file by file and key by key only where the digests differ. Every rank calls it."""
     found: list[Finding] = []
     if len({facts["code"] for facts in ranks}) > 1:
-        found += compare.files(ranks, communicator.exchange(code_digests()))
+        found += compare.files(ranks, communicator.allgather_object(code_digests()))
     if len({facts["config"] for facts in ranks}) > 1:
-        found += compare.configurations(ranks, communicator.exchange(_keys(config)))
+        found += compare.configurations(ranks, communicator.allgather_object(_keys(config)))
     return found
 
 

@@ -52,7 +52,7 @@ def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | No
     """MPI alone beside the engine, on every rank or on none: where the engine itself runs on MPI, through the same library."""
     if communicator.name in ("single", "mpi"):
         return None
-    return _mpi(communicator, place) if all(communicator.exchange(_can_speak())) else None
+    return _mpi(communicator, place) if all(communicator.allgather_object(_can_speak())) else None
 
 
 def _can_speak() -> bool:
@@ -76,4 +76,4 @@ def _mpi(communicator: Communicator, place: Placement) -> Communicator | None:
 def clocks(communicator: Communicator) -> list[float]:
     """The time of day on every rank, read as soon as all have met: true to about a millisecond."""
     communicator.allreduce(np.ones(1, np.float32), "check.clocks")
-    return [float(seconds) for seconds in communicator.exchange(time.time())]
+    return [float(seconds) for seconds in communicator.allgather_object(time.time())]

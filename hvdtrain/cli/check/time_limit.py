@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from hvdtrain.comm.communicator import leave
+from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import USER
 
 _LAST_WORDS_S = 1.5  # for the others': where the launcher ends the job at the first exit
@@ -43,7 +43,7 @@ class Patience:
             print(told, file=sys.stderr, flush=True)
         time.sleep(_LAST_WORDS_S)
         if number == self._number:
-            leave(USER)
+            exit_now(USER)
 
 
 _NETWORK = (

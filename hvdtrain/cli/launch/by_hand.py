@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.cli.launch.machine import visible_gpus
-from hvdtrain.comm.rendezvous import LOOPBACK, split_address
+from hvdtrain.comm.rendezvous import LOOPBACK, parse_address
 from hvdtrain.errors import UserError
 
 OPTIONS = ("--num-nodes", "--node-id", "--num-gpus")
@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
 
     def environments(self, address: str) -> list[dict[str, str]]:
         """What tells each process of this host its place; the names are torchrun's."""
-        host, port = split_address(address)
+        host, port = parse_address(address)
         common = {"WORLD_SIZE": self.nodes * self.ranks, "LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": host, "MASTER_PORT": port}
         places = [{"RANK": self.this * self.ranks + local, "LOCAL_RANK": local} for local in range(self.ranks)]
         return [{key: str(value) for key, value in (common | place).items()} for place in places]

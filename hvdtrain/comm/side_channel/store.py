@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from hvdtrain.comm.communicator import leave
+from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import DONE, LOST
 
 POLL_S = 0.1
@@ -110,4 +110,4 @@ class StoreSideChannel:
         if code == LOST and self._rank:
             with contextlib.suppress(OSError):
                 print(f"hvdtrain: rank {self._rank}: the connection to rank 0 broke", file=sys.stderr, flush=True)
-        leave(code)
+        exit_now(code)

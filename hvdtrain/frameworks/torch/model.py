@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-from hvdtrain.comm.communicator import Communicator, Single
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
@@ -66,7 +66,7 @@ def build_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.
 
 def checked_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.Module:
     """The model of one rank; a user's own class is tried."""
-    model = normed_model(config, provenance, task, Single())
+    model = normed_model(config, provenance, task, SingleProcessCommunicator())
     if plugins.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
         check_logits(model, config, provenance, task)
     return model

@@ -34,7 +34,7 @@ def pick_precision(config: Config, provenance: Provenance, device: torch.device,
     """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
     name, why = config.speed.precision, ""
     if name == "auto":
-        able = all(communicator.exchange(is_built_for_bf16(device)))
+        able = all(communicator.allgather_object(is_built_for_bf16(device)))
         name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
     if name == "fp16" and config.log.noise_scale:
         what = "log.noise_scale reads each rank's own gradients, which fp16 scales"

@@ -20,7 +20,7 @@ from hvdtrain.train.progress.train_state import TrainState
 
 FORMAT = 2
 ARRAYS = ("weights.safetensors", "slots.safetensors")
-NUMBERS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+NUMBER_TYPES, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
 _STRANGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # what files of others do to their reader
 _HEADER_BYTES = 10**8  # safetensors' own limit
 ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
@@ -56,7 +56,7 @@ def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity
         unfinished.mkdir()
         numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(train_state)}
         _write_files(unfinished, arrays, numbers)
-        for name in (*ARRAYS, NUMBERS, CHECKSUMS):
+        for name in (*ARRAYS, NUMBER_TYPES, CHECKSUMS):
             sync(unfinished / name)
         sync(unfinished)
         if folder.exists():  # damaged, or of the same step before its evaluation: until the new one is there it counts, under this name
@@ -81,10 +81,10 @@ def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
         save_file(optimizer_state, folder / ARRAYS[1])
     except SafetensorError as error:  # its form of an OSError
         raise OSError(str(error)) from error
-    (folder / NUMBERS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    (folder / NUMBER_TYPES).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
     for name in ARRAYS:  # safetensors lets nobody but the owner read them; a group shares its runs
-        (folder / name).chmod((folder / NUMBERS).stat().st_mode)
-    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, NUMBERS)]
+        (folder / name).chmod((folder / NUMBER_TYPES).stat().st_mode)
+    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, NUMBER_TYPES)]
     (folder / CHECKSUMS).write_text("".join(sums))
 
 
@@ -100,7 +100,7 @@ def sync(path: Path) -> None:
 def read_numbers(folder: Path) -> Checkpoint:
     """What a checkpoint says of itself, its arrays unread and unchecked; Damaged where that cannot be read."""
     try:
-        tree = json.loads(_small_text(folder / NUMBERS))
+        tree = json.loads(_small_text(folder / NUMBER_TYPES))
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
         if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
@@ -109,7 +109,7 @@ def read_numbers(folder: Path) -> Checkpoint:
             raise TypeError("names are no texts")
         return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"], tree["names"])
     except (OSError, *_STRANGE) as error:
-        raise _damaged(folder, NUMBERS, error) from None
+        raise _damaged(folder, NUMBER_TYPES, error) from None
 
 
 def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -> Arrays:
@@ -121,11 +121,11 @@ def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -
     try:
         lines = (line.partition("  ") for line in _small_text(folder / CHECKSUMS).splitlines())
         told = {of: checksum for checksum, _, of in lines}
-        for name in (*ARRAYS, NUMBERS):
-            size, most = (folder / name).stat().st_size, _NUMBERS_BYTES if name == NUMBERS else limit_bytes
+        for name in (*ARRAYS, NUMBER_TYPES):
+            size, most = (folder / name).stat().st_size, _NUMBERS_BYTES if name == NUMBER_TYPES else limit_bytes
             if size > most:
                 raise ValueError(f"{size} bytes, where this model and optimizer have at most {most}")
-            if name != NUMBERS:
+            if name != NUMBER_TYPES:
                 _check_length(folder / name, size)
             if told.get(name) != _checksum(folder / name):
                 raise ValueError("its checksum is not the one in SHA256SUMS")

@@ -21,7 +21,7 @@ def check_equal(communicator: Communicator, learner: Learner, last: Hyper, hosts
     everyone = communicator.allgather(np.array([int(whole, 16)], np.uint64).view(np.int64), "equal")
     if len(set(everyone.tolist())) == 1:
         return whole
-    raise Diverged(*explain(communicator.exchange(mine), hosts, last.step + 1))
+    raise Diverged(*explain(communicator.allgather_object(mine), hosts, last.step + 1))
 
 
 def explain(tables: list[dict[str, int]], hosts: list[str], step: int) -> tuple[str, str, str]:

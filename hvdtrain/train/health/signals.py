@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 # SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM or SIGINT,
 # it kills the ranks within a second, whatever they have to save.
-NUMBERS = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+NUMBER_TYPES = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ECHO_S = 1.0  # a launcher and a scheduler may both deliver one signal: a repetition within this time is the same one
 
 
 class Signals:
-    """`heard` is "", or the name of the first of NUMBERS that came ("SIGUSR2").
+    """`heard` is "", or the name of the first of NUMBER_TYPES that came ("SIGUSR2").
 
     A context manager, in the main thread; in another one no signal is heard. The handlers do nothing else, so Ctrl-C raises no
     KeyboardInterrupt. Python runs handlers between two steps of the main thread, so never in an MPI call that hangs: the numbers go
@@ -75,7 +75,7 @@ class Signals:
         os._exit(128 + number)
 
     def _install(self) -> None:
-        for number in NUMBERS:
+        for number in NUMBER_TYPES:
             former = signal.getsignal(number)
             if former is signal.SIG_IGN:  # whoever started us wants it ignored, as a shell does for SIGINT of what runs behind
                 continue

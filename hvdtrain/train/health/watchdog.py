@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, NoReturn, TypeVar
 
-from hvdtrain.comm.communicator import Communicator, leave
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema_run import GuardConfig
+from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals, say
@@ -58,7 +59,7 @@ class Watchdog:
 
     def meet(self, communicator: Communicator) -> None:
         """From now on one report tells of all ranks. Every rank calls it, once."""
-        self._hosts = communicator.exchange(self._host)
+        self._hosts = communicator.allgather_object(self._host)
         self._engine = communicator
 
     def _watch(self) -> None:
@@ -139,7 +140,7 @@ class Watchdog:
         if self._engine is not None and self._engine.size > 1:
             time.sleep(PASSED_ON_S)
             self._engine.abort(code)
-        leave(code)
+        exit_now(code)
 
 
 class Idle:

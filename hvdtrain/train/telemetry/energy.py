@@ -130,7 +130,7 @@ def measure(
         except Unmeasured as error:
             why[kind] = str(error)
     host = socket.gethostname()
-    claims: list[Claim] = communicator.exchange(Claim(host, _machine(host), gpu, why))
+    claims: list[Claim] = communicator.allgather_object(Claim(host, _machine(host), gpu, why))
     joined = {kind: _reason([c for c in claims if kind in c.why], kind) for kind in KINDS if any(kind in c.why for c in claims)}
     first = {
         "gpu": gpu is not None and communicator.rank == min(rank for rank, c in enumerate(claims) if c.gpu == gpu),
