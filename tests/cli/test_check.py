@@ -1,4 +1,4 @@
-"""python -m hvdtrain check: under real launchers, with ranks that are really different, alone, and late."""
+"""python -m hvdtrain check under real launchers: ranks that differ, one process, a rank that fails, a rank that is late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
@@ -17,19 +17,27 @@ CHECK = ["-m", "hvdtrain", "check"]
 SMALL = ["framework=numpy", "model.name=linear"]  # needs no torch
 MNIST = [*SMALL, "data.name=mnist", "data.root=data", "data.download=false", "batch.size=4"]
 
-# Becomes `check` with the words, after each rank has done what it was told: {rank: [Python to run, more words, environment]}
+# Prepares each rank by {rank: Preparation}, then becomes `check` with the arguments.
 WRAPPER = """
 import json, os, sys, time
-rank, told, words = os.environ["OMPI_COMM_WORLD_RANK"], json.loads(sys.argv[1]), sys.argv[2:]
-code, more, environ = told.get(rank, ["", [], {}])
+rank, preparations, arguments = os.environ["OMPI_COMM_WORLD_RANK"], json.loads(sys.argv[1]), sys.argv[2:]
+code, more_arguments, environ = preparations.get(rank, ["", [], None])
 exec(code)
-os.environ.update(environ)
-os.execv(sys.executable, [sys.executable, "-m", "hvdtrain", "check", *words, *more])
+os.environ.update(environ or {})
+os.execv(sys.executable, [sys.executable, "-m", "hvdtrain", "check", *arguments, *more_arguments])
 """
 
 
-def wrapped(told: dict[int, tuple[str, list[str], dict[str, str]]], words: list[str]) -> list[str]:
-    return ["-c", WRAPPER, json.dumps(told), *words]
+class Preparation(NamedTuple):
+    """What is special about one rank."""
+
+    code: str = ""  # Python, run before check
+    arguments: tuple[str, ...] = ()
+    environ: dict[str, str] | None = None
+
+
+def wrapped(preparations: dict[int, Preparation], arguments: list[str]) -> list[str]:
+    return ["-c", WRAPPER, json.dumps(preparations), *arguments]
 
 
 def findings(tree: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
@@ -66,21 +74,21 @@ def test_one_process(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/.hvdtrain-check*")) and not (tmp_path / "run").exists(), "a check leaves nothing behind"
 
 
-def test_what_is_wrong_on_one_process(tmp_path: Path) -> None:
+def test_errors_and_warnings_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    words = [*SMALL, "data.name=mnist", f"data.root={tmp_path}/nowhere", "data.download=false", f"run={tmp_path}/file/run"]
-    result = python([*CHECK, *words, "--json", "-"], env={"XDG_CACHE_HOME": f"{tmp_path}/file"})
+    overrides = [*SMALL, "data.name=mnist", f"data.root={tmp_path}/nowhere", "data.download=false", f"run={tmp_path}/file/run"]
+    result = python([*CHECK, *overrides, "--json", "-"], env={"XDG_CACHE_HOME": f"{tmp_path}/file"})
     assert result.returncode == 2, result
     tree = json.loads(result.stdout)
-    told = findings(tree)
+    found = findings(tree)
     assert tree["exit_code"] == 2
     assert [finding["level"] for finding in tree["findings"]] == ["error", "error", "warning"]
     run = f"cannot write the run folder {tmp_path}/file/run: Not a directory"
-    assert told[run] == ("error", "run, command line", "give run= a folder that can be written")
-    assert told[f"cannot write in {tmp_path}/file/hvdtrain: Not a directory"][2].startswith(
-        "XDG_CACHE_HOME=DIR with a folder on a local disk"
+    assert found[run] == ("error", "run, command line", "give run= a folder that can be written")
+    assert found[f"cannot write in {tmp_path}/file/hvdtrain: Not a directory"][2].startswith(
+        "give XDG_CACHE_HOME= a folder on a local disk"
     )
-    assert any(str(tmp_path / "nowhere") in what + where for what, (_, where, _) in told.items())
+    assert any(str(tmp_path / "nowhere") in what + where for what, (_, where, _) in found.items())
 
 
 @needs_mpirun
@@ -94,31 +102,31 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
         file.write("# another line\n")
     (tmp_path / "code/hvdtrain/mine.py").write_text('"""Mine."""\n')
     stay, pin = f"os.chdir({str(tmp_path / 'most')!r})", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
-    told = {
-        0: (stay, [], {}),
-        1: (f"{stay}; {pin}", ["seed=2"], {}),
-        2: (f"os.chdir({str(tmp_path / 'fewer')!r}); {pin}", [], {"PYTHONPATH": str(tmp_path / "code")}),
-        3: (f"os.chdir({str(tmp_path / 'none')!r})", [], {"OMP_NUM_THREADS": "64"}),
+    preparations = {
+        0: Preparation(stay),
+        1: Preparation(f"{stay}; {pin}", arguments=("seed=2",)),
+        2: Preparation(f"os.chdir({str(tmp_path / 'fewer')!r}); {pin}", environ={"PYTHONPATH": str(tmp_path / "code")}),
+        3: Preparation(f"os.chdir({str(tmp_path / 'none')!r})", environ={"OMP_NUM_THREADS": "64"}),
     }
-    result = mpirun(4, wrapped(told, ["comm.engine=mpi", *MNIST, "--json", str(tmp_path / "out.json")]), timeout_s=90)
+    result = mpirun(4, wrapped(preparations, ["comm.engine=mpi", *MNIST, "--json", str(tmp_path / "out.json")]), timeout_s=90)
     assert result.returncode == 2, result
     tree = json.loads((tmp_path / "out.json").read_text())
     found, host = findings(tree), os.uname().nodename
-    code = found["code of hvdtrain differs: mine.py (only there), state.py"]
-    assert code[:2] == ("error", f"rank 2 on {host}; 3 ranks are alike")
-    assert found["configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 ranks are alike")
+    code = found["hvdtrain's code differs: core/seeds.py, mine.py (only there)"]
+    assert code[:2] == ("error", f"rank 2 on {host}; 3 other ranks agree")
+    assert found["the configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 other ranks agree")
     assert found["training samples: 6 instead of 8"][:2] == ("error", f"rank 2 on {host}")
     missing = next(where for what, (_, where, _) in found.items() if "MNIST" in what + where)
     assert missing.startswith(f"rank 3 on {host}")
-    assert any(what.startswith("OMP_NUM_THREADS=64 makes 67 threads") for what in found)
+    assert any(what.startswith("OMP_NUM_THREADS=64 starts 67 threads") for what in found)
     if len(os.sched_getaffinity(0)) > 1:
         assert any(what.startswith("2 ranks share 1 core (") for what in found)
     assert [facts["rank"] for facts in tree["ranks"]] == [0, 1, 2, 3] and len({facts["pid"] for facts in tree["ranks"]}) == 4
     assert [bool(facts["data"]) for facts in tree["ranks"]] == [True, True, True, False]
-    assert tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None  # the mpi engine is plain MPI
+    assert tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None  # the mpi engine is plain MPI itself
     for what in found:
         assert f": {what}\n  where: " in result.stdout
-    assert "5 errors" in result.stdout and "the job would not run as it should" in result.stdout
+    assert "5 errors" in result.stdout and "the job would fail or run incorrectly" in result.stdout
 
 
 @needs_mpirun
@@ -130,8 +138,8 @@ def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
     assert not [finding for finding in tree["findings"] if finding["level"] == "error"]
     assert tree["engine"] == "horovod: as asked" and [facts["engine"] for facts in tree["ranks"]] == ["horovod"] * 2
     for name in ("engine", "mpi"):
-        told = tree["speed"][name]
-        assert 0 < told["latency_s"] < told["seconds"] and told["bytes_per_s"] == pytest.approx(2**24 / told["seconds"])
+        speed = tree["speed"][name]
+        assert 0 < speed["latency_s"] < speed["seconds"] and speed["bytes_per_s"] == pytest.approx(2**24 / speed["seconds"])
     for facts in tree["ranks"]:
         assert facts["libraries"]["horovod"] == facts["libraries"]["mpi4py"] and facts["launcher_mpi"] in facts["libraries"][
             "mpi4py"
@@ -142,16 +150,16 @@ def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"}
 
 
-def test_n_jobs_of_one_rank() -> None:
-    """srun without --mpi: every process would train alone. Rank 0 tells it, the others are silent."""
-    words = [*CHECK, *SMALL, "comm.engine=mpi"]
-    first = python(words, env={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+def test_srun_that_starts_n_jobs_of_one_rank() -> None:
+    """srun without --mpi: every process would train alone. Rank 0 reports it, the others are silent."""
+    argv = [*CHECK, *SMALL, "comm.engine=mpi"]
+    first = python(argv, env={**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first.returncode == 2, first
     assert first.stdout.startswith("hvdtrain check: rank 0 alone\n") and "MPI       started by srun without PMI" in first.stdout
     where = f"  where: rank 0 on {os.uname().nodename}; comm.engine=mpi; mpi4py uses "
     assert f"error: srun started 4 processes, but the mpi engine sees only itself (size 1)\n{where}" in first.stdout
     assert "  fix: srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or " in first.stdout
-    other = python(words, env={**STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})
+    other = python(argv, env={**STEP, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})
     assert (other.returncode, other.stdout, other.stderr) == (2, "", "")
 
 
@@ -164,14 +172,16 @@ def test_a_launcher_that_contradicts_itself() -> None:
 
 
 @needs_mpirun
-def test_a_rank_that_cannot_start_or_does_not_come(tmp_path: Path) -> None:
-    """The one speaks for itself; the other is missed, and nobody waits for ever."""
+def test_a_rank_that_cannot_start_or_never_connects(tmp_path: Path) -> None:
+    """A rank that fails prints its error; where a rank never connects, rank 0 reports that and no rank waits for ever."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text("raise ImportError('not on this host')\n")
-    result = mpirun(2, wrapped({1: ("", [], {"PYTHONPATH": f"{tmp_path}:{ROOT}"})}, [*SMALL, "comm.engine=mpi", "--limit", "30"]))
+    result = mpirun(
+        2, wrapped({1: Preparation(environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})}, [*SMALL, "comm.engine=mpi", "--limit", "30"])
+    )
     assert result.returncode == 2 and result.seconds < 45, result
     assert f"the mpi engine cannot load mpi4py: not on this host (rank 1 on {os.uname().nodename}; comm.engine=mpi); fix: " in result.stderr
-    result = mpirun(2, wrapped({1: ("time.sleep(60)", [], {})}, [*SMALL, "comm.engine=mpi", "--limit", "4"]))
+    result = mpirun(2, wrapped({1: Preparation("time.sleep(60)")}, [*SMALL, "comm.engine=mpi", "--limit", "4"]))
     assert result.returncode == 2 and result.seconds < 45, result
     assert "hvdtrain check: error: rank 0 waited 4 s for other ranks to connect\n" in result.stderr
 

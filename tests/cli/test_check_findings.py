@@ -1,17 +1,19 @@
-"""The findings of check, from facts made up: GPUs, cores, containers and clocks that the machine of a test does not have."""
+"""The findings of check, from invented facts: GPUs, cores, containers and clocks that the machine of a test does not have."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from hvdtrain.cli.check.compare import compare
-from hvdtrain.cli.check.findings import Finding, of_error, probe, ranks_words, spans
-from hvdtrain.cli.check.rank_facts import container, launcher_mpi
-from hvdtrain.cli.check.shared_resources import shares, speed
+from hvdtrain.cli.check.differences import differing_code, find_differences
+from hvdtrain.cli.check.findings import Finding, describe_ranks, finding_of_error, most_severe_first, number_ranges
+from hvdtrain.cli.check.inspection import RankInspection
+from hvdtrain.cli.check.rank_facts import RankFacts, container, launcher_mpi
+from hvdtrain.cli.check.shared_resources import find_shortages
+from hvdtrain.cli.check.speed import AllreduceSpeed, slow_engine
 from hvdtrain.errors import UserError
 
 MIB = 2**20
@@ -24,8 +26,8 @@ def gpu(identity: str, visible: int = 4) -> dict[str, Any]:
 CPU = {"name": "cpu", "model": "", "id": "", "bytes": 0, "visible": 0}
 
 
-def rank(number: int, host: str = "n1", **other: Any) -> dict[str, Any]:
-    """A rank of four without fault; two on each host."""
+def rank(number: int, host: str = "n1", **other: Any) -> RankFacts:
+    """A faultless rank of four, two on each host; `other` facts replace the usual ones."""
     usual: dict[str, Any] = {
         "rank": number, "size": 4, "local_rank": number % 2, "local_size": 2, "launcher": "srun", "launcher_mpi": "Open MPI 5.0.11",
         "host": host, "machine": f"boot of {host}", "container": "", "pid": 100 + number, "versions": {"torch": "2.13"}, "code": "c",
@@ -34,69 +36,75 @@ def rank(number: int, host: str = "n1", **other: Any) -> dict[str, Any]:
         "libraries": {"mpi4py": "Open MPI v5.0.11", "horovod": "Open MPI v5.0.11", "nccl": True}, "clock_s": 1e9,
     }  # fmt: skip
     assert set(other) <= set(usual)
-    return usual | other
+    return cast(RankFacts, usual | other)
 
 
-def four(**of_rank_3: Any) -> list[dict[str, Any]]:
-    """Ranks 0 and 1 on n1, 2 and 3 on n2, of which the last is odd."""
+def four(**of_rank_3: Any) -> list[RankFacts]:
+    """Ranks 0 and 1 on n1, 2 and 3 on n2; facts of the last one are given."""
     return [rank(0), rank(1), rank(2, "n2"), rank(3, "n2", **of_rank_3)]
 
 
 NO_HOROVOD = {"mpi4py": "Open MPI v5.0.11", "horovod": None, "nccl": None}
 
 
-def test_four_good_ranks_are_not_found_fault_with() -> None:
-    assert compare(four()) == [] and shares(four()) == []
+def test_four_faultless_ranks_have_no_findings() -> None:
+    assert find_differences(four()) == [] and find_shortages(four()) == []
 
 
 @pytest.mark.parametrize(
     ("ranks", "level", "what", "where", "fix"),
     [
-        (four(versions={"torch": "2.12"}), "error", "torch 2.12 instead of 2.13", "rank 3 on n2", "the same environment"),
-        (four(versions={}), "error", "torch is not installed instead of 2.13", "rank 3 on n2", "the same environment"),
+        (four(versions={"torch": "2.12"}), "error", "torch is 2.12; other ranks: 2.13", "rank 3 on n2", "install the same environment"),
+        (four(versions={}), "error", "torch is not installed; other ranks: 2.13", "rank 3 on n2", "install the same environment"),
         (
             four(libraries={"mpi4py": "MPICH 5", "horovod": "Open MPI v5.0.11", "nccl": True}),
-            *("error", "MPI of mpi4py MPICH 5 instead of Open MPI v5.0.11", "rank 3 on n2", "the same environment"),
+            *("error", "MPI of mpi4py is MPICH 5; other ranks: Open MPI v5.0.11", "rank 3 on n2", "install the same environment"),
         ),
         (
             four(container="docker"),
-            *("warning", "some ranks run in a container (docker), the others in none", "rank 3 on n2", "start all of them the same way"),
+            *("warning", "some ranks run in a container (docker), the others outside of containers", "rank 3 on n2", "start all ranks"),
         ),
         (
             [rank(number, f"n{number // 2}", data={"training samples": 9 - number // 3, "seconds": number}) for number in range(4)],
-            *("error", "training samples: 8 instead of 9", "rank 3 on n1", "the same data on every host"),
+            *("error", "training samples: 8 instead of 9", "rank 3 on n1", "copy the same data to every host"),
         ),
         (
             [rank(0, machine="a"), rank(1, machine="b")],
-            *("warning", "2 machines are all called n1", "rank 0; rank 1", "a host name of its own for each machine"),
+            *("warning", "2 machines have the host name n1", "rank 0; rank 1", "give each machine or container its own host name"),
         ),
         (
             [rank(number, f"n{number // 2}", machine="one", cores=[number]) for number in range(4)],
-            *("note", "hosts n0, n1 are one machine, started once", "ranks 0-1 on n0, 2-3 on n1", "nothing, where"),
+            *("note", "hosts n0, n1 are one machine (same boot id)", "ranks 0-1 on n0, 2-3 on n1", "none needed where"),
         ),
         (
             [rank(0), rank(1, local_rank=0)],
-            *("warning", "the local ranks on n1 are 0, 0, not 0 to 1", "ranks 0-1 on n1", "host names that the launcher and"),
+            *("warning", "the local ranks on n1 are 0, 0, not 0 to 1", "ranks 0-1 on n1", "start all ranks of a host with one launcher"),
         ),
         (
             [rank(number, container="apptainer", launcher_mpi="Open MPI 4 or older") for number in range(2)],
             *("warning", "Open MPI 4 or older started ranks that use Open MPI v5.0.11 in a container", "ranks 0-1 on n1"),
-            "the same major version on both sides: an image with Open MPI 4",
+            "use the same major version on both sides: an image with Open MPI 4",
         ),
-        (four(clock_s=1e9 + 7), "warning", "the clocks of the hosts are 7.0 s apart", "rank 3 on n2", "a time service"),
+        (four(clock_s=1e9 + 7), "warning", "the clocks of the hosts differ by 7.0 s", "rank 3 on n2", "run a time service"),
     ],
 )
-def test_what_differs(ranks: list[dict[str, Any]], level: str, what: str, where: str, fix: str) -> None:
-    expect(compare(ranks), level, what, where, fix)
+def test_differences_between_ranks(ranks: list[RankFacts], level: str, what: str, where: str, fix: str) -> None:
+    expect(find_differences(ranks), level, what, where, fix)
 
 
 @pytest.mark.parametrize(
     ("ranks", "level", "what", "where", "fix"),
     [
-        ([rank(0), rank(1, cores=[0])], "warning", "2 ranks share 1 core (0) of the 2", "ranks 0-1 on n1", "mpirun --bind-to none"),
+        (
+            [rank(0), rank(1, cores=[0])],
+            "warning",
+            "2 ranks share 1 core (0) of the machine's 2",
+            "ranks 0-1 on n1",
+            "mpirun --bind-to none",
+        ),
         (
             [rank(number, cores=[0, 1]) for number in range(3)],
-            *("warning", "3 ranks share 2 cores (0-1) of the 2", "ranks 0-2 on n1", "fewer ranks on each host"),
+            *("warning", "3 ranks share 2 cores (0-1) of the machine's 2", "ranks 0-2 on n1", "start fewer ranks on each host"),
         ),
         (
             [rank(number, host_cores=64) for number in range(2)],
@@ -104,20 +112,25 @@ def test_what_differs(ranks: list[dict[str, Any]], level: str, what: str, where:
         ),
         (
             [rank(number, omp_num_threads="4", cores=[0, 1, 2, 3], host_cores=4) for number in range(2)],
-            *("warning", "OMP_NUM_THREADS=4 makes 8 threads on 4 cores", "ranks 0-1 on n1", "unset it, or OMP_NUM_THREADS=2"),
+            *("warning", "OMP_NUM_THREADS=4 starts 8 threads on 4 cores", "ranks 0-1 on n1", "unset it, or OMP_NUM_THREADS=2"),
         ),
         (
             [rank(number, device=gpu("GPU-1", visible=1)) for number in range(2)],
             *("error", "2 ranks train on one GPU (H100, GPU-1), which NCCL refuses", "ranks 0-1 on n1"),
-            "as many ranks on a host as it has GPUs (each of these sees 1)",
+            "start as many ranks on a host as it has GPUs (each of these ranks sees 1)",
         ),
         (
             [rank(number, device=gpu("GPU-1"), engine="mpi", libraries=NO_HOROVOD) for number in range(2)],
-            *("warning", "2 ranks train on one GPU (H100, GPU-1)", "ranks 0-1 on n1", "as many ranks"),
+            *("warning", "2 ranks train on one GPU (H100, GPU-1)", "ranks 0-1 on n1", "start as many ranks"),
         ),
         (
             [rank(0, device=gpu("GPU-1")), rank(1)],
-            *("warning", "1 of 2 ranks here train on the CPU, the others on GPUs", "rank 1 on n1", "let each rank see its GPU"),
+            *(
+                "warning",
+                "1 of 2 ranks of this machine train on the CPU, the others on GPUs",
+                "rank 1 on n1",
+                "make a GPU visible to each rank",
+            ),
         ),
         (
             [rank(number, device=gpu(f"GPU-{number}"), libraries={"mpi4py": "", "horovod": "x", "nccl": False}) for number in range(2)],
@@ -125,18 +138,18 @@ def test_what_differs(ranks: list[dict[str, Any]], level: str, what: str, where:
         ),
         (
             [rank(number, container="docker", shared_memory_bytes=[64 * MIB, 60 * MIB]) for number in range(2)],
-            *("warning", "/dev/shm is small: 60 of its 64 MiB are free; 2 ranks want 128 MiB", "n1, in a container (docker)"),
+            *("warning", "/dev/shm is small: 60 of its 64 MiB are free; 2 ranks need 128 MiB", "n1, in a container (docker)"),
             "docker or podman: --shm",
         ),
         (
             four(infiniband=["mlx5_0"], locked_memory_bytes=65536),
-            *("warning", "InfiniBand (mlx5_0) with 64 KiB of locked memory", "rank 3 on n2", "ulimit -l unlimited"),
+            *("warning", "InfiniBand (mlx5_0) with a limit of 64 KiB of locked memory", "rank 3 on n2", "ulimit -l unlimited"),
         ),
-        (four(open_files=256), "warning", "256 open files are allowed; 4 ranks may need 288", "rank 3 on n2", "ulimit -n 4096"),
+        (four(open_files=256), "warning", "the limit of open files is 256; 4 ranks may need 288", "rank 3 on n2", "ulimit -n 4096"),
     ],
 )
-def test_what_is_shared(ranks: list[dict[str, Any]], level: str, what: str, where: str, fix: str) -> None:
-    expect(shares(ranks), level, what, where, fix)
+def test_shortages_of_shared_resources(ranks: list[RankFacts], level: str, what: str, where: str, fix: str) -> None:
+    expect(find_shortages(ranks), level, what, where, fix)
 
 
 def expect(found: list[Finding], level: str, what: str, where: str, fix: str) -> None:
@@ -147,40 +160,57 @@ def expect(found: list[Finding], level: str, what: str, where: str, fix: str) ->
 
 
 def test_gpus_of_two_hosts_without_uuids_are_two() -> None:
-    assert shares([rank(0, device=gpu("cuda:0")), rank(2, "n2", device=gpu("cuda:0"))]) == []
+    assert find_shortages([rank(0, device=gpu("cuda:0")), rank(2, "n2", device=gpu("cuda:0"))]) == []
+
+
+def of_speed(bytes_per_s: float) -> AllreduceSpeed:
+    return {"latency_s": 1.0, "seconds": 1.0, "bytes_per_s": bytes_per_s}
 
 
 def test_an_engine_slower_than_half_of_mpi() -> None:
-    fast, slow = ({"bytes_per_s": value, "latency_s": 1.0, "seconds": 1.0} for value in (10e6, 4.9e6))
+    fast, slow = of_speed(10e6), of_speed(4.9e6)
+    what, where = "the horovod engine reduces 5 MB/s, plain MPI 10 MB/s", "an allreduce of 16 MiB over all ranks"
+    expect(slow_engine("horovod", {"engine": slow, "mpi": fast}), "warning", what, where, "give Horovod's thread a core")
+    assert slow_engine("horovod", {"engine": fast, "mpi": slow}) == []
+    assert slow_engine("mpi", {"engine": slow, "mpi": None}) == slow_engine("single", {"engine": None, "mpi": None}) == []
+
+
+def test_code_that_differs_is_named_by_file() -> None:
+    usual = {"core/seeds.py": "a", "train/loop.py": "b"}
+    other = {"core/seeds.py": "c", "mine.py": "d"}
     expect(
-        speed("horovod", slow, fast),
-        "warning",
-        "the horovod engine adds up 5 MB/s, plain MPI 10 MB/s",
-        "an allreduce of 16 MiB over all ranks",
-        "a core",
+        differing_code(four(), [usual, usual, usual, other]),
+        *("error", "hvdtrain's code differs: core/seeds.py, mine.py (only there), train/loop.py (missing)"),
+        *("rank 3 on n2; 3 other ranks agree", "use one installation"),
     )
-    assert speed("horovod", fast, slow) == speed("mpi", slow, None) == speed("single", None, None) == []
+    many = [{f"{number}.py": "a" for number in range(6)} | {"mine.py": "b"}] * 3 + [{}]
+    assert differing_code(four(), many)[0].what.endswith("3.py (missing) and 3 more")
 
 
-def test_a_failed_look_is_a_finding_of_its_rank() -> None:
-    found: list[Finding] = []
+def test_a_failed_attempt_is_a_finding_of_its_rank() -> None:
+    inspection = RankInspection(rank(3, "n2"))
 
     def refuse() -> None:
         raise UserError("no data", "data.root, default", "give data.root=")
 
-    assert probe(found, "rank 3 on n2", refuse) is None and probe(found, "rank 3 on n2", lambda: 7) == 7
-    probe(found, "rank 3 on n2", lambda: int("x"))
-    assert found[0] == Finding("error", "no data", "rank 3 on n2; data.root, default", "give data.root=")
-    assert found[1].what == "ValueError: invalid literal for int() with base 10: 'x'" and found[1].where.startswith(
-        f"rank 3 on n2, {__file__}:"
-    )
-    assert of_error(UserError("only what"), "rank 0 on n1") == Finding("error", "only what", "rank 0 on n1", "")
+    assert inspection.attempt(refuse) is None and inspection.attempt(lambda: 7) == 7
+    inspection.attempt(lambda: int("x"))
+    user_error, unexpected = inspection.findings
+    assert user_error == Finding("error", "no data", "rank 3 on n2; data.root, default", "give data.root=")
+    assert unexpected.what == "ValueError: invalid literal for int() with base 10: 'x'"
+    assert unexpected.where.startswith(f"rank 3 on n2, {__file__}:")
+    assert finding_of_error(UserError("only what"), "rank 0 on n1") == Finding("error", "only what", "rank 0 on n1", "")
 
 
-def test_many_ranks_in_few_words() -> None:
-    assert spans([5, 0, 1, 2, 9, 8]) == "0-2,5,8-9"
-    assert ranks_words([rank(0), rank(1), rank(4), rank(2, "n2")]) == "ranks 0-1,4 on n1, 2 on n2"
-    assert ranks_words(rank(number, f"n{number}") for number in range(10)).endswith("7 on n7 and 2 more hosts")
+def test_errors_come_first_and_once() -> None:
+    note, warning, error = Finding("note", "n", "", ""), Finding("warning", "w", "", ""), Finding("error", "e", "", "")
+    assert most_severe_first([note, error, warning, error]) == [error, warning, note]
+
+
+def test_ranks_are_named_by_ranges_and_hosts() -> None:
+    assert number_ranges([5, 0, 1, 2, 9, 8]) == "0-2,5,8-9"
+    assert describe_ranks([rank(0), rank(1), rank(4), rank(2, "n2")]) == "ranks 0-1,4 on n1, 2 on n2"
+    assert describe_ranks(rank(number, f"n{number}") for number in range(10)).endswith("7 on n7 and 2 more hosts")
 
 
 def test_containers_are_recognized(tmp_path: Path) -> None:

@@ -1,20 +1,22 @@
-"""What `check` tells: findings, each with what, where and what to do, and how the ranks of one are named."""
+"""What `check` finds: a finding says what, where and how to fix it; and how ranks are named in findings."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
+from hvdtrain.cli.check.rank_facts import RankFacts
 from hvdtrain.errors import UserError
 
-T = TypeVar("T")
-Facts = Mapping[str, Any]  # what one rank knows; plain, so that ranks with another version of the code can read each other
+Key = TypeVar("Key")
 Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note")
+MOST_HOSTS = 8  # named in one finding
 
 
 class Finding(NamedTuple):
-    """One thing to know. An error keeps the job from running as it should; a note is nobody's mistake."""
+    """One problem or fact. An error keeps the job from running correctly; a note needs no action."""
 
     level: Level
     what: str
@@ -22,53 +24,56 @@ class Finding(NamedTuple):
     fix: str
 
 
-def of_error(error: Exception, who: str, level: Level = "error") -> Finding:
-    """A rank's exception as a finding."""
+def finding_of_error(error: Exception, rank_name: str) -> Finding:
+    """An exception of a rank as a finding of level error."""
     if isinstance(error, UserError):
-        return Finding(level, error.what, f"{who}{'; ' * bool(error.where)}{error.where}", error.fix)
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    origin = f", {place[0].filename}:{place[0].lineno}" if place else ""
-    return Finding(level, f"{type(error).__name__}: {error}", who + origin, "an unexpected error: training would stop at it, too")
+        where = f"{rank_name}; {error.where}" if error.where else rank_name
+        return Finding("error", error.what, where, error.fix)
+    where = rank_name
+    if frames := traceback.extract_tb(error.__traceback__):
+        where += f", {frames[-1].filename}:{frames[-1].lineno}"
+    return Finding("error", f"{type(error).__name__}: {error}", where, "an unexpected error: training would stop at it, too")
 
 
-def probe(found: list[Finding], who: str, look: Callable[[], T]) -> T | None:
-    """What a look at something gives; one that fails is a finding of this rank, and None. No collective may be inside."""
-    try:
-        return look()
-    except Exception as error:  # whatever a rank stumbles over is told, and the others are not left waiting
-        found.append(of_error(error, who))
-        return None
-
-
-def who(facts: Facts) -> str:
+def describe_rank(facts: RankFacts) -> str:
     """rank 3 on n2"""
     return f"rank {facts['rank']} on {facts['host']}"
 
 
-def ranks_words(group: Iterable[Facts]) -> str:
+def describe_ranks(group: Iterable[RankFacts]) -> str:
     """ranks 0-2 on n1, 4 on n2"""
-    hosts: dict[str, list[int]] = {}
+    ranks_of_host: dict[str, list[int]] = {}
     for facts in group:
-        hosts.setdefault(facts["host"], []).append(facts["rank"])
-    words = ", ".join(f"{spans(ranks)} on {host}" for host, ranks in list(hosts.items())[:8])
-    more = f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
-    return f"rank{'s' * (sum(map(len, hosts.values())) > 1)} {words}{more}"
+        ranks_of_host.setdefault(facts["host"], []).append(facts["rank"])
+    named = ", ".join(f"{number_ranges(ranks)} on {host}" for host, ranks in list(ranks_of_host.items())[:MOST_HOSTS])
+    more = f" and {len(ranks_of_host) - MOST_HOSTS} more hosts" if len(ranks_of_host) > MOST_HOSTS else ""
+    count = sum(len(ranks) for ranks in ranks_of_host.values())
+    return f"{'ranks' if count > 1 else 'rank'} {named}{more}"
 
 
-def spans(numbers: Sequence[int]) -> str:
+def number_ranges(numbers: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5" """
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
-    """The ranks by a value of theirs: the most frequent first, and of equals that of the lowest rank."""
-    groups: dict[Any, list[Facts]] = {}
-    for facts in everyone:
+def group_ranks(ranks: Iterable[RankFacts], key: Callable[[RankFacts], Key]) -> dict[Key, list[RankFacts]]:
+    """The ranks by a value that each has: the largest group first, and of equally large ones that of the lowest rank."""
+    groups: dict[Key, list[RankFacts]] = {}
+    for facts in ranks:
         groups.setdefault(key(facts), []).append(facts)
     return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def most_severe_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors, then warnings, then notes; each finding once."""
+    return sorted(dict.fromkeys(findings), key=lambda finding: LEVELS.index(finding.level))
+
+
+def count_by_level(findings: Sequence[Finding]) -> dict[Level, int]:
+    return {level: sum(finding.level == level for finding in findings) for level in LEVELS}

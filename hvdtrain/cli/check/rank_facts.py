@@ -1,4 +1,4 @@
-"""What one rank knows by itself, without asking the others: where it is, what is installed, what it may use."""
+"""What one rank knows without asking the others: where it runs, what is installed, what it may use."""
 
 from __future__ import annotations
 
@@ -11,17 +11,68 @@ import socket
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hvdtrain.comm.placement import Placement
 from hvdtrain.version import __version__
 
+UNLIMITED = -1
 _PACKAGES = {"torch": "torch", "numpy": "numpy", "Horovod": "horovod", "mpi4py": "mpi4py", "jax": "jax"}
-_UNLIMITED = -1
 
 
-def facts_of(place: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that needs neither engine nor configuration."""
+class DeviceFacts(TypedDict):
+    """What a rank trains on."""
+
+    name: str  # cpu, cuda:0, ...
+    model: str  # "" for a CPU
+    id: str  # UUID of a GPU, or its name where torch has none; "" for a CPU
+    bytes: int
+    visible: int  # GPUs that the process sees
+
+
+class LibraryFacts(TypedDict):
+    """The MPI libraries in this process; None where there is none, or it is not known."""
+
+    mpi4py: str | None
+    horovod: str | None
+    nccl: bool | None  # whether Horovod was built with NCCL
+
+
+class RankFacts(TypedDict):
+    """The facts of one rank, as they are compared and as `--json` prints them.
+
+    Plain objects: ranks exchange them, and a rank with another version of hvdtrain must be able to read them.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    launcher_mpi: str  # "" where no MPI started the process
+    host: str
+    machine: str  # boot id; "" where it is not known
+    container: str  # kind of container; "" on a host
+    pid: int
+    versions: dict[str, str]
+    code: str  # digest of hvdtrain's files
+    config: str  # digest of the configuration; "" until it is known
+    cores: list[int]  # that the process may use
+    host_cores: int
+    omp_num_threads: str | None
+    shared_memory_bytes: list[int] | None  # [total, free] of /dev/shm
+    locked_memory_bytes: int  # UNLIMITED: no limit
+    open_files: int  # UNLIMITED: no limit
+    infiniband: list[str]
+    engine: str  # "" until the ranks are connected
+    device: DeviceFacts | None
+    libraries: LibraryFacts
+    data: dict[str, Any] | None
+    clock_s: float | None  # time of day, read at the same moment on all ranks
+
+
+def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
+    """All facts that need neither an engine nor a configuration; the others are unknown."""
     return {
         "rank": place.rank,
         "size": place.size,
@@ -35,18 +86,24 @@ def facts_of(place: Placement, environ: Mapping[str, str]) -> dict[str, Any]:
         "pid": os.getpid(),
         "versions": versions(),
         "code": digest(code_digests()),
+        "config": "",
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1)),
         "host_cores": os.cpu_count() or 1,
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
-        "shared_memory_bytes": _room("/dev/shm"),
-        "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
-        "open_files": _limit(resource.RLIMIT_NOFILE),
-        "infiniband": _names("/sys/class/infiniband"),
+        "shared_memory_bytes": _file_system_bytes("/dev/shm"),
+        "locked_memory_bytes": _soft_limit(resource.RLIMIT_MEMLOCK),
+        "open_files": _soft_limit(resource.RLIMIT_NOFILE),
+        "infiniband": _file_names("/sys/class/infiniband"),
+        "engine": "",
+        "device": None,
+        "libraries": {"mpi4py": None, "horovod": None, "nccl": None},
+        "data": None,
+        "clock_s": None,
     }
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same everywhere; what is not installed is left out."""
+    """Versions of what must be the same on all ranks; a package that is not installed is left out."""
     found = {"hvdtrain": __version__, "Python": platform.python_version()}
     for name, package in _PACKAGES.items():
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -61,15 +118,17 @@ def code_digests() -> dict[str, str]:
 
 
 def digest(items: Mapping[str, str]) -> str:
+    """A short digest of names and values, whatever their order."""
     return hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()[:12]
 
 
 def launcher_mpi(environ: Mapping[str, str]) -> str:
-    """The MPI that started this process, by the variables that it left; empty where none did."""
+    """The MPI that started this process, by the variables it sets; empty where no MPI did."""
     if "OMPI_COMM_WORLD_RANK" in environ:
         version = environ.get("OMPI_VERSION")  # since Open MPI 5
-        older = any(key.startswith("OMPI_MCA_orte_") for key in environ)
-        return f"Open MPI {version}" if version else "Open MPI 4 or older" if older else "Open MPI"
+        if version:
+            return f"Open MPI {version}"
+        return "Open MPI 4 or older" if any(key.startswith("OMPI_MCA_orte_") for key in environ) else "Open MPI"
     if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
         return "Intel MPI" if any(key.startswith("I_MPI_HYDRA") for key in environ) else "MPICH"
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
@@ -78,7 +137,7 @@ def launcher_mpi(environ: Mapping[str, str]) -> str:
 
 
 def container(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """What kind of container this process is in; empty on a host."""
+    """The kind of container this process runs in; empty on a host."""
     if "APPTAINER_CONTAINER" in environ:
         return "apptainer"
     if "SINGULARITY_CONTAINER" in environ:
@@ -99,8 +158,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def _room(path: str) -> list[int] | None:
-    """[bytes in all, bytes free] of a file system; None where it is not there."""
+def _file_system_bytes(path: str) -> list[int] | None:
+    """[total, free]; None where the path does not exist."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -108,13 +167,12 @@ def _room(path: str) -> list[int] | None:
     return [found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail]
 
 
-def _limit(kind: int) -> int:
-    """The soft limit; -1 is none."""
+def _soft_limit(kind: int) -> int:
     soft = resource.getrlimit(kind)[0]
-    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
-def _names(folder: str) -> list[str]:
+def _file_names(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:

@@ -1,52 +1,53 @@
-"""A check ends, whatever hangs: each rank says in which part it waited too long, and leaves."""
+"""A check ends even where something hangs: each phase has a time limit, and a rank that exceeds it names the phase and leaves."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import threading
-import time
 
 from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import USER
 
-_LAST_WORDS_S = 1.5  # for the others': where the launcher ends the job at the first exit
-
-
-class Patience:
-    """A limit for each part of a check, kept by a thread."""
-
-    def __init__(self, rank: int, limit_s: float) -> None:
-        self._rank, self._limit_s, self._number = rank, limit_s, 0
-
-    def meet(self, what: str) -> None:
-        """From now on this rank needs the others: rank 0 would tell it."""
-        self._begin(f"waited {self._limit_s:g} s for other ranks {what}" if self._rank == 0 else "", _NETWORK)
-
-    def work(self, what: str) -> None:
-        """From now on this rank works alone: if it does not end, it is the one that the others wait for."""
-        self._begin(f"{what}, for {self._limit_s:g} s until now", "look at this host; or --limit SECONDS")
-
-    def over(self) -> None:
-        self._number += 1
-
-    def _begin(self, words: str, fix: str) -> None:
-        self._number += 1
-        threading.Thread(target=self._watch, args=(self._number, words, fix), daemon=True).start()
-
-    def _watch(self, number: int, words: str, fix: str) -> None:
-        time.sleep(self._limit_s)
-        if number != self._number:
-            return
-        if words:
-            told = f"hvdtrain check: error: rank {self._rank} {words}\n  where: {socket.gethostname()}\n  fix: {fix}"
-            print(told, file=sys.stderr, flush=True)
-        time.sleep(_LAST_WORDS_S)
-        if number == self._number:
-            exit_now(USER)
-
-
-_NETWORK = (
-    "look for the words of another rank; a host without this job, a firewall, or a network interface that other hosts do not reach "
+_GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit
+_NETWORK_FIX = (
+    "look for the message of another rank; a host without this job, a firewall, or a network interface that other hosts cannot reach "
     "(--mca btl_tcp_if_include eth0, HOROVOD_GLOO_IFACE, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
 )
+
+
+class TimeLimit:
+    """The same limit for each phase of a check; the next phase ends the one before it."""
+
+    def __init__(self, rank: int, limit_s: float) -> None:
+        self._rank = rank
+        self._limit_s = limit_s
+        self._phase_over = threading.Event()
+
+    def start_waiting(self, purpose: str) -> None:
+        """This rank waits for others, as in `purpose="to connect"`. Rank 0 reports for all ranks that wait."""
+        message = f"rank {self._rank} waited {self._limit_s:g} s for other ranks {purpose}"
+        self._start_phase(message if self._rank == 0 else None, _NETWORK_FIX)
+
+    def start_work(self, activity: str) -> None:
+        """This rank works alone, as in `activity="reading the data"`. Where it does not end, the others wait for this rank."""
+        message = f"rank {self._rank} is still {activity} after {self._limit_s:g} s"
+        self._start_phase(message, "look at this host, or give a longer --limit SECONDS")
+
+    def cancel(self) -> None:
+        """The check is over."""
+        self._phase_over.set()
+
+    def _start_phase(self, message: str | None, fix: str) -> None:
+        self._phase_over.set()
+        self._phase_over = threading.Event()
+        threading.Thread(target=self._end_late_phase, args=(self._phase_over, message, fix), daemon=True).start()
+
+    def _end_late_phase(self, phase_over: threading.Event, message: str | None, fix: str) -> None:
+        if phase_over.wait(self._limit_s):
+            return
+        if message is not None:
+            report = f"hvdtrain check: error: {message}\n  where: {socket.gethostname()}\n  fix: {fix}"
+            print(report, file=sys.stderr, flush=True)
+        if not phase_over.wait(_GRACE_S):
+            exit_now(USER)

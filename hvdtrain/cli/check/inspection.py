@@ -1,0 +1,117 @@
+"""Connected ranks inspect themselves, then compare what they found; the result is one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hvdtrain.cli.check import dry_run
+from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
+from hvdtrain.cli.check.dry_run import RunFolderFacts
+from hvdtrain.cli.check.findings import Finding, describe_rank, finding_of_error, most_severe_first
+from hvdtrain.cli.check.rank_facts import RankFacts, code_digests, digest, local_facts
+from hvdtrain.cli.check.report import Report
+from hvdtrain.cli.check.shared_resources import find_shortages
+from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
+from hvdtrain.cli.check.time_limit import TimeLimit
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.placement import Placement
+from hvdtrain.config.read import Provenance
+from hvdtrain.config.schema import Config
+
+T = TypeVar("T")
+
+
+@dataclass
+class RankInspection:
+    """What a rank finds out about itself."""
+
+    facts: RankFacts
+    findings: list[Finding] = field(default_factory=list)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """The action's result; where it raises, the error becomes a finding and the result is None.
+
+        The action must call no collective: where it raised on one rank only, the other ranks would wait.
+        """
+        try:
+            return action()
+        except Exception as error:
+            self.findings.append(finding_of_error(error, describe_rank(self.facts)))
+            return None
+
+
+def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
+    """The facts of a rank, numbered as the engine numbers it."""
+    facts = local_facts(place, os.environ)
+    facts["rank"] = communicator.rank
+    facts["size"] = communicator.size
+    facts["local_rank"] = communicator.local_rank
+    facts["local_size"] = communicator.local_size
+    facts["engine"] = communicator.name
+    return facts
+
+
+def inspect_job(rank: RankInspection, config: Config, provenance: Provenance, communicator: Communicator) -> RunFolderFacts | None:
+    """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
+    from hvdtrain.train.build import check_batch
+
+    rank.facts["config"] = digest(values_by_key(config))
+    rank.facts["libraries"] = dry_run.load_libraries(communicator)
+    rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config, provenance))
+    rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, provenance, communicator))
+    if communicator.local_rank == 0:
+        rank.findings += rank.attempt(lambda: dry_run.try_cache_folder(rank.facts["host"])) or []
+    if communicator.rank != 0:
+        return None
+    rank.attempt(lambda: check_batch(config, provenance, communicator.size))
+    run_folder = rank.attempt(lambda: dry_run.try_run_folder(config, provenance))
+    if run_folder is None:
+        return None
+    rank.findings += run_folder.findings
+    return run_folder.facts
+
+
+def compare_ranks(
+    rank: RankInspection,
+    config: Config,
+    run_folder: RunFolderFacts | None,
+    communicator: Communicator,
+    engine_reason: str,
+    place: Placement,
+    time_limit: TimeLimit,
+) -> Report:
+    """Brings the facts and findings of all ranks together and compares them. Every rank calls it and gets the whole report."""
+    time_limit.start_waiting("to compare")
+    speeds = measure_speeds(communicator, rank.facts, place)
+    rank.facts["clock_s"] = read_clocks(communicator)[communicator.rank]
+    gathered = communicator.allgather_object((rank.facts, [tuple(finding) for finding in rank.findings]))
+    ranks = [facts for facts, _ in gathered]
+    findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
+    findings += _compare_code_and_configuration(communicator, config, ranks)
+    findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]
+    return Report(ranks, f"{communicator.name}: {engine_reason}", run_folder, speeds, most_severe_first(findings))
+
+
+def _compare_code_and_configuration(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
+    """File by file and key by key, but only where the digests differ. Every rank calls it, with the same `ranks`."""
+    findings: list[Finding] = []
+    if len({facts["code"] for facts in ranks}) > 1:
+        findings += differing_code(ranks, communicator.allgather_object(code_digests()))
+    if len({facts["config"] for facts in ranks}) > 1:
+        findings += differing_configuration(ranks, communicator.allgather_object(values_by_key(config)))
+    return findings
+
+
+def values_by_key(config: Config) -> dict[str, str]:
+    """ "batch.size" -> "64", for every key of the configuration."""
+    values: dict[str, str] = {}
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": str(inner) for key, inner in value.items()}
+        else:
+            values[name] = str(value)
+    return values

@@ -1,0 +1,147 @@
+"""The result of a check, as text and as JSON: a row for each rank, what they have in common, and the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.cli.check.dry_run import RunFolderFacts
+from hvdtrain.cli.check.findings import Finding, count_by_level, group_ranks, number_ranges
+from hvdtrain.cli.check.rank_facts import RankFacts
+from hvdtrain.cli.check.speed import AllreduceSpeed, Speeds
+from hvdtrain.errors import DONE, USER
+
+_MOST_ROWS = 128
+_COLUMNS = ("rank", "host", "local", "device", "cores", "threads", "engine", "launcher", "pid")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a check has found."""
+
+    ranks: Sequence[RankFacts]  # of all ranks; of rank 0 alone where the ranks are not connected
+    engine: str  # its name, and why it was chosen
+    run: RunFolderFacts | None
+    speed: Speeds
+    findings: Sequence[Finding]  # the most severe first
+
+    @property
+    def exit_code(self) -> int:
+        return USER if count_by_level(self.findings)["error"] else DONE
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The object that --json writes: see the types of Report's fields for what is in each."""
+    return {
+        "exit_code": report.exit_code,
+        "engine": report.engine,
+        "findings": [finding._asdict() for finding in report.findings],
+        "speed": report.speed,
+        "run": report.run,
+        "ranks": list(report.ranks),
+    }
+
+
+def to_text(report: Report) -> list[str]:
+    """The lines for people."""
+    return [_title(report), "", *_rank_table(report.ranks), "", *_in_common(report), "", *_findings(report.findings)]
+
+
+def one_line(finding: Finding) -> str:
+    return f"{finding.what} ({finding.where}); fix: {finding.fix}"
+
+
+def _title(report: Report) -> str:
+    if len(report.ranks) > 1:
+        return f"hvdtrain check: {len(report.ranks)} ranks"
+    if report.ranks[0]["size"] > 1:
+        return "hvdtrain check: rank 0 alone"
+    return "hvdtrain check: 1 rank: nothing to compare"
+
+
+def _rank_table(ranks: Sequence[RankFacts]) -> list[str]:
+    rows = [_COLUMNS, *(_row(facts, _threads(facts, ranks)) for facts in ranks[:_MOST_ROWS])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranks) > _MOST_ROWS:
+        lines.append(f"... and {len(ranks) - _MOST_ROWS} more; --json has all of them")
+    return lines
+
+
+def _row(facts: RankFacts, threads: int) -> tuple[str, ...]:
+    """The cells of a rank, in the order of _COLUMNS."""
+    device = facts["device"]
+    return (
+        str(facts["rank"]),
+        f"{facts['host']} ({facts['container']})" if facts["container"] else facts["host"],
+        f"{facts['local_rank']} of {facts['local_size']}",
+        f"{device['name']} {device['model']}".rstrip() if device else "?",
+        f"{len(facts['cores'])} ({number_ranges(facts['cores'])})",
+        str(threads),
+        facts["engine"] or "-",
+        facts["launcher"],
+        str(facts["pid"]),
+    )
+
+
+def _threads(facts: RankFacts, ranks: Sequence[RankFacts]) -> int:
+    """The threads that a rank would compute with, as fair_threads() of frameworks/learner.py chooses them."""
+    if (facts["omp_num_threads"] or "").isdecimal():
+        return int(facts["omp_num_threads"] or 1)
+    sharing = sum((other["host"], other["cores"]) == (facts["host"], facts["cores"]) for other in ranks)
+    return max(1, len(facts["cores"]) // sharing)
+
+
+def _in_common(report: Report) -> Iterator[str]:
+    """What all ranks have in common, or most of them."""
+    first = report.ranks[0]
+    yield f"engine    {report.engine}"
+    yield f"versions  {', '.join(f'{name} {version}' for name, version in first['versions'].items())}"
+    yield from _mpi_line(report.ranks)
+    yield f"digests   code {first['code']}, configuration {first['config'] or '?'}"
+    if first["data"]:
+        slowest_s = max(facts["data"]["seconds"] for facts in report.ranks if facts["data"])
+        yield f"data      {first['data']['training samples']:,} training samples, read in {slowest_s:g} s"
+    if report.run:
+        yield f"run       {report.run['folder']}, {report.run['bytes_free'] / 1e9:,.1f} GB free"
+    if report.speed["engine"]:
+        yield _speed_line(first["engine"], report.speed["engine"])
+    if report.speed["mpi"]:
+        yield _speed_line("plain MPI", report.speed["mpi"])
+    times = [facts["clock_s"] for facts in report.ranks if facts["clock_s"] is not None]
+    if len(times) > 1:
+        yield f"clocks    {max(times) - min(times):.3f} s apart"
+
+
+def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    """The MPI that started the ranks, and those that they use."""
+    parts = []
+    launchers = group_ranks((facts for facts in ranks if facts["launcher_mpi"]), lambda facts: facts["launcher_mpi"])
+    if launchers:
+        parts.append(f"started by {'; '.join(launchers)}")
+    libraries = ranks[0]["libraries"]
+    used = [f"{name} uses {library}" for name, library in (("mpi4py", libraries["mpi4py"]), ("horovod", libraries["horovod"])) if library]
+    if used:
+        parts.append(", ".join(used))
+    if parts:
+        yield f"MPI       {'; '.join(parts)}"
+
+
+def _speed_line(name: str, speed: AllreduceSpeed) -> str:
+    large = f"16 MiB in {speed['seconds'] * 1e3:,.1f} ms ({speed['bytes_per_s'] / 1e6:,.0f} MB/s)"
+    return f"allreduce {name}: 8 B in {speed['latency_s'] * 1e6:,.0f} us, {large}"
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """Each finding, and a line that counts them."""
+    for finding in findings:
+        yield f"{finding.level}: {finding.what}"
+        if finding.where:
+            yield f"  where: {finding.where}"
+        if finding.fix:
+            yield f"  fix: {finding.fix}"
+    counts = count_by_level(findings)
+    summary = ", ".join(f"{count} {level}{'s' if count > 1 else ''}" for level, count in counts.items() if count)
+    conclusion = "the job would fail or run incorrectly" if counts["error"] else "the job can start"
+    yield f"{summary or 'nothing found'}: {conclusion}"
