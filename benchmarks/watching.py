@@ -34,10 +34,10 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event, Log, Sink
-from hvdtrain.events.progress_display import Live
+from hvdtrain.events.progress_display import ProgressDisplay
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
-from hvdtrain.events.writers import JsonLines
+from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.stopwatch import PHASES
 from hvdtrain.train.build import connect
 from hvdtrain.train.health.signals import Signals
@@ -80,8 +80,8 @@ class Watching:
         if self.speaks:
             for leaf in (tensorboard, mlflow, wandb):
                 made = leaf.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(BackgroundSink(lambda sink=made: sink, leaf.__name__, print, every_s=TRACKED_S))  # type: ignore[misc]
-        self.json = JsonLines(folder / "events.jsonl")
+                self.trackers.append(BackgroundSink(lambda sink=made: sink, leaf.__name__, print, step_interval_s=TRACKED_S))  # type: ignore[misc]
+        self.json = JsonLinesWriter(folder / "events.jsonl")
         self.out = terminal()
         self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})
         for sink in (*self.trackers, self.json):
@@ -107,7 +107,7 @@ class Watching:
 
     @contextlib.contextmanager
     def shown(self, sinks: list[Sink], on: bool) -> Iterator[None]:
-        live = Live(self.out) if on and self.speaks else None
+        live = ProgressDisplay(self.out) if on and self.speaks else None
         if live:
             live(self.start)
         with self.told([*sinks, *([live] if live else [])]):

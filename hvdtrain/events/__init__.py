@@ -1,1 +1,1 @@
-"""One stream of events, and where it goes: terminal, events.jsonl, log files of ranks, trackers."""
+"""The stream of events and its sinks: the terminal, events.jsonl, log files of ranks, trackers."""

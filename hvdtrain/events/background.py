@@ -1,4 +1,4 @@
-"""A sink on a thread of its own behind a bounded queue: training never waits for it, and goes on without it when it fails."""
+"""A sink on a thread of its own behind a bounded queue: training never waits for it, and goes on without it after an error."""
 
 from __future__ import annotations
 
@@ -8,101 +8,133 @@ from collections.abc import Callable
 
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Sink
-from hvdtrain.events.redaction import without_login
+from hvdtrain.events.redaction import redact_urls
 
-MOST = 10_000  # events that wait; a few megabytes
-CLOSE_S = 30.0  # that the end of a job waits for what is not written yet
-_MANY = ("step", "step_times")  # the kinds whose oldest go when the queue is full; of the others there are few
+CAPACITY = 10_000  # queued events; a few megabytes
+CLOSE_S = 30.0  # how long the end of a job waits for queued events
+LONGEST_MESSAGE = 300  # characters
+_STEP_KINDS = ("step", "step_times")  # dropped, oldest first, when the queue is full; events of other kinds are few and always kept
 
 
 class BackgroundSink:
-    """A call costs microseconds. `make` runs on the thread too, since a tracker's packages take seconds to import.
+    """Runs `make_sink()` and its sink on a thread. A call costs microseconds.
 
-    An exception in it is told once, and nothing is given to it any more. What there is to tell is told by `warn` in the thread that
-    calls this, at its next event or at close(), so `warn` may use what that thread uses. Events of steps come at most once in `every_s`:
-    what a tracker does with one takes milliseconds, in which Python can do nothing else.
+    make_sink: called on the thread too, since a tracker's packages take seconds to import. A `close()` of its sink takes no argument.
+    name: of the tracker, for messages.
+    warn: called with one line when the sink fails, drops events or does not end in time; always on the thread of the caller, at its
+        next event or at close(), so it may use what that thread uses. After an exception the sink is given nothing more.
+    step_interval_s: events of a step kind that follow sooner after the last one are left out. A tracker takes milliseconds for each,
+        during which the interpreter runs nothing else.
     """
 
-    def __init__(self, make: Callable[[], Sink], name: str, warn: Callable[[str], None], most: int = MOST, every_s: float = 0.0) -> None:
-        self._make, self._name, self._warn, self._most, self._every_s = make, name, warn, most, every_s
-        self._due_s: dict[str, float] = {}  # when the next of a kind of step events is wanted
-        self._many, self._few = deque[tuple[int, Event]](), deque[tuple[int, Event]]()  # each with its place in the order of calls
+    def __init__(
+        self,
+        make_sink: Callable[[], Sink],
+        name: str,
+        warn: Callable[[str], None],
+        capacity: int = CAPACITY,
+        step_interval_s: float = 0.0,
+    ) -> None:
+        self._make_sink = make_sink
+        self._name = name
+        self._warn = warn
+        self._capacity = capacity
+        self._step_interval_s = step_interval_s
+        self._next_step_s: dict[str, float] = {}  # step kind -> the time from which its next event is taken
+        # Both queues hold (number of the call, event): the thread takes the lower number first.
+        self._step_events = deque[tuple[int, Event]]()
+        self._other_events = deque[tuple[int, Event]]()
+        self._calls = 0
+        self._dropped = 0
+        self._closing = False  # no event follows
+        self._closed = False  # close() has reported
+        self._ended = False  # the thread takes no more events
+        self._failure = ""  # not yet reported
         self._changed = threading.Condition()
-        self._count = self._lost = 0
-        self._closing = self._closed = self._over = False
-        self._failure = ""
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if event.kind in _MANY:
-            due_s = self._due_s.get(event.kind, 0.0)
-            if due_s - self._every_s < event.time < due_s:  # a clock that was set back must not silence it
-                return
-            self._due_s[event.kind] = event.time + self._every_s
-        with self._changed:
-            if not self._over and not self._closing:
-                (self._many if event.kind in _MANY else self._few).append((self._count, event))
-                self._count += 1
-                if self._many and len(self._many) + len(self._few) > self._most:
-                    self._many.popleft()
-                    self._lost += 1
-                self._changed.notify()
-        self._tell()
+        if event.kind not in _STEP_KINDS:
+            self._enqueue(event, self._other_events)
+        elif self._is_due(event):
+            self._enqueue(event, self._step_events)
+        self._report_failure()
 
     def finish(self) -> None:
-        """Nothing more comes: it may write what it has, and close."""
+        """No event follows: the thread writes what is queued, closes the sink and ends. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until all is written and the sink is closed, timeout_s at most; False where some of that is left undone.
+        """Waits until all events are written and the sink is closed, timeout_s at most; False where that took longer.
 
-        Where it is, the thread still works: a process that ends by the usual way may then wait for it in its last clean-up.
+        Then the thread still works, and the interpreter's own clean-up at its exit may wait for it.
         """
         self.finish()
-        again, self._closed = self._closed, True
         self._thread.join(timeout_s)
-        self._tell()
-        left, done = len(self._many) + len(self._few), not self._thread.is_alive()
-        if again:
+        self._report_failure()
+        queued = len(self._step_events) + len(self._other_events)
+        done = not self._thread.is_alive()
+        if self._closed:
             return done
-        if self._lost:
-            self._warn(f"log.trackers {self._name}: too slow: {self._lost} step events found no room in its queue, and were left out")
+        self._closed = True
+        if self._dropped:
+            self._warn(f"log.trackers {self._name}: too slow: its queue was full and {self._dropped} step events were dropped")
         if not done:
-            self._warn(f"log.trackers {self._name}: not done after {timeout_s:g} s: {left} events wait, and the end does not wait for them")
+            self._warn(f"log.trackers {self._name}: not finished after {timeout_s:g} s: {queued} events are still queued, and the job ends")
         return done
 
-    def _tell(self) -> None:
+    def _is_due(self, event: Event) -> bool:
+        due_s = self._next_step_s.get(event.kind, 0.0)
+        if due_s - self._step_interval_s < event.time < due_s:  # before that range: the clock was set back
+            return False
+        self._next_step_s[event.kind] = event.time + self._step_interval_s
+        return True
+
+    def _enqueue(self, event: Event, queue: deque[tuple[int, Event]]) -> None:
+        with self._changed:
+            if self._ended or self._closing:
+                return
+            queue.append((self._calls, event))
+            self._calls += 1
+            if self._step_events and len(self._step_events) + len(self._other_events) > self._capacity:
+                self._step_events.popleft()
+                self._dropped += 1
+            self._changed.notify()
+
+    def _report_failure(self) -> None:
         if self._failure:
             failure, self._failure = self._failure, ""
             self._warn(f"log.trackers {self._name}: {failure}; training goes on without it")
 
     def _run(self) -> None:
         try:
-            sink = self._make()
-            while (event := self._next()) is not None:
+            sink = self._make_sink()
+            while (event := self._next_event()) is not None:
                 sink(event)
             close = getattr(sink, "close", None)
             if close is not None:
                 close()
-        except (Exception, SystemExit) as error:  # somebody else's code: whatever it is, training must not end by it
-            self._failure = _words(error)
+        except (Exception, SystemExit) as error:  # code of another product: whatever it raises must not end training
+            self._failure = _one_line(error)
         with self._changed:
-            self._over = True
-            self._many.clear()
-            self._few.clear()
+            self._ended = True
+            self._step_events.clear()
+            self._other_events.clear()
 
-    def _next(self) -> Event | None:
-        """The oldest event, waited for; None when no more will come."""
+    def _next_event(self) -> Event | None:
+        """Waits for the oldest event; None after the last one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._many or self._few or self._closing)
-            waiting = [queue for queue in (self._many, self._few) if queue]
-            return min(waiting, key=lambda queue: queue[0][0]).popleft()[1] if waiting else None
+            self._changed.wait_for(lambda: self._step_events or self._other_events or self._closing)
+            queues = [queue for queue in (self._step_events, self._other_events) if queue]
+            if not queues:
+                return None
+            _, event = min(queues, key=lambda queue: queue[0][0]).popleft()
+            return event
 
 
-def _words(error: BaseException) -> str:
-    """One line."""
-    text = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return without_login(" ".join(text.split()))[:300]
+def _one_line(error: BaseException) -> str:
+    message = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return redact_urls(" ".join(message.split()))[:LONGEST_MESSAGE]

@@ -1,4 +1,4 @@
-"""One stream of events: what happened, when, at which step. Sinks see everything and change nothing."""
+"""One stream of events: what happened, when, at which step. Every sink receives every event and changes none."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any, NamedTuple
 
 class Event(NamedTuple):
     time: float  # seconds since 1970
-    kind: str  # "start", "step", "epoch", ...: docs/events.md has them all, with their fields
+    kind: str  # "start", "step", "epoch", ...: docs/events.md lists them all, with their fields
     step: int  # steps of the job done
-    fields: dict[str, Any]  # "lines": what people are told
+    fields: dict[str, Any]  # "lines": text for people
 
 
+# A sink is called with each event. Two optional methods: finish() says that no event follows and returns at once;
+# close(timeout_s) waits until everything is written, timeout_s at most.
 Sink = Callable[[Event], None]
 
 
 class Log:
-    """Hands each event to every sink, and closes those that have something to close. Rank 0 has sinks; the other ranks have none."""
+    """Hands each event to every sink, in the order of the sinks, and closes them. Rank 0 has sinks; the other ranks have none."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
-        """What a sink raises is raised when every other has the event, too: the first, where several do."""
-        event, errors = Event(time.time(), kind, step, fields), list[Exception]()
+        """Hands an event to every sink. Raises the first exception of a sink, after all sinks have been called."""
+        event = Event(time.time(), kind, step, fields)
+        errors: list[Exception] = []
         for sink in self._sinks:
             try:
                 sink(event)
@@ -35,11 +38,13 @@ class Log:
             raise errors[0]
 
     def close(self, timeout_s: float) -> None:
-        """What still waits to be written somewhere is, if that takes no longer for all sinks together."""
-        end_s = time.monotonic() + timeout_s
-        for sink in self._sinks:
-            getattr(sink, "finish", lambda: None)()
+        """Waits until all sinks have written what they hold, timeout_s at most for all of them together."""
+        deadline = time.monotonic() + timeout_s
+        for sink in self._sinks:  # before the first close(): they write at the same time
+            finish = getattr(sink, "finish", None)
+            if finish is not None:
+                finish()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
             if close is not None:
-                close(max(0.0, end_s - time.monotonic()))
+                close(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""A display that moves: bars of the epoch and of the job, and the newest figures; the lines of a log file scroll by above it."""
+"""A display that updates in place on a terminal: progress bars of epoch and job, and the newest metrics; lines scroll above it."""
 
 from __future__ import annotations
 
@@ -8,104 +8,124 @@ import math
 import sys
 import textwrap
 import time
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
-from rich.console import Console as Terminal
-from rich.console import RenderableType
-from rich.live import Live as Region
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from hvdtrain.events.log import Event
-from hvdtrain.events.writers import Console, writable
+from hvdtrain.events.writers import TextWriter, encodable
 
-PER_S = 1.0  # drawings a second, two milliseconds each
-CELL = 26  # columns of a terminal, for one figure
+REFRESH_PER_S = 1.0  # a refresh takes two milliseconds
+CELL_WIDTH = 26  # columns of a terminal, for one metric
 LONGEST_BAR = 60
-INDENT = " " * 8  # of the header's second lines
+INDENT = " " * 8  # of a line that goes on under its first word, as in the header
+SLOW = 1.1  # times the median of the ranks' own work; a slower rank is named
 
 
-class Live:
-    """A sink. It never hides the cursor, so a job that is killed leaves a terminal as it was."""
+class _Progress(NamedTuple):
+    share: float  # of the job that is done
+    time_s: float  # of time.monotonic()
+
+
+class ProgressDisplay:
+    """A sink. It never hides the cursor, so a job that is killed leaves the terminal as it was."""
 
     def __init__(self, out: IO[str]) -> None:
-        self._terminal = Terminal(file=cast("IO[str]", _Mute(out)), force_terminal=True, highlight=False)
-        self._bar = "━─" if writable("━─", out) == "━─" else "#-"  # what is done, and what is not
-        self._fields: dict[str, Any] = {}  # the newest of each name
-        self._began: tuple[float, float] | None = None  # share of the job and time, at the first figures
-        self._share = 0.0
+        self._console = Console(file=cast("IO[str]", _LossyStream(out)), force_terminal=True, highlight=False)
+        has_box_letters = encodable("━─", out) == "━─"
+        self._done_letter, self._rest_letter = "━─" if has_box_letters else "#-"
+        self._max_steps: int | None = None
+        self._train_samples = 1
+        self._fields: dict[str, Any] = {}  # name of a field -> its newest value
         self._step = 0
-        self._whole: tuple[int | None, int] = (None, 1)  # max_steps, training samples
-        self._region = Region(
-            get_renderable=self._view, console=self._terminal, refresh_per_second=PER_S, transient=True, redirect_stderr=sys.stderr.isatty()
+        self._first: _Progress | None = None  # at the first step event
+        self._share = 0.0  # of the job that is done
+        self._live = Live(
+            get_renderable=lambda: self.render(self._console.width),
+            console=self._console,
+            refresh_per_second=REFRESH_PER_S,
+            transient=True,
+            redirect_stderr=sys.stderr.isatty(),
         )
-        self._lines = Console(cast("IO[str]", _Above(self._terminal)), math.inf)
+        self._lines = TextWriter(cast("IO[str]", _LinesAbove(self._console)), math.inf)
 
     def __call__(self, event: Event) -> None:
         if event.kind == "start":
-            self._whole = (event.fields.get("max_steps"), event.fields.get("samples", 1))
-            self._region.start(refresh=False)
-            self._terminal.show_cursor(True)
+            self._max_steps = event.fields.get("max_steps")
+            self._train_samples = event.fields.get("samples", 1)
+            self._live.start(refresh=False)
+            self._console.show_cursor(True)
         if event.kind in ("end", "stop", "failed"):
-            self._region.stop()
+            self._live.stop()
         self._lines(event)
         if event.kind in ("step", "epoch"):
-            self._take(event)
+            self._update(event)
 
     def close(self, timeout_s: float) -> None:
-        self._region.stop()
+        self._live.stop()
 
-    def _take(self, event: Event) -> None:
+    def render(self, width: int) -> Text:
+        """What the display shows, on a terminal of so many columns. One Text: tables take four times as long."""
+        if self._first is None:
+            return Text("starting: the first metrics come with log.every_steps\n", style="dim")
+        view = Text(no_wrap=True, overflow="crop")
+        for bar in self._bars(width):
+            view.append_tokens(bar)
+        columns = max(1, width // CELL_WIDTH)
+        for number, (name, value) in enumerate(self._metrics(), start=1):
+            padding = " " * max(1, CELL_WIDTH - len(name) - len(value) - 1)
+            end = "\n" if number % columns == 0 else padding
+            view.append_tokens([(f"{name} ", "dim"), (value + end, "bold")])
+        slowest = self._slowest_rank()
+        if slowest:
+            view.append_tokens([("\nslowest ", "dim"), (slowest, "bold")])
+        return view.append("\n")  # mpirun withholds a last line without a newline
+
+    def _update(self, event: Event) -> None:
         self._fields |= {key: value for key, value in event.fields.items() if value is not None}
         self._step = event.step
-        most = self._whole[0]
-        done = [self._fields.get("epochs", 0.0) / max(1, self._fields.get("of", 1)), *([event.step / most] if most else [])]
-        self._share = min(1.0, max(done))
-        if self._began is None:
-            self._began = self._share, time.monotonic()
-
-    def _view(self) -> RenderableType:
-        """One text: tables would take four times as long to draw."""
-        if self._began is None:
-            return Text("starting: the first figures come with log.every_steps\n", style="dim")
-        columns = max(1, self._terminal.width // CELL)
-        view = Text(no_wrap=True, overflow="crop")
-        for row in self._bars(self._terminal.width):
-            view.append_tokens(row)
-        for place, (name, value) in enumerate(self._figures(), start=1):
-            end = "\n" if place % columns == 0 else " " * max(1, CELL - len(name) - len(value) - 1)
-            view.append_tokens([(f"{name} ", "dim"), (value + end, "bold")])
-        if slow := self._slowest():
-            view.append_tokens([("\nslowest ", "dim"), (slow, "bold")])
-        return view.append("\n")  # mpirun keeps back a last line without an end
+        share = self._fields.get("epochs", 0.0) / max(1, self._fields.get("of", 1))
+        if self._max_steps:
+            share = max(share, event.step / self._max_steps)
+        self._share = min(1.0, share)
+        if self._first is None:
+            self._first = _Progress(self._share, time.monotonic())
 
     def _bars(self, width: int) -> list[list[tuple[str, str]]]:
-        """The epoch's and the job's."""
-        epochs, of = self._fields.get("epochs", 0.0), self._fields.get("of", 1)
-        within = epochs - math.floor(epochs) if epochs < of else 1.0
-        steps = max(1, round(self._whole[1] / max(1, self._fields.get("batch", 1))))
-        heads = f"epoch {min(of, math.floor(epochs) + 1)} of {of} ", f"job   step {self._step} "
-        longest, room = max(map(len, heads)), max(10, min(LONGEST_BAR, width - 40))
-        ends = f" {round(within * steps)} of {steps} steps\n", f" {self._share:.0%}, {self._left()} left\n"
-        rows = []
-        for head, share, end in zip(heads, (within, self._share), ends, strict=True):
-            done = round(share * room)
-            rows.append(
-                [(head.ljust(longest), ""), (self._bar[0] * done, "magenta"), (self._bar[1] * (room - done), "bright_black"), (end, "")]
-            )
-        return rows
+        """The epoch's and the job's, each as (text, style) parts."""
+        done, epochs = self._fields.get("epochs", 0.0), self._fields.get("of", 1)
+        epoch_share = done - math.floor(done) if done < epochs else 1.0
+        epoch_steps = max(1, round(self._train_samples / max(1, self._fields.get("batch", 1))))
+        epoch_label = f"epoch {min(epochs, math.floor(done) + 1)} of {epochs} "
+        job_label = f"job   step {self._step} "
+        label_width = max(len(epoch_label), len(job_label))
+        bar_width = max(10, min(LONGEST_BAR, width - 40))
+        return [
+            self._bar(
+                epoch_label.ljust(label_width), epoch_share, bar_width, f" {round(epoch_share * epoch_steps)} of {epoch_steps} steps\n"
+            ),
+            self._bar(job_label.ljust(label_width), self._share, bar_width, f" {self._share:.0%}, {self._time_left()} left\n"),
+        ]
 
-    def _left(self) -> str:
-        assert self._began is not None
-        share, began_s = self._began
-        if self._share <= share:
+    def _bar(self, label: str, share: float, width: int, end: str) -> list[tuple[str, str]]:
+        done = round(share * width)
+        return [(label, ""), (self._done_letter * done, "magenta"), (self._rest_letter * (width - done), "bright_black"), (end, "")]
+
+    def _time_left(self) -> str:
+        assert self._first is not None
+        if self._share <= self._first.share:
             return "?"
-        return duration((1.0 - self._share) * (time.monotonic() - began_s) / (self._share - share))
+        seconds_per_job = (time.monotonic() - self._first.time_s) / (self._share - self._first.share)
+        return duration((1.0 - self._share) * seconds_per_job)
 
-    def _figures(self) -> list[tuple[str, str]]:
+    def _metrics(self) -> list[tuple[str, str]]:
+        """(name, value) of those that are known."""
         f = self._fields
         phases = f.get("phase_ms", {})
         step_ms = sum(phases.values())
-        rows = [
+        metrics = [
             ("images/s", f"{f['images_per_s']:,.0f}" if "images_per_s" in f else ""),
             ("loss", f"{f['loss']:.4f}" if "loss" in f else ""),
             ("accuracy", f"{f['accuracy']:.4f}" if "accuracy" in f else ""),
@@ -120,25 +140,25 @@ class Live:
             ("GPU memory", f"{f['gpu_memory_mb'] / 1e3:.2f} GB" if "gpu_memory_mb" in f else ""),
             ("power", f"{f['watts']:,.0f} W" if "watts" in f else ""),
         ]
-        return [row for row in rows if row[1]]
+        return [(name, value) for name, value in metrics if value]
 
-    def _slowest(self) -> str:
-        """The rank whose own work takes a tenth longer than the median's."""
-        least, middle, most = self._fields.get("work_ms", (0.0, 0.0, 0.0))
-        if most <= 1.1 * middle or least == most:
+    def _slowest_rank(self) -> str:
+        """Empty unless its own work takes a tenth longer than the median of the ranks."""
+        least_ms, median_ms, most_ms = self._fields.get("work_ms", (0.0, 0.0, 0.0))
+        if most_ms <= SLOW * median_ms or least_ms == most_ms:
             return ""
-        return f"rank {self._fields['slowest_rank']} on {self._fields['slowest_host']}, {most / middle:.2f} x the median"
+        return f"rank {self._fields['slowest_rank']} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the median"
 
 
-class _Mute:
-    """A terminal that may go away: what is written to it then is lost, and the job goes on."""
+class _LossyStream:
+    """A terminal's stream whose output is lost once the terminal is gone, while the job goes on."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._out.write(writable(text, self._out))
+            self._out.write(encodable(text, self._out))
         return len(text)
 
     def flush(self) -> None:
@@ -149,22 +169,23 @@ class _Mute:
         return getattr(self._out, name)
 
 
-class _Above(io.TextIOBase):
-    """What a Console writes to: lines over the region."""
+class _LinesAbove(io.TextIOBase):
+    """The stream of the TextWriter: its lines scroll above the display."""
 
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+    def __init__(self, console: Console) -> None:
+        self._console = console
 
     def write(self, text: str) -> int:
         if text.strip("\n"):
-            lines = textwrap.wrap(text.rstrip("\n"), self._terminal.width, subsequent_indent=INDENT, replace_whitespace=False)
-            self._terminal.print(Text("\n".join(lines)), soft_wrap=True)
+            lines = textwrap.wrap(text.rstrip("\n"), self._console.width, subsequent_indent=INDENT, replace_whitespace=False)
+            self._console.print(Text("\n".join(lines)), soft_wrap=True)
         return len(text)
 
 
 def duration(seconds: float) -> str:
     """3:07, 2:03:07, or 1 day 2:03:07."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
-    clock = f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours or days else f"{minutes}:{whole % 60:02d}"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02d}:{rest_s:02d}" if hours or days else f"{minutes}:{rest_s:02d}"
     return f"{days} day{'s' * (days > 1)} {clock}" if days else clock

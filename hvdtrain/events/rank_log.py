@@ -1,4 +1,4 @@
-"""What a rank says for itself: warnings with its number and host, and a log file of its own where that is asked for."""
+"""What a single rank logs: warnings with its number and host, and a log file of its own (log.per_rank)."""
 
 from __future__ import annotations
 
@@ -19,53 +19,60 @@ LOGGER = logging.getLogger("hvdtrain.rank")
 
 @contextmanager
 def tagged_warnings(rank: int, size: int) -> Iterator[None]:
-    """Warnings of Python and of libraries go to the standard error as `rank 3 on n1: ...`; those of a job of one rank stay as they are."""
+    """Writes warnings of Python and of libraries to the standard error as `rank 3 on n1: ...`; unchanged in a job of one rank."""
     if size == 1:
         yield
         return
-    screen = logging.StreamHandler()
-    screen.setLevel(logging.WARNING)
-    screen.setFormatter(logging.Formatter(f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"))
-    with _handled(screen):
+    to_stderr = logging.StreamHandler()
+    to_stderr.setLevel(logging.WARNING)
+    to_stderr.setFormatter(logging.Formatter(f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"))
+    with _capture_logging_and_warnings(to_stderr):
         yield
 
 
 @contextmanager
 def rank_log(path: Path | None) -> Iterator[None]:
-    """Warnings, and what LOGGER.info() is told, go into this file, each line as it comes; an exception that passes by too."""
+    """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to this file, line by line.
+
+    None: no file. Raises UserError where the file cannot be opened.
+    """
     if path is None:
         yield
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _File(path, encoding="utf-8")
+        to_file = _RankFile(path, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write this rank's log: {error}", "log.per_rank", "give run= a folder that every rank can write") from None
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    before = LOGGER.level, LOGGER.propagate
+        raise UserError(
+            f"cannot write the log file of a rank: {error}", "log.per_rank", "set run= to a folder that every rank can write"
+        ) from None
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    level, propagate = LOGGER.level, LOGGER.propagate
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
-    LOGGER.addHandler(file)
+    LOGGER.addHandler(to_file)
     try:
-        with _handled(file):
+        with _capture_logging_and_warnings(to_file):
             yield
     except BaseException:
         LOGGER.info(traceback.format_exc().rstrip())
         raise
     finally:
-        LOGGER.setLevel(before[0])
-        LOGGER.propagate = before[1]
-        LOGGER.removeHandler(file)
-        with contextlib.suppress(OSError):  # of a full disk
-            file.close()
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagate
+        LOGGER.removeHandler(to_file)
+        with contextlib.suppress(OSError):  # on a full disk the last lines are lost
+            to_file.close()
 
 
 @contextmanager
-def _handled(handler: logging.Handler) -> Iterator[None]:
-    root, shown = logging.getLogger(), warnings.showwarning
+def _capture_logging_and_warnings(handler: logging.Handler) -> Iterator[None]:
+    """Sends records of the root logger and Python's warnings to a handler."""
+    root = logging.getLogger()
+    showwarning = warnings.showwarning
     root.addHandler(handler)
     logging.captureWarnings(True)
-    captured_here = warnings.showwarning is not shown
+    captured_here = warnings.showwarning is not showwarning  # an outer block may capture them already
     try:
         yield
     finally:
@@ -74,8 +81,8 @@ def _handled(handler: logging.Handler) -> Iterator[None]:
             logging.captureWarnings(False)
 
 
-class _File(logging.FileHandler):
-    """On a full disk lines are lost, and the job goes on."""
+class _RankFile(logging.FileHandler):
+    """Drops lines while the disk is full; the job goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

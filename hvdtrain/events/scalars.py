@@ -61,26 +61,27 @@ _TAGS = {
     "checkpoint": {name: f"checkpoint/{name}" for name in ("pause_s", "write_s", "megabytes")},
     "nonfinite": {"count": "nonfinite/count"},
 }
-_TARGET = ("seconds", "epochs", "images", "joules", "val_accuracy")
-_ROWS = {"work_ms": ("min", "median", "max")}  # what the places of a list are
-_NO_TAG = re.compile(r"[^\w./ -]", re.ASCII)  # the letters that every tracker takes
+_TARGET_FIELDS = ("seconds", "epochs", "images", "joules", "val_accuracy")
+_LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
+_NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The finite numbers of an event; none of a kind that is no curve, as a start or the times of a single step."""
+    """The finite numbers of an event by tag; empty for kinds that have no curve, such as start and step_times."""
     tags = _TAGS.get(event.kind, {})
     if event.kind == "target":
-        tags = {name: f"target/{event.fields.get('target', math.nan):g}/{name}" for name in _TARGET}
-    found = (pair for field, tag in tags.items() for pair in _numbers(tag, event.fields.get(field), _ROWS.get(field, ())))
-    return {_NO_TAG.sub("_", tag): number for tag, number in found if math.isfinite(number)}
+        tags = {name: f"target/{event.fields.get('target', math.nan):g}/{name}" for name in _TARGET_FIELDS}
+    numbers = (pair for field, tag in tags.items() for pair in _numbers(tag, event.fields.get(field), _LIST_ITEMS.get(field, ())))
+    return {_NOT_IN_TAGS.sub("_", tag): number for tag, number in numbers if math.isfinite(number)}
 
 
-def _numbers(tag: str, value: Any, places: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    """(tag, number) of a number; one for each inner value of a mapping, and of a list whose items have names."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(f"{tag}/{name}", inner, ())
     elif isinstance(value, list | tuple):
-        for name, inner in zip(places, value, strict=False):
+        for name, inner in zip(items, value, strict=False):
             yield from _numbers(f"{tag}/{name}", inner, ())
     elif isinstance(value, Real) and not isinstance(value, bool):
         yield tag, float(value)

@@ -1,4 +1,4 @@
-"""What people see on the screen: a display that moves where somebody sits before a terminal, plain lines elsewhere."""
+"""The sink of rank 0's standard output: a display that updates in place on an interactive terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import IO
 
 from hvdtrain.config.schema_run import LogConfig
 from hvdtrain.events.log import Event, Sink
-from hvdtrain.events.writers import Console
+from hvdtrain.events.writers import TextWriter
 
 
-class Screen:
-    """A sink that lets training go on without it: an error in the one within is told once, and that gets nothing more.
+class TerminalSink:
+    """Passes events to another sink until that fails: the first error is reported once, and training goes on without the output.
 
-    BrokenPipeError is raised: nobody is there any more.
+    Raises BrokenPipeError: the reader of the output has gone away, as mpirun does when a job is ended.
     """
 
     def __init__(self, sink: Sink) -> None:
-        self.sink: Sink | None = sink
+        self.sink: Sink | None = sink  # None after an error
 
     def __call__(self, event: Event) -> None:
         if self.sink is None:
@@ -28,40 +28,41 @@ class Screen:
             self.sink(event)
         except BrokenPipeError:
             raise
-        except Exception as error:  # of a stream that was closed, or of what somebody put in its place
+        except Exception as error:  # the stream was closed, or replaced by an object that fails
             self.close(0.0)
             self.sink = None
-            complain(f"the screen: {type(error).__name__}: {error}; training goes on without it, and events.jsonl has all")
+            warn(f"cannot write to the standard output: {type(error).__name__}: {error}; training goes on, events.jsonl has every event")
 
     def close(self, timeout_s: float) -> None:
-        with contextlib.suppress(Exception):
-            getattr(self.sink, "close", lambda _: None)(timeout_s)
+        close = getattr(self.sink, "close", None)
+        if close is not None:
+            with contextlib.suppress(Exception):
+                close(timeout_s)
 
 
-def complain(text: str) -> None:
-    """On the standard error, if that can be written."""
+def warn(message: str) -> None:
+    """Writes a line to the standard error; does nothing where that cannot be written."""
     with contextlib.suppress(OSError):
-        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+        print(f"hvdtrain: {message}", file=sys.stderr, flush=True)
 
 
-def screen(out: IO[str], log: LogConfig) -> Screen:
-    """The sink of rank 0's standard output."""
-    return Screen(_screen(out, log))
+def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
+    """The sink for rank 0's standard output, as log.display and log.every_s ask."""
+    if config.display == "live" or (config.display == "auto" and is_interactive(out)):
+        from hvdtrain.events.progress_display import ProgressDisplay
+
+        return TerminalSink(ProgressDisplay(out))
+    return TerminalSink(TextWriter(out, config.every_s))
 
 
-def _screen(out: IO[str], log: LogConfig) -> Sink:
-    if log.display == "live" or (log.display == "auto" and is_watched(out)):
-        from hvdtrain.events.progress_display import Live
+def is_interactive(out: IO[str] | None) -> bool:
+    """Whether a person reads the output as it comes: a terminal with a size and a TERM.
 
-        return Live(out)
-    return Console(out, log.every_s)
-
-
-def is_watched(out: IO[str] | None) -> bool:
-    """Whether a person looks at it. Open MPI's mpirun gives ranks a terminal even where its own output is a pipe: one without a size."""
+    Open MPI's mpirun gives ranks a terminal without a size, even where its own output is a pipe.
+    """
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return False
     try:
-        return (
-            out is not None and out.isatty() and os.get_terminal_size(out.fileno()).columns > 0 and os.environ.get("TERM", "dumb") != "dumb"
-        )
+        return out is not None and out.isatty() and os.get_terminal_size(out.fileno()).columns > 0
     except (OSError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Where events go: plain lines for people, JSON lines for programs."""
+"""The sinks that write events: TextWriter as plain lines for people, JsonLinesWriter as events.jsonl."""
 
 from __future__ import annotations
 
@@ -13,51 +13,59 @@ from typing import IO, Any
 
 from hvdtrain.events.log import Event
 
-KEPT = 10000  # lines that wait where a disk has no room
-BURST = 1000  # lines of single steps that are written together
+KEPT = 10_000  # lines that wait in memory while the disk is full; the newest are kept
+BURST = 1000  # events of single steps that are written together
 
-_HEAD = "epoch  seconds  epoch s  images/s  train loss  val loss  val acc       lr"
+_EPOCH_HEADER = "epoch  seconds  epoch s  images/s  train loss  val loss  val acc       lr"
 
 
-class Console:
-    """A line per epoch; inside an epoch a line every `every_s` seconds at most. No control codes: fit for a log file."""
+class TextWriter:
+    """Writes a line for each epoch, and inside an epoch a line every `every_s` seconds at most. No control codes: fit for a log file.
+
+    Lines are lost while the disk is full. Raises BrokenPipeError where the reader of the output has gone away.
+    """
 
     def __init__(self, out: IO[str], every_s: float) -> None:
-        self._out, self._every_s = out, every_s
-        self._spoken = time.monotonic()
-        self._headed = False
+        self._out = out
+        self._every_s = every_s
+        self._last_line_s = time.monotonic()
+        self._header_written = False
 
     def __call__(self, event: Event) -> None:
         for line in event.fields.get("lines", ()):
-            self._say(line)
-        if event.kind == "step" and time.monotonic() - self._spoken >= self._every_s:
-            self._say(_step_line(event.step, event.fields))
+            self._write(line)
+        if event.kind == "step" and time.monotonic() - self._last_line_s >= self._every_s:
+            self._write(_step_line(event.step, event.fields))
         elif event.kind == "epoch":
-            if not self._headed:
-                self._say(_HEAD)
-                self._headed = True
-            self._say(_epoch_line(event.fields))
-            if math.isfinite(event.fields.get("noise_scale", math.nan)):
-                self._say(f"       noise scale {event.fields['noise_scale']:.0f}: batches far above that many samples save few steps")
+            self._write_epoch(event.fields)
 
-    def _say(self, line: str) -> None:
-        self._spoken = time.monotonic()
+    def _write_epoch(self, fields: dict[str, Any]) -> None:
+        if not self._header_written:
+            self._write(_EPOCH_HEADER)
+            self._header_written = True
+        self._write(_epoch_line(fields))
+        noise_scale = fields.get("noise_scale", math.nan)
+        if math.isfinite(noise_scale):
+            self._write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
+
+    def _write(self, line: str) -> None:
+        self._last_line_s = time.monotonic()
         try:
-            print(writable(line, self._out), file=self._out, flush=True)
+            print(encodable(line, self._out), file=self._out, flush=True)
         except BrokenPipeError:
-            raise  # nobody is there any more, as after the end of mpirun
+            raise
         except OSError:
             pass  # a file on a full disk: training goes on
 
 
-def writable(text: str, out: IO[str]) -> str:
-    """The text, where the stream's encoding has not all of its letters with \\u65e5 in their place."""
+def encodable(line: str, out: IO[str]) -> str:
+    """The line, with letters that the stream's encoding lacks written as \\u65e5."""
     encoding = getattr(out, "encoding", None) or "utf-8"
     try:
-        text.encode(encoding)
+        line.encode(encoding)
     except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+        return line.encode(encoding, "backslashreplace").decode(encoding)
+    return line
 
 
 def _step_line(step: int, f: dict[str, Any]) -> str:
@@ -70,44 +78,46 @@ def _epoch_line(f: dict[str, Any]) -> str:
     return f"{times}  {f['train_loss']:10.4f}  {f['val_loss']:8.4f}  {f['val_accuracy']:7.4f}  {f['lr']:7.4g}"
 
 
-class JsonLines:
-    """One JSON object a line, written before the call returns: {"time", "kind", "step", and the event's fields}.
+class JsonLinesWriter:
+    """Appends one JSON object a line, before the call returns: {"time", "kind", "step", and the event's fields}.
 
-    What finds no room on a full disk waits for the next call, the newest KEPT lines of it: training goes on, and no line is torn.
+    While the disk is full the newest KEPT lines wait for the next call: training goes on, and no line is written in part.
+    Events of single steps (step_times) are written in bursts, at the latest before the next event of another kind.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._waiting = path, deque[str](maxlen=KEPT)
-        self._new = 0  # lines since the last try to write
+        self._path = path
+        self._waiting = deque[str](maxlen=KEPT)
+        self._since_write = 0  # lines that came after the last attempt to write
 
     def __call__(self, event: Event) -> None:
-        line = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
-        self._waiting.append(json.dumps({key: _json(value) for key, value in line.items()}, allow_nan=False) + "\n")
-        self._new += 1
-        if event.kind == "step_times" and self._new < BURST:  # many at once, and a "step" behind them
+        fields = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
+        self._waiting.append(json.dumps({name: _finite(value) for name, value in fields.items()}, allow_nan=False) + "\n")
+        self._since_write += 1
+        if event.kind == "step_times" and self._since_write < BURST:
             return
-        self._new = 0
+        self._since_write = 0
         with contextlib.suppress(OSError):
             _append(self._path, "".join(self._waiting).encode())
             self._waiting.clear()
 
 
-def _append(path: Path, text: bytes) -> None:
-    """All of it, or nothing and an OSError."""
-    with path.open("ab", buffering=0) as file:  # 30 us; nothing to close when a job ends badly
+def _append(path: Path, data: bytes) -> None:
+    """Appends all of it; where that fails the file stays as it was and OSError is raised."""
+    with path.open("ab", buffering=0) as file:  # 30 us; no open file is left when a job is killed
         before = file.seek(0, os.SEEK_END)
         try:
-            while text:
-                text = text[file.write(text) :]
+            while data:
+                data = data[file.write(data) :]
         except OSError:
             file.truncate(before)
             raise
 
 
-def _json(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are null, inside of lists and mappings too."""
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null, inside lists and mappings too."""
     if isinstance(value, dict):
-        return {key: _json(inner) for key, inner in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json(inner) for inner in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import UserError
-from hvdtrain.events.redaction import without_login
+from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import changed_places, comparisons, differing
 from hvdtrain.report.page_tables import Table
@@ -81,7 +81,7 @@ def _warnings(record: Record, label: str) -> list[str]:
         steps = f"step {found[0]['step']}" if len(found) == 1 else f"{len(found)} times, steps {found[0]['step']} to {found[-1]['step']}"
         lines.append(f"a loss or gradient was not finite: {steps}; policy {found[-1].get('policy')}")
     if found := record.of("checkpoint_failed"):
-        last = f"the last at step {found[-1]['step']}: {without_login(str(found[-1].get('reason')))}"
+        last = f"the last at step {found[-1]['step']}: {redact_urls(str(found[-1].get('reason')))}"
         lines.append(f"{len(found)} checkpoint{'s' * (len(found) > 1)} could not be written, {last}")
     if not record.config:
         lines.append("config.yaml is missing or cannot be read: the run is compared with no other")
@@ -95,7 +95,7 @@ def _is_cut_off(record: Record) -> bool:
 
 
 def _last_events(record: Record) -> str:
-    lines = (without_login(json.dumps(_rounded(event), ensure_ascii=False)) for event in record.events[-_LAST_EVENTS:])
+    lines = (redact_urls(json.dumps(_rounded(event), ensure_ascii=False)) for event in record.events[-_LAST_EVENTS:])
     return "\n".join(line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..." for line in lines)
 
 

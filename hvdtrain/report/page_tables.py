@@ -87,7 +87,7 @@ def targets(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
-    rows = [[key, *(_text(redaction.shown({key: value})[key]) for value in values)] for key, values in keys]
+    rows = [[key, *(_text(redaction.redact({key: value})[key]) for value in values)] for key, values in keys]
     return Table(["key", *labels], rows)
 
 
@@ -151,7 +151,7 @@ def startup(records: Sequence[Record], labels: Sequence[str]) -> Table:
 
 def settings(record: Record) -> Table:
     """The whole configuration."""
-    return Table(["key", "value"], [[key, _text(value)] for key, value in redaction.shown(record.config).items()])
+    return Table(["key", "value"], [[key, _text(value)] for key, value in redaction.redact(record.config).items()])
 
 
 def _text(value: Any) -> str:

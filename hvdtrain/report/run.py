@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.config.read import read_file
 from hvdtrain.errors import UserError
-from hvdtrain.events.redaction import without_login
+from hvdtrain.events.redaction import redact_urls
 
 Fields = dict[str, Any]  # of one event
 _DONE_AGAIN = ("step", "epoch", "target", "step_times", "nonfinite")  # kinds that a resumed job says again for the same steps
@@ -55,7 +55,7 @@ class Record:
     def ending(self) -> str:
         """How it ended, in words that a page may show."""
         if end := self.end:
-            return without_login(f"{_ENDS[end['kind']]}: {end.get('reason') or 'no reason is told'}")
+            return redact_urls(f"{_ENDS[end['kind']]}: {end.get('reason') or 'no reason is told'}")
         last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.events[-1]["time"]))
         return f"no end: it is running, or was killed; last event {last}"
 

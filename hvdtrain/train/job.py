@@ -22,8 +22,8 @@ from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, code_of
 from hvdtrain.events.background import CLOSE_S, BackgroundSink
 from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, rank_log
-from hvdtrain.events.terminal import complain, screen
-from hvdtrain.events.writers import JsonLines
+from hvdtrain.events.terminal import terminal_sink, warn
+from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe import compose
 from hvdtrain.recipe.noise_scale import NoiseScale
@@ -243,8 +243,12 @@ def _open_sinks(config: Config, provenance: Provenance, run: Path) -> list[Sink]
     made: dict[str, Sink] = {
         name: plugins.load("events/trackers", name, where).build(config, run) for name in dict.fromkeys(config.log.trackers)
     }
-    return [JsonLines(run / "events.jsonl"), screen(sys.stdout, config.log), *(_aside(name, sink) for name, sink in made.items())]
+    return [
+        JsonLinesWriter(run / "events.jsonl"),
+        terminal_sink(sys.stdout, config.log),
+        *(_aside(name, sink) for name, sink in made.items()),
+    ]
 
 
 def _aside(name: str, sink: Sink) -> BackgroundSink:
-    return BackgroundSink(lambda: sink, name, complain, every_s=TRACKED_S)
+    return BackgroundSink(lambda: sink, name, warn, step_interval_s=TRACKED_S)

@@ -1,4 +1,4 @@
-"""What looks like a secret is on no page and in no tracker; and a rank's own log neither loses a warning nor ends a job."""
+"""Secrets are hidden in reports, trackers and messages; the log file of a rank keeps warnings and errors, and never ends a job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.rank_log import LOGGER, rank_log, tagged_warnings
-from hvdtrain.events.redaction import HIDDEN, is_secret, shown, without_login
-from hvdtrain.events.trackers.settings import texts
+from hvdtrain.events.redaction import HIDDEN, is_secret_key, redact, redact_urls
+from hvdtrain.events.trackers.settings import flat_config
 from hvdtrain.events.trackers.tensorboard import build
 from hvdtrain.report.page import page
 from hvdtrain.report.page_tables import differing, settings
@@ -38,34 +38,34 @@ from hvdtrain.train.checkpoint.resume import changes
         ("batch 64 over 2 ranks", "batch 64 over 2 ranks"),
     ],
 )
-def test_addresses(text: str, safe: str) -> None:
-    assert without_login(text) == safe
+def test_logins_and_signatures_of_urls_are_hidden(text: str, safe: str) -> None:
+    assert redact_urls(text) == safe
 
 
-def test_keys_nested_and_dotted() -> None:
+def test_secrets_of_nested_and_dotted_keys_are_hidden() -> None:
     tree = {
         "model": {"hub_token": "hf_1", "tokens": 5, "name": "x"},
         "data.options.password": "p",
         "optim.secret_key": None,
         "list": ["//a:b@c"],
     }
-    assert shown(tree) == {
+    assert redact(tree) == {
         "model": {"hub_token": HIDDEN, "tokens": 5, "name": "x"}, "data.options.password": HIDDEN, "optim.secret_key": None,
         "list": [f"//{HIDDEN}@c"],
     }  # fmt: skip
 
 
-def test_which_keys_are_secret() -> None:
+def test_which_keys_name_a_secret() -> None:
     secret = (
         "data.private_key data.account_key data.passphrase data.auth data.auth.user model.hfToken data.accessToken model.HUBToken a.token2"
     )
     harmless = "model.max_tokens model.tokenizer model.passes data.pass_through data.author data.compass data.keyframes model.monkey"
-    assert [key for key in secret.split() if not is_secret(key)] == [] == [key for key in harmless.split() if is_secret(key)]
-    assert [key for key, value in texts(Config()).items() if is_secret(key) or value == HIDDEN] == []
+    assert [key for key in secret.split() if not is_secret_key(key)] == [] == [key for key in harmless.split() if is_secret_key(key)]
+    assert [key for key, value in flat_config(Config()).items() if is_secret_key(key) or value == HIDDEN] == []
 
 
-def test_a_changed_secret_is_not_told(tmp_path: Path) -> None:
-    """These lines go to the screen, to events.jsonl, and to TensorBoard."""
+def test_a_changed_secret_is_hidden_in_the_list_of_changes(tmp_path: Path) -> None:
+    """These lines go to the terminal, to events.jsonl and to TensorBoard."""
     (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
     options = {"hub_token": "hf_SECOND", "width": 4}
     assert changes(tmp_path, Config(model=ModelConfig(options=options))) == [
@@ -73,7 +73,7 @@ def test_a_changed_secret_is_not_told(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_tensorboard_gets_the_header_without_logins(tmp_path: Path) -> None:
+def test_tensorboard_receives_the_header_without_logins(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     sink = build(Config(), tmp_path)
     sink(Event(1.0, "start", 0, {"lines": ["data    https://joe:hunter2@host/x"]}))
@@ -82,7 +82,7 @@ def test_tensorboard_gets_the_header_without_logins(tmp_path: Path) -> None:
     assert b"hunter2" not in (seen := file.read_bytes()) and b"data    https://***@host/x" in seen
 
 
-def test_reasons_on_a_page_have_no_login(tmp_path: Path) -> None:
+def test_a_report_shows_reasons_without_logins(tmp_path: Path) -> None:
     why = "RuntimeError: cannot reach https://joe:hunter2@hub.example/x"
     kinds = ("start", "checkpoint_failed", "failed")
     events = [{"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why}) for kind in kinds]
@@ -106,7 +106,7 @@ def test_a_report_shows_no_secret(tmp_path: Path) -> None:
     assert [row[1:] for row in differing(keys, ["one", "two"]).rows] == [[HIDDEN] * 2, [f"https://{HIDDEN}@host/x"] * 2]
 
 
-def test_a_rank_log_takes_warnings_and_an_error_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, before = tmp_path / "ranks" / "rank-00001.log", warnings.showwarning
     with pytest.raises(ArithmeticError), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -116,17 +116,20 @@ def test_a_rank_log_takes_warnings_and_an_error_and_leaves_nothing_behind(tmp_pa
             raise ArithmeticError("x / 0")
     text = path.read_text()
     assert "step 10" in text and "UserWarning: late" in text and "ArithmeticError: x / 0" in text
-    assert "rank 1 on" in (told := capsys.readouterr().err) and "late" in told and "step 10" not in told
+    assert "rank 1 on" in (stderr := capsys.readouterr().err) and "late" in stderr and "step 10" not in stderr
     assert warnings.showwarning is before and not LOGGER.isEnabledFor(logging.INFO) and not LOGGER.handlers
 
 
-def test_a_full_disk_loses_lines_of_a_rank_log_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_log_drops_lines_silently_on_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
     with rank_log(Path("/dev/full")):
         LOGGER.info("step 10")
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_log_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+def test_a_rank_log_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "ranks").write_text("a file")
-    with pytest.raises(UserError, match="cannot write this rank's log: .*\n  where: log.per_rank"), rank_log(tmp_path / "ranks" / "0.log"):
+    with (
+        pytest.raises(UserError, match="cannot write the log file of a rank: .*\n  where: log.per_rank"),
+        rank_log(tmp_path / "ranks" / "0.log"),
+    ):
         pass

@@ -1,4 +1,4 @@
-"""The screen: a display that moves before a person, the same lines in a file without one control code, and what both say at the end."""
+"""The terminal: the display that updates in place, plain lines without control codes elsewhere, and the end of both."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ranks import ROOT, environment, needs_mpirun
 
 from hvdtrain.config.schema_run import LogConfig
 from hvdtrain.events.log import Event
-from hvdtrain.events.progress_display import Live, duration
-from hvdtrain.events.terminal import Screen, is_watched, screen
-from hvdtrain.events.writers import Console
+from hvdtrain.events.progress_display import ProgressDisplay, duration
+from hvdtrain.events.terminal import TerminalSink, is_interactive, terminal_sink
+from hvdtrain.events.writers import TextWriter
 
 START = Event(0.0, "start", 0, {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None})
 STEP: dict[str, Any] = {
@@ -40,25 +40,22 @@ EPOCH: dict[str, Any] = {
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class Terminal(io.StringIO):
-    """Says that it is one."""
+class FakeTerminal(io.StringIO):
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def shown(sink: Live) -> str:
-    """What the region has now, on a terminal of 80 columns."""
-    sink._terminal.width = 80
-    with sink._terminal.capture() as taken:
-        sink._terminal.print(sink._view())
-    return CODES.sub("", taken.get())
+def shown(display: ProgressDisplay) -> str:
+    """What the display has now, on a terminal of 80 columns."""
+    return display.render(80).plain
 
 
-def test_the_display_has_the_newest_figures() -> None:
-    out = Terminal()
-    sink = Live(out)
-    assert "the first figures come with log.every_steps" in shown(sink)
+def test_the_display_shows_the_newest_metrics() -> None:
+    out = FakeTerminal()
+    sink = ProgressDisplay(out)
+    assert "the first metrics come with log.every_steps" in shown(sink)
     sink(START)
     sink(Event(1.0, "step", 5, {**STEP, "epochs": 0.5}))
     sink(Event(2.0, "epoch", 10, EPOCH))
@@ -67,7 +64,7 @@ def test_the_display_has_the_newest_figures() -> None:
     sink.close(0)
     assert re.search(r"epoch 2 of 3 +━.* 5 of 10 steps", text), text
     assert re.search(r"job +step 15 +━.* 50%, 0:\d\d left", text), text
-    for figure in (
+    for metric in (
         "images/s 1,234",
         "loss 0.2500",
         "accuracy 0.8750",
@@ -77,18 +74,18 @@ def test_the_display_has_the_newest_figures() -> None:
         "batch 64",
         "step 20.0 ms",
     ):
-        assert figure in text, text
-    for figure in ("waiting for data 5.0%", "for gradients 15.0%", "memory 1.50 GB", "power 321 W"):
-        assert figure in text, text
+        assert metric in text, text
+    for metric in ("waiting for data 5.0%", "for gradients 15.0%", "memory 1.50 GB", "power 321 W"):
+        assert metric in text, text
     assert "slowest rank 3 on n2, 1.25 x the median" in text
-    said = CODES.sub("", out.getvalue())
-    assert "ranks   1\n" in said and "\n        word word" in said, "long lines go on under their first word"
-    assert "    1      5.0      4.0       160      0.5000    0.4000   0.7500     0.02\n" in said
-    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l"), "the cursor is there again"
+    written = CODES.sub("", out.getvalue())
+    assert "ranks   1\n" in written and "\n        word word" in written, "long lines go on under their first word"
+    assert "    1      5.0      4.0       160      0.5000    0.4000   0.7500     0.02\n" in written
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l"), "the cursor is visible again"
 
 
-def test_a_job_of_max_steps_ends_with_them_and_ranks_alike_name_none() -> None:
-    sink = Live(Terminal())
+def test_max_steps_bounds_the_job_bar_and_equal_ranks_have_no_slowest() -> None:
+    sink = ProgressDisplay(FakeTerminal())
     sink(START._replace(fields={**START.fields, "max_steps": 20}))
     sink(Event(1.0, "step", 5, {**STEP, "epochs": 0.5, "work_ms": [16.0, 16.0, 17.0]}))
     text = shown(sink)
@@ -107,56 +104,61 @@ NAMED = Event(3.0, "end", 15, {"lines": ["done", "run folder: runs/日本-é"]})
 
 
 @pytest.mark.parametrize("errors", ["strict", "backslashreplace"])  # a script's output, and that of the command line
-@pytest.mark.parametrize(("encoding", "told"), [("latin-1", r"\u65e5\u672c-é"), ("ascii", r"\u65e5\u672c-\xe9"), ("utf-8", "日本-é")])
-def test_letters_that_a_terminal_or_file_has_not_are_told_in_others(encoding: str, told: str, errors: str) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "written_name"), [("latin-1", r"\u65e5\u672c-é"), ("ascii", r"\u65e5\u672c-\xe9"), ("utf-8", "日本-é")]
+)
+def test_letters_that_an_encoding_lacks_are_written_as_escapes(encoding: str, written_name: str, errors: str) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding=encoding, errors=errors)
-    for sink in (live := Live(out), Console(out, 0.0)):
+    for sink in (live := ProgressDisplay(out), TextWriter(out, 0.0)):
         for event in (START, Event(1.0, "step", 5, STEP), NAMED):
             sink(event)
     text = shown(live)
     live.close(0)
     assert re.search("job +step 5 " + ("━+─+ 50%" if encoding == "utf-8" else "#+-+ 50%"), text), text
     out.flush()
-    assert written.getvalue().decode(encoding).count(f"run folder: runs/{told}\n") == 2
+    assert written.getvalue().decode(encoding).count(f"run folder: runs/{written_name}\n") == 2
 
 
-def test_a_name_of_bytes_that_are_no_letters() -> None:
+def test_a_file_name_that_is_not_utf_8() -> None:
     out = io.TextIOWrapper(written := io.BytesIO(), encoding="utf-8")
-    Console(out, 0.0)(Event(0.0, "end", 1, {"lines": ["runs/\udcff"]}))
+    TextWriter(out, 0.0)(Event(0.0, "end", 1, {"lines": ["runs/\udcff"]}))
     assert written.getvalue() == b"runs/\\udcff\n"
 
 
-def test_a_screen_that_fails_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_output_is_reported_once_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
-    sink = screen(out, LogConfig(display="lines"))
+    sink = terminal_sink(out, LogConfig(display="lines"))
     sink(START)
     out.close()
     for event in (NAMED, NAMED):
         sink(event)
     sink.close(0)
-    line = "hvdtrain: the screen: ValueError: I/O operation on closed file; training goes on without it, and events.jsonl has all\n"
+    line = (
+        "hvdtrain: cannot write to the standard output: ValueError: I/O operation on closed file; "
+        "training goes on, events.jsonl has every event\n"
+    )
     assert capsys.readouterr() == ("", line)
 
-    def alone(event: Event) -> None:
+    def without_reader(event: Event) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        Screen(alone)(NAMED)
+        TerminalSink(without_reader)(NAMED)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "line"),
     [(["--print-config"], "run: 日本"), (["framework=numpy", "model.name=linear", "max_steps=2"], "run folder: \\u65e5\\u672c")],
     ids=["config", "job"],
 )
-def test_the_command_line_writes_every_name(tmp_path: Path, words: list[str], said: str) -> None:
+def test_the_command_line_writes_every_name(tmp_path: Path, arguments: list[str], line: str) -> None:
     """A configuration as it is read, in UTF-8."""
     env = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", *words, "run=日本"], capture_output=True, env=env, cwd=tmp_path, timeout=60, check=False
+        [sys.executable, "-m", "hvdtrain", *arguments, "run=日本"], capture_output=True, env=env, cwd=tmp_path, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, b"") and f"\n{said}\n".encode() in done.stdout, done
+    assert (done.returncode, done.stderr) == (0, b"") and f"\n{line}\n".encode() in done.stdout, done
 
 
 def sized(columns: int) -> tuple[int, IO[str]]:
@@ -166,17 +168,19 @@ def sized(columns: int) -> tuple[int, IO[str]]:
     return mine, os.fdopen(theirs, "w")
 
 
-def test_somebody_watches_a_terminal_with_a_size_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TERM", "xterm")
     (a, watched), (b, unseen) = sized(80), sized(0)
     with watched, unseen, (tmp_path / "log").open("w") as file:
-        assert is_watched(watched) and not is_watched(unseen), "Open MPI's own for an output that is a pipe has no size"
-        assert not is_watched(file) and not is_watched(io.StringIO()) and not is_watched(None)
-        assert isinstance(screen(watched, LogConfig()).sink, Live) and isinstance(screen(file, LogConfig()).sink, Console)
-        assert isinstance(screen(watched, LogConfig(display="lines")).sink, Console)
-        assert isinstance(screen(file, LogConfig(display="live")).sink, Live)
+        assert is_interactive(watched) and not is_interactive(unseen), "Open MPI's own for an output that is a pipe has no size"
+        assert not is_interactive(file) and not is_interactive(io.StringIO()) and not is_interactive(None)
+        assert isinstance(terminal_sink(watched, LogConfig()).sink, ProgressDisplay) and isinstance(
+            terminal_sink(file, LogConfig()).sink, TextWriter
+        )
+        assert isinstance(terminal_sink(watched, LogConfig(display="lines")).sink, TextWriter)
+        assert isinstance(terminal_sink(file, LogConfig(display="live")).sink, ProgressDisplay)
         monkeypatch.setenv("TERM", "dumb")
-        assert not is_watched(watched)
+        assert not is_interactive(watched)
     os.close(a)
     os.close(b)
 
@@ -202,16 +206,16 @@ def in_a_terminal(words: list[str], columns: int) -> tuple[int, str]:
         os.close(mine)
 
 
-def test_a_terminal_that_goes_away_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_goes_away_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = sized(80)
-    sink = Live(theirs)
+    sink = ProgressDisplay(theirs)
     sink(START)
     sink(Event(1.0, "step", 5, STEP))
     os.close(mine)
     with pytest.raises(OSError, match="Input/output error"):
         os.write(theirs.fileno(), b"x")
     sink(Event(2.0, "epoch", 10, EPOCH))
-    sink._region.refresh()
+    sink._live.refresh()
     sink(Event(3.0, "end", 10, {"lines": ["done"]}))
     sink.close(0)
     os.close(theirs.fileno())
@@ -220,7 +224,7 @@ def test_a_terminal_that_goes_away_takes_nothing_with_it(monkeypatch: pytest.Mon
 
 
 @needs_mpirun
-def test_under_mpirun_it_moves_in_a_terminal_and_a_pipe_gets_no_control_code(tmp_path: Path) -> None:
+def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     from ranks import mpirun_path
 
     words = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "model.name=mlp", "epochs=3"]

@@ -1,4 +1,4 @@
-"""Trackers: what was given to them is read back by each one's own reader; and a sink aside that nobody waits for."""
+"""Trackers: what each wrote is read back by its own reader; and the background sink, for which training never waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event
 from hvdtrain.events.scalars import scalars
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
-from hvdtrain.events.trackers.settings import settings, texts
+from hvdtrain.events.trackers.settings import flat_config, redacted_config
 
 T0 = 1_700_000_000.0
 CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@host/set"), model=ModelConfig(options={"api_token": "xyz"}))
@@ -44,7 +44,7 @@ def over(number: int, kind: str, **fields: Any) -> Event:
     return Event(T0 + number + 1, kind, number, {"reason": "epochs=1", "best_accuracy": 0.875, **fields})
 
 
-# A job of two runs: the first stops after step 30, but its newest checkpoint is of step 20, so the second does step 30 again.
+# A job of two starts: the first stops after step 30, but its newest checkpoint is of step 20, so the second repeats step 30.
 FIRST = [start(0), step(10, 2.5), step(20, 2.0), epoch(20, 0.75), step(30, 9.0), over(30, "stop")]
 SECOND = [start(20), step(30, 1.5), step(40, 1.25), epoch(40, 0.875), over(40, "end")]
 
@@ -59,14 +59,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def prefetcher(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
-    """As a job does: each run has a sink of its own, on a thread of its own."""
+def send(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
+    """As a job does: each start has a sink of its own, on a thread of its own."""
     for events in runs:
-        sink, heard = build(config, run), list[str]()
-        aside = BackgroundSink(lambda sink=sink: sink, "x", heard.append)
+        sink = build(config, run)
+        warnings: list[str] = []
+        background = BackgroundSink(lambda sink=sink: sink, "x", warnings.append)
         for event in events:
-            aside(event)
-        assert aside.close(60) and heard == []
+            background(event)
+        assert background.close(60) and warnings == []
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -74,7 +75,7 @@ def until(done: Callable[[], bool]) -> None:
         if done():
             return
         time.sleep(0.01)
-    raise AssertionError("it never came")
+    raise AssertionError("not done after 20 s")
 
 
 def test_numbers_of_a_step() -> None:
@@ -93,7 +94,7 @@ def test_numbers_of_a_step() -> None:
 def test_numbers_of_the_other_kinds() -> None:
     both = {"joules": {"gpu": 30.0, "cpu": 12.0}, "joules_per_image": 0.5, "images_per_s": 50.0}
     measured = {"watts": 21.0, "wh": 0.25, "noise_scale": 900.0, "rank_work_ms": [1.0, 2.0], "val_count": 360}
-    told = {
+    trained = {
         "epoch": 2,
         "epoch_s": 1.5,
         "train_loss": 0.5,
@@ -102,14 +103,14 @@ def test_numbers_of_the_other_kinds() -> None:
         "val_accuracy": 0.8,
         "best_accuracy": 0.85,
     }
-    assert scalars(Event(T0, "epoch", 20, {**told, **both, **measured})) == {
+    assert scalars(Event(T0, "epoch", 20, {**trained, **both, **measured})) == {
         **{"val/loss": 0.6, "val/accuracy": 0.8, "val/best_accuracy": 0.85, "epoch/number": 2, "epoch/seconds": 1.5},
         **{"epoch/train_loss": 0.5, "epoch/train_accuracy": 0.9, "epoch/images_per_s": 50, "epoch/noise_scale": 900},
         **{"energy/joules/gpu": 30, "energy/joules/cpu": 12, "energy/joules_per_image": 0.5, "energy/watts": 21, "energy/wh": 0.25},
     }
     target = {"target": 0.9, "val_accuracy": 0.91, "seconds": 7.5, "epochs": 2.0, "images": 3000, "joules": None}
-    words = {"seconds": 7.5, "epochs": 2, "images": 3000, "val_accuracy": 0.91}
-    assert scalars(Event(T0, "target", 20, target)) == {f"target/0.9/{name}": number for name, number in words.items()}
+    numbers = {"seconds": 7.5, "epochs": 2, "images": 3000, "val_accuracy": 0.91}
+    assert scalars(Event(T0, "target", 20, target)) == {f"target/0.9/{name}": number for name, number in numbers.items()}
     for kind in ("end", "stop"):
         assert scalars(over(40, kind, exit_code=0, **both)) == {
             **{"job/best_accuracy": 0.875, "job/joules/gpu": 30, "job/joules/cpu": 12, "job/joules_per_image": 0.5, "job/images_per_s": 50},
@@ -119,25 +120,25 @@ def test_numbers_of_the_other_kinds() -> None:
     assert scalars(step(10, 1.0, "step_times")) == scalars(start(0)) == {}
 
 
-def test_settings_hide_what_looks_like_a_secret() -> None:
+def test_the_configuration_is_redacted() -> None:
     options = {"max_tokens": 5, "password": "", "hub": {"Secret_Key": "q", "urls": ["http://u:p@h/x"]}}
-    shown = settings(Config(model=ModelConfig(name="mlp", options=options)))["model"]
-    assert {key: shown[key] for key in ("name", *options)} == {
+    redacted = redacted_config(Config(model=ModelConfig(name="mlp", options=options)))["model"]
+    assert {key: redacted[key] for key in ("name", *options)} == {
         **{"name": "mlp", "max_tokens": 5, "password": "", "hub": {"Secret_Key": "***", "urls": ["http://***@h/x"]}},
     }
-    flat = texts(CONFIG)
+    flat = flat_config(CONFIG)
     assert (flat["batch.size"], flat["data.root"], flat["model.api_token"]) == ("96", "s3://***@host/set", "***")
     assert (flat["max_steps"], flat["recipe.chain"], flat["log.noise_scale"]) == ("null", "[]", "false")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
-def test_a_package_that_is_missing(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_user_error(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else real(package))
     module = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}[name]
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         module.build(CONFIG, run)  # type: ignore[attr-defined]
-    assert str(told.value) == f"{name} is not installed\n  where: log.trackers\n  fix: pip install 'hvdtrain[{name}]'"
+    assert str(caught.value) == f"{name} is not installed\n  where: log.trackers\n  fix: pip install 'hvdtrain[{name}]'"
 
 
 def test_nothing_is_imported_before_the_first_event(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ def test_tensorboard_reads_back(run: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    prefetcher(tensorboard.build, run, FIRST, SECOND)
+    send(tensorboard.build, run, FIRST, SECOND)
     reader = EventAccumulator(str(run / "tensorboard"))
     reader.Reload()
     assert [(s.step, s.value, s.wall_time) for s in reader.Scalars("train/loss")] == [
@@ -162,7 +163,7 @@ def test_tensorboard_reads_back(run: Path) -> None:
     ]
     assert [(s.step, s.value) for s in reader.Scalars("val/accuracy")] == [(20, 0.75), (40, 0.875)]
     assert [(s.step, s.value) for s in reader.Scalars("speed/phase_ms/forward")] == [(n, 2.0) for n in (10, 20, 30, 40)]
-    assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [(40, 0.875)]  # what it said at the stop is no more
+    assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [(40, 0.875)]  # the value at the stop is replaced
     assert "speed/images_per_s" not in reader.Tags()["scalars"]  # infinite
     (text,) = reader.Tensors("config/text_summary")[-1].tensor_proto.string_val
     assert b"| key | value |\n| --- | --- |\n" in text and b"| batch.size | `96` |\n" in text and b"xyz" not in text
@@ -173,7 +174,7 @@ def test_tensorboard_reads_back(run: Path) -> None:
 
 def test_mlflow_reads_back(run: Path) -> None:
     pytest.importorskip("mlflow")
-    prefetcher(mlflow.build, run, FIRST)
+    send(mlflow.build, run, FIRST)
     from mlflow.tracking import MlflowClient
 
     client, run_id = MlflowClient((run / "mlflow").as_uri()), json.loads((run / "mlflow_run.json").read_text())["run_id"]
@@ -196,14 +197,14 @@ def test_mlflow_reads_back(run: Path) -> None:
     assert found.data.tags["resumed.batch.size"] == "48" and "resumed.recipe.scale" not in found.data.tags
 
 
-def test_mlflow_of_a_failed_job_and_where_the_user_wants_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_of_a_failed_job_on_the_users_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (run / "else where").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # else a text that is too long is cut by mlflow, with a warning
     long = Config(model=ModelConfig(name="a.B", options={"k" * 300: "v" * 7000}))
     failed = Event(T0, "failed", 10, {"reason": "x", "exit_code": 83})
-    prefetcher(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
+    send(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient((run / "else where").as_uri())
@@ -215,19 +216,19 @@ def test_mlflow_of_a_failed_job_and_where_the_user_wants_it(run: Path, monkeypat
     assert not (run / "mlflow").exists()
 
 
-def test_mlflow_goes_on_elsewhere_with_a_run_of_its_own(run: Path) -> None:
+def test_mlflow_starts_a_new_run_where_the_id_is_unknown(run: Path) -> None:
     """Another server does not know the id; a file that a crash cut off is no id."""
     pytest.importorskip("mlflow")
     ids = []
     for text in (json.dumps({"run_id": "0" * 32}), '{"run_'):
         (run / "mlflow_run.json").write_text(text)
-        prefetcher(mlflow.build, run, SECOND)
+        send(mlflow.build, run, SECOND)
         ids.append(json.loads((run / "mlflow_run.json").read_text())["run_id"])
     assert len({*ids, "0" * 32}) == 3
     assert len({folder.name for folder in (run / "mlflow").glob("*/*") if folder.name in ids}) == 2
 
 
-def records(file: Path) -> Iterator[bytes]:
+def wandb_records(file: Path) -> Iterator[bytes]:
     """Of a .wandb file: 7 bytes, then LevelDB's log: blocks of 32768 bytes, pieces of (checksum, length, kind: 1 whole, 2 3 4 parts)."""
     data, at, whole = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
@@ -247,7 +248,7 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[i
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, config, codes, kinds = [], dict[str, Any](), [], set()
-    for raw in records(file):
+    for raw in wandb_records(file):
         record = Record.FromString(raw)
         kinds.add(str(record.WhichOneof("record_type")))
         config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
@@ -261,9 +262,9 @@ def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[i
 def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("wandb")
     before = sys.exit, sys.excepthook, sys.stdout, sys.stderr
-    prefetcher(wandb.build, run, FIRST)
+    send(wandb.build, run, FIRST)
     time.sleep(1)  # wandb names the folder of a run by the second
-    prefetcher(wandb.build, run, SECOND)
+    send(wandb.build, run, SECOND)
     assert capfd.readouterr() == ("", "")
     assert (sys.exit, sys.excepthook, sys.stdout, sys.stderr) == before
     run_id = json.loads((run / "wandb_run.json").read_text())["run_id"]
@@ -288,16 +289,16 @@ def test_wandb_modes(tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine wandb.site login user password k\n")
     assert wandb.mode(nobody) == "offline"
     assert wandb.mode({**nobody, "WANDB_BASE_URL": "https://wandb.site"}) == "online"
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         wandb.mode({**nobody, "WANDB_MODE": "online"})
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "WANDB_MODE=online, but there is no key for https://api.wandb.ai\n  where: log.trackers\n"
-        "  fix: wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder"
+        "  fix: run wandb login or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder"
     )
 
 
 class Slow:
-    """A sink that waits at its first event until it is let go."""
+    """A sink that blocks at its first event until `free` is set."""
 
     def __init__(self) -> None:
         self.free, self.begun, self.seen, self.closed = threading.Event(), threading.Event(), list[Event](), 0
@@ -311,43 +312,43 @@ class Slow:
         self.closed += 1
 
 
-def test_aside_keeps_the_order_and_closes() -> None:
-    sink, heard = Slow(), list[str]()
+def test_background_sink_keeps_the_order_and_closes() -> None:
+    sink, warnings = Slow(), list[str]()
     made: list[str] = []
 
     def make() -> Slow:
         made.append(threading.current_thread().name)
         return sink
 
-    aside = BackgroundSink(make, "slow", heard.append)
+    background = BackgroundSink(make, "slow", warnings.append)
     events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
     for event in events:
-        aside(event)
-    assert sink.seen == []  # and yet we are here
+        background(event)
+    assert sink.seen == []  # the calls returned, though the sink blocks
     sink.free.set()
-    assert aside.close(20) and aside.close(0)
-    aside(step(100, 1.0))
-    assert (sink.seen, sink.closed, heard, made) == (events, 1, [], ["sink slow"])
+    assert background.close(20) and background.close(0)
+    background(step(100, 1.0))
+    assert (sink.seen, sink.closed, warnings, made) == (events, 1, [], ["sink slow"])
 
 
-def test_aside_when_full_leaves_out_the_oldest_steps_alone() -> None:
-    sink, heard = Slow(), list[str]()
-    aside = BackgroundSink(lambda: sink, "slow", heard.append, most=4)
-    aside(start(0))
+def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
+    sink, warnings = Slow(), list[str]()
+    background = BackgroundSink(lambda: sink, "slow", warnings.append, capacity=4)
+    background(start(0))
     assert sink.begun.wait(20)
     for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
-        aside(event)
+        background(event)
     sink.free.set()
-    assert aside.close(20)
+    assert background.close(20)
     assert [(event.kind, event.step) for event in sink.seen] == [
         *(("start", 0), ("epoch", 2), ("epoch", 4), ("epoch", 6), ("epoch", 7), ("end", 8)),
     ]
-    assert heard == ["log.trackers slow: too slow: 3 step events found no room in its queue, and were left out"]
+    assert warnings == ["log.trackers slow: too slow: its queue was full and 3 step events were dropped"]
 
 
-def test_aside_thins_out_steps_and_nothing_else() -> None:
+def test_background_sink_thins_out_step_events_only() -> None:
     seen = list[tuple[str, int]]()
-    aside = BackgroundSink(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, every_s=1.0)
+    background = BackgroundSink(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, step_interval_s=1.0)
     for event in [
         step(1, 1)._replace(time=10.0),
         step(2, 1)._replace(time=10.9),
@@ -355,64 +356,65 @@ def test_aside_thins_out_steps_and_nothing_else() -> None:
         step(3, 1)._replace(time=11.0),
         over(3, "end"),
     ]:
-        aside(event)
-    assert aside.close(20)
+        background(event)
+    assert background.close(20)
     assert seen == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
 
 
-def test_aside_of_a_sink_that_blocks_ends_in_time() -> None:
-    sink, heard = Slow(), list[str]()
-    aside = BackgroundSink(lambda: sink, "stuck", heard.append)
+def test_background_sink_closes_in_time_when_its_sink_blocks() -> None:
+    sink, warnings = Slow(), list[str]()
+    background = BackgroundSink(lambda: sink, "stuck", warnings.append)
     for number in range(3):
-        aside(epoch(number, 0.5))
+        background(epoch(number, 0.5))
     assert sink.begun.wait(20)
     began = time.monotonic()
-    assert not aside.close(0.2)
+    assert not background.close(0.2)
     assert 0.15 < time.monotonic() - began < 5
-    assert heard == ["log.trackers stuck: not done after 0.2 s: 2 events wait, and the end does not wait for them"]
+    assert warnings == ["log.trackers stuck: not finished after 0.2 s: 2 events are still queued, and the job ends"]
     sink.free.set()
-    assert aside.close(20)  # it was not told to stop: all is written in the end
+    assert background.close(20)  # close() stops nothing: all is written in the end
     assert [event.step for event in sink.seen] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (OSError("no\n route to http://me:pw@host:1/x"), "OSError: no route to http://***@host:1/x"),
         (UserError("no key", "log.trackers", "log in"), "no key"),
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
-def test_aside_drops_a_sink_that_raises_and_says_so_once(error: BaseException, words: str) -> None:
-    heard, seen = list[tuple[str, str]](), list[int]()
+def test_background_sink_drops_a_sink_that_raises_and_reports_it_once(error: BaseException, message: str) -> None:
+    warnings, seen = list[tuple[str, str]](), list[int]()
 
     def sink(event: Event) -> None:
         seen.append(event.step)
         if event.step == 2:
             raise error
 
-    aside = BackgroundSink(lambda: sink, "frail", lambda line: heard.append((threading.current_thread().name, line)))
+    background = BackgroundSink(lambda: sink, "frail", lambda line: warnings.append((threading.current_thread().name, line)))
     for number in (1, 2):
-        aside(step(number, 1.0))
-    until(lambda: not aside._thread.is_alive())
+        background(step(number, 1.0))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sink frail"]
+    thread.join(20)
     for number in (3, 4):
-        aside(step(number, 1.0))
-    assert aside.close(20)
-    line = f"log.trackers frail: {words}; training goes on without it"
-    assert heard == [(threading.main_thread().name, line)]  # in the thread that may use the log
+        background(step(number, 1.0))
+    assert background.close(20)
+    line = f"log.trackers frail: {message}; training goes on without it"
+    assert warnings == [(threading.main_thread().name, line)]  # on the thread of the caller
     assert seen == [1, 2]
-    assert not aside._many and not aside._few  # what nobody will take is not kept
+    assert not background._step_events and not background._other_events  # events that no sink takes are not kept
 
 
-def test_aside_of_a_sink_that_cannot_be_made() -> None:
-    heard = list[str]()
+def test_background_sink_reports_a_sink_that_cannot_be_made() -> None:
+    warnings = list[str]()
 
     def make() -> Any:
         raise ImportError("a broken package")
 
-    aside = BackgroundSink(make, "broken", heard.append)
-    assert aside.close()
-    assert heard == ["log.trackers broken: ImportError: a broken package; training goes on without it"]
+    background = BackgroundSink(make, "broken", warnings.append)
+    assert background.close()
+    assert warnings == ["log.trackers broken: ImportError: a broken package; training goes on without it"]
 
 
 def test_names_are_file_names() -> None:

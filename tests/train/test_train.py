@@ -20,7 +20,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.events.log import Event
-from hvdtrain.events.writers import JsonLines
+from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.input.micro_batches import rows_of_step
 
@@ -180,7 +180,7 @@ def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str
 
 
 def test_numbers_that_are_none_are_null_in_the_events() -> None:
-    JsonLines(Path("events.jsonl"))(Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1}))
+    JsonLinesWriter(Path("events.jsonl"))(Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1}))
     text = Path("events.jsonl").read_text()  # json.loads would take NaN: read the text
     assert text == '{"time": 1.0, "kind": "epoch", "step": 3, "train_loss": null, "val_loss": null, "lr": 0.1}\n'
 

@@ -1,1 +1,1 @@
-"""The trackers that log.trackers knows: one file each."""
+"""Trackers: sinks that send events to other products, one file each; log.trackers names them."""

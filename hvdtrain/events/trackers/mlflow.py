@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hvdtrain.config.schema import Config
 from hvdtrain.events.log import Event
 from hvdtrain.events.scalars import scalars
-from hvdtrain.events.trackers.run_id import former, keep
-from hvdtrain.events.trackers.settings import demand, texts
+from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
+from hvdtrain.events.trackers.settings import flat_config, require_package
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -20,83 +20,86 @@ STATUS = {"end": "FINISHED", "stop": "KILLED"}  # else FAILED
 
 
 def build(config: Config, run: Path) -> Mlflow:
-    """MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME win. Nothing is imported before the first event.
+    """A tracker for the server of MLFLOW_TRACKING_URI, else RUN/mlflow; in the experiment MLFLOW_EXPERIMENT_NAME, else hvdtrain.
 
-    Show a run folder's own with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
+    Raises UserError where mlflow is not installed; it is imported at the first event.
+    Show RUN/mlflow with: MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlflow
     """
-    demand("mlflow", "mlflow")
+    require_package("mlflow", "mlflow")
     return Mlflow(config, run.resolve())
 
 
 class Mlflow:
-    """One MLflow run for a job, however often it is resumed; steps that are done twice have two values."""
+    """One MLflow run for a job, however often it is resumed. Steps that a resumed job repeats have two values."""
 
     def __init__(self, config: Config, run: Path) -> None:
         self._config, self._run = config, run
         self._client: MlflowClient | None = None
-        self._id, self._status, self._now_ms = "", "FAILED", 0
+        self._run_id = ""
+        self._status = "FAILED"  # until the job says how it ended
+        self._time_ms = 0  # of the newest event
 
     def __call__(self, event: Event) -> None:
-        self._now_ms = int(event.time * 1000)
+        self._time_ms = int(event.time * 1000)
         if self._client is None:
             self._client = _connect(self._run)
-            self._id = self._go_on(self._client, event) or self._begin(self._client)
+            self._run_id = self._continue(self._client, event) or self._create(self._client)
         numbers = scalars(event)
         if numbers:
             from mlflow.entities import Metric
 
-            metrics = [Metric(tag, number, self._now_ms, event.step) for tag, number in numbers.items()]
-            self._client.log_batch(self._id, metrics=metrics, synchronous=True)
+            metrics = [Metric(tag, number, self._time_ms, event.step) for tag, number in numbers.items()]
+            self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
         self._status = STATUS.get(event.kind, self._status)
 
     def close(self) -> None:
         if self._client is not None:
-            self._client.set_terminated(self._id, self._status, self._now_ms)
+            self._client.set_terminated(self._run_id, self._status, self._time_ms)
 
-    def _go_on(self, client: MlflowClient, first: Event) -> str:
-        """The id of the former run, running again; empty where there is none, or the server does not know it."""
+    def _continue(self, client: MlflowClient, first: Event) -> str:
+        """Sets the status of the job's run to RUNNING and returns its id; empty without one, or where the server does not know it."""
         from mlflow.exceptions import MlflowException
 
-        run_id = former(self._run / "mlflow_run.json", first)
+        run_id = load_run_id(self._run / "mlflow_run.json", first)
         if run_id is None:
             return ""
         try:
-            found = client.get_run(run_id)
+            run = client.get_run(run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return ""
         client.update_run(run_id, status="RUNNING")
-        self._log_settings(client, found)
+        self._log_config(client, run)
         return run_id
 
-    def _begin(self, client: MlflowClient) -> str:
-        made = client.create_run(_experiment(client), start_time=self._now_ms, run_name=self._run.name)
-        self._log_settings(client, made)
-        keep(self._run / "mlflow_run.json", made.info.run_id)
-        return str(made.info.run_id)
+    def _create(self, client: MlflowClient) -> str:
+        run = client.create_run(_experiment(client), start_time=self._time_ms, run_name=self._run.name)
+        self._log_config(client, run)
+        save_run_id(self._run / "mlflow_run.json", run.info.run_id)
+        return str(run.info.run_id)
 
-    def _log_settings(self, client: MlflowClient, run: Run) -> None:
-        """Parameters of a run cannot change, so what a resumed job was told anew is a tag: "resumed.batch.size"."""
+    def _log_config(self, client: MlflowClient, run: Run) -> None:
+        """Parameters of a run cannot change: where a resumed job has another value, that is a tag, "resumed.batch.size"."""
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        cut = {key[: MAX_ENTITY_KEY_LENGTH - 10]: value[:MAX_PARAM_VAL_LENGTH] for key, value in texts(self._config).items()}
+        values = {key[: MAX_ENTITY_KEY_LENGTH - 10]: value[:MAX_PARAM_VAL_LENGTH] for key, value in flat_config(self._config).items()}
         old = run.data.params
-        new = [Param(key, value) for key, value in cut.items() if key not in old]
-        changed = [RunTag(f"resumed.{key}", value) for key, value in cut.items() if old.get(key, value) != value]
+        new = [Param(key, value) for key, value in values.items() if key not in old]
+        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if old.get(key, value) != value]
         for first in range(0, max(len(new), len(changed)), MAX_PARAMS_TAGS_PER_BATCH // 2):  # the limit is on both together
-            part = slice(first, first + MAX_PARAMS_TAGS_PER_BATCH // 2)
-            client.log_batch(run.info.run_id, params=new[part], tags=changed[part], synchronous=True)
+            some = slice(first, first + MAX_PARAMS_TAGS_PER_BATCH // 2)
+            client.log_batch(run.info.run_id, params=new[some], tags=changed[some], synchronous=True)
 
 
 def _connect(run: Path) -> MlflowClient:
-    """The client, not the fluent functions: they belong to the thread that started a run, and change what the user's own code sees."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import: it would tell MLflow's makers of each use
+    """A client. MLflow's fluent functions belong to the thread that started a run, and change state that the user's own code sees."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at the import; otherwise MLflow reports each use to its vendor
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        # Files, though MLflow wants to be asked for them: sqlite needs sqlalchemy and alembic, which mlflow-skinny leaves out, takes
-        # 1.8 s to make its tables and 8 ms instead of 2 for each event, and locks its file, which network disks do badly.
+        # Files, for which MLflow needs the variable below. SQLite needs sqlalchemy and alembic, which mlflow-skinny lacks, takes 1.8 s
+        # to create its tables and 8 ms instead of 2 for an event, and locks its file, which network file systems do badly.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         uri = (run / "mlflow").as_uri()
     from mlflow.tracking import MlflowClient
@@ -112,7 +115,7 @@ def _experiment(client: MlflowClient) -> str:
     if found is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another job made it in this moment
+        except MlflowException:  # another job created it meanwhile
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise

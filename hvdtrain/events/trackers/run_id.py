@@ -1,4 +1,4 @@
-"""The id under which a tracker knows a job, kept in the run folder so that a resumed job goes on with it."""
+"""The id under which a tracker knows a job, kept in the run folder: a resumed job continues the tracker's run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 from hvdtrain.events.log import Event
 
 
-def former(path: Path, first: Event) -> str | None:
-    """The id of the runs before this one; None where there was none, or where the job's first event is at step 0: it begins anew."""
+def load_run_id(path: Path, first: Event) -> str | None:
+    """The id that an earlier start of the job saved; None without one, or where the first event is at step 0: the job starts over."""
     if first.step == 0:
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off by a crash: a new run is better than none
+        run_id = json.loads(path.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or cut off by a crash: a new run is better than none
         return None
-    return found if isinstance(found, str) else None
+    return run_id if isinstance(run_id, str) else None
 
 
-def keep(path: Path, run_id: str) -> None:
+def save_run_id(path: Path, run_id: str) -> None:
+    """Raises OSError where the file cannot be written."""
     path.write_text(json.dumps({"run_id": run_id}) + "\n", encoding="utf-8")

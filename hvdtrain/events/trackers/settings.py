@@ -1,4 +1,4 @@
-"""The configuration as trackers keep it, without what looks like a secret; and whether a tracker is installed."""
+"""The configuration as trackers store it, with secrets hidden; and the check that a tracker's package is installed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hvdtrain.errors import UserError
 from hvdtrain.events import redaction
 
 
-def demand(package: str, extra: str) -> None:
-    """A UserError where a package is not installed; nothing is imported."""
+def require_package(package: str, extra: str) -> None:
+    """Raises UserError where a package is not installed; imports nothing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"{package} is not installed", "log.trackers", f"pip install 'hvdtrain[{extra}]'")
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """The configuration as config.yaml has it: {"epochs": 10, "batch": {"size": 64, ...}, ...}."""
+def redacted_config(config: Config) -> dict[str, Any]:
+    """The configuration as in config.yaml: {"epochs": 10, "batch": {"size": 64, ...}, ...}."""
     tree = dataclasses.asdict(config)
     for section in OPEN_SECTIONS:
         tree[section] |= tree[section].pop("options")
-    shown: dict[str, Any] = redaction.shown(tree)
-    return shown
+    redacted: dict[str, Any] = redaction.redact(tree)
+    return redacted
 
 
-def texts(config: Config) -> dict[str, str]:
-    """The same, flat: {"epochs": "10", "batch.size": "64", ...}."""
-    return dict(_flat("", settings(config)))
+def flat_config(config: Config) -> dict[str, str]:
+    """The same with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64", ...}."""
+    return dict(_flat("", redacted_config(config)))
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of each event, the configuration and the header as texts, in RUN/tensorboard."""
+"""TensorBoard: the numbers of each event, and the configuration and the header as text, in RUN/tensorboard."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.schema import Config
 from hvdtrain.events.log import Event
-from hvdtrain.events.redaction import without_login
+from hvdtrain.events.redaction import redact_urls
 from hvdtrain.events.scalars import scalars
-from hvdtrain.events.trackers.settings import demand, texts
+from hvdtrain.events.trackers.settings import flat_config, require_package
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 def build(config: Config, run: Path) -> TensorBoard:
-    """Show them with: tensorboard --logdir RUN. Nothing is imported before the first event."""
-    demand("tensorboard", "tensorboard")
+    """Show RUN with: tensorboard --logdir RUN.
+
+    Raises UserError where tensorboard is not installed; it is imported at the first event.
+    """
+    require_package("tensorboard", "tensorboard")
     return TensorBoard(config, run / "tensorboard")
 
 
@@ -36,7 +39,7 @@ class TensorBoard:
         if self._records is None:
             self._records = self._open(event)
         if event.kind == "start":
-            self._begin(event)
+            self._write_start(event)
         if numbers:
             self._write(event.time, event.step, summary={"value": [{"tag": tag, "simple_value": x} for tag, x in numbers.items()]})
         self._records.flush()
@@ -46,34 +49,33 @@ class TensorBoard:
             self._records.close()
 
     def _open(self, event: Event) -> RecordWriter:
-        # Imported in 0.2 s, where torch.utils.tensorboard takes 2; EventFileWriter would import TensorFlow too, where that is installed.
+        # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports TensorFlow where that is installed.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Readers take the files of a folder in the order of their names: so the time comes first, as finely as restarts may follow.
+        # Readers take the files of a folder in the order of their names: the time comes first, in microseconds for quick restarts.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._records = RecordWriter((self._folder / name).open("xb"))
         self._write(event.time, 0, file_version="brain.Event:2")
         return self._records
 
-    def _begin(self, event: Event) -> None:
+    def _write_start(self, event: Event) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        # What an earlier start did beyond this step is done again: readers drop it from there on.
+        # A resumed job repeats steps that an earlier start did after this one: readers drop the earlier ones.
         self._write(event.time, event.step + 1, session_log=SessionLog(status=SessionLog.START))
-        rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in texts(self._config).items())
-        shown = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
+        rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in flat_config(self._config).items())
+        texts = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):
-            shown["header"] = "\n".join(
-                f"    {without_login(line)}" for line in event.fields["lines"]
-            )  # indented: Markdown leaves it as it is
-        self._write(event.time, event.step, summary={"value": [_text(tag, text) for tag, text in shown.items()]})
+            lines = [f"    {redact_urls(line)}" for line in event.fields["lines"]]  # indented: Markdown shows it as it is
+            texts["header"] = "\n".join(lines)
+        self._write(event.time, event.step, summary={"value": [_text(tag, text) for tag, text in texts.items()]})
 
-    def _write(self, time_s: float, step: int, **what: Any) -> None:
+    def _write(self, time_s: float, step: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as Record
 
         assert self._records is not None
-        self._records.write(Record(wall_time=time_s, step=step, **what).SerializeToString())
+        self._records.write(Record(wall_time=time_s, step=step, **content).SerializeToString())
 
 
 def _text(tag: str, text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights & Biases: the configuration and the numbers of each event, online where somebody is logged in, else in RUN/wandb."""
+"""Weights & Biases: the configuration and the numbers of each event; online where a login exists, else in RUN/wandb."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.scalars import scalars
-from hvdtrain.events.trackers.run_id import former, keep
-from hvdtrain.events.trackers.settings import demand, settings
+from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
+from hvdtrain.events.trackers.settings import redacted_config, require_package
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -27,24 +27,27 @@ _HOST = "https://api.wandb.ai"
 
 
 def build(config: Config, run: Path) -> Wandb:
-    """WANDB_MODE decides; else it is online where WANDB_API_KEY is set or `wandb login` was done (~/.netrc), and offline elsewhere.
+    """A tracker that is online or offline as WANDB_MODE says; without that online where WANDB_API_KEY or a login in ~/.netrc exists.
 
-    WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_BASE_URL and the like are heard. Upload an offline run with: wandb sync
-    RUN/wandb/offline-run-*. It is given numbers, the configuration and the host's name, and measures the host itself; no console, code,
-    git state, command line or list of packages. Nothing is imported before the first event. An online run whose uploads hang holds up
-    the usual end of the process, in wandb's own last clean-up: what is in RUN/wandb can be uploaded with wandb sync later.
+    wandb reads WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_BASE_URL and its other variables. Upload an offline run with:
+    wandb sync RUN/wandb/offline-run-*. wandb receives numbers, the configuration and the host's name, and measures the host; it receives
+    no console output, code, git state, command line or list of packages. Where the uploads of an online run hang, wandb's clean-up
+    delays the end of the process; what is in RUN/wandb can be uploaded with wandb sync later.
+
+    Raises UserError where wandb is not installed, or WANDB_MODE=online has no login; wandb is imported at the first event.
     """
-    demand("wandb", "wandb")
+    require_package("wandb", "wandb")
     return Wandb(config, run.resolve(), mode(os.environ))
 
 
 def mode(environment: Mapping[str, str]) -> str:
-    """online, offline or disabled; a UserError where wandb would ask at the terminal for a key."""
-    asked, known = environment.get("WANDB_MODE"), _logged_in(environment)
-    if asked == "online" and not known:
+    """online, offline or disabled. Raises UserError where wandb would ask for a key at the terminal."""
+    requested = environment.get("WANDB_MODE")
+    logged_in = _logged_in(environment)
+    if requested == "online" and not logged_in:
         what = f"WANDB_MODE=online, but there is no key for {environment.get('WANDB_BASE_URL', _HOST)}"
-        raise UserError(what, "log.trackers", "wandb login, or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder")
-    return asked or ("online" if known else "offline")
+        raise UserError(what, "log.trackers", "run wandb login or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder")
+    return requested or ("online" if logged_in else "offline")
 
 
 def _logged_in(environment: Mapping[str, str]) -> bool:
@@ -58,12 +61,16 @@ def _logged_in(environment: Mapping[str, str]) -> bool:
 
 
 class Wandb:
-    """One W&B run for a job, however often it is resumed. The x of all curves is the number "step": wandb's own count drops what is
-    logged for an earlier step, as a resumed job does. So steps that are done twice have two values.
+    """One W&B run for a job, however often it is resumed. The x axis of all curves is "step", not wandb's own count.
+
+    wandb drops values that are logged for an earlier step of its own count, as a resumed job does. With "step" the steps that a
+    resumed job repeats have two values.
     """
 
     def __init__(self, config: Config, run: Path, mode: str) -> None:
-        self._config, self._folder, self._mode = config, run, mode
+        self._config = config
+        self._folder = run
+        self._mode = mode
         self._run: Run | None = None
         self._code = BUG  # until the job says how it ended
 
@@ -82,24 +89,24 @@ class Wandb:
             self._run.finish(exit_code=self._code)
 
     def _open(self, first: Event) -> Run:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at the import: it would tell wandb's makers of its own failures
-        os.environ.setdefault("WANDB_SILENT", "true")  # as a setting of init() it comes too late for what a login says
-        with _own_exit():
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at the import; otherwise wandb reports its failures to its vendor
+        os.environ.setdefault("WANDB_SILENT", "true")  # a setting of init() comes too late for the messages of a login
+        with _restore_exit_hooks():
             import wandb
 
             path = self._folder / "wandb_run.json"
-            run_id = former(path, first) or uuid.uuid4().hex[:8]
+            run_id = load_run_id(path, first) or uuid.uuid4().hex[:8]
             run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "hvdtrain",
                 name=os.environ.get("WANDB_NAME") or self._folder.name,
                 id=run_id,
                 resume="allow",
                 dir=self._folder,
-                config=settings(self._config),
+                config=redacted_config(self._config),
                 settings=wandb.Settings(
-                    mode=self._mode,  # type: ignore[arg-type]  # a text of the environment, which Settings checks
+                    mode=self._mode,  # type: ignore[arg-type]  # a value of the environment, which Settings checks
                     console="off",
-                    reinit="create_new",  # leaves runs of the user's own code alone
+                    reinit="create_new",  # does not touch runs of the user's own code
                     disable_code=True,
                     save_code=False,
                     disable_git=True,
@@ -108,13 +115,13 @@ class Wandb:
                 ),
             )
         run.define_metric("*", step_metric="step")
-        keep(path, run_id)
+        save_run_id(path, run_id)
         return run
 
 
 @contextlib.contextmanager
-def _own_exit() -> Iterator[None]:
-    """Puts sys.exit and sys.excepthook back, which wandb replaces to learn the exit code that close() tells it."""
+def _restore_exit_hooks() -> Iterator[None]:
+    """Restores sys.exit and sys.excepthook, which wandb replaces to learn the exit code; close() passes it on."""
     before = sys.exit, sys.excepthook
     try:
         yield

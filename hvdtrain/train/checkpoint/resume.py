@@ -92,7 +92,7 @@ def changes(run: Path, config: Config) -> list[str]:
     except UserError as error:
         return [f"changed keys are unknown: {error.what}"]
     before, after = _flat(dataclasses.asdict(former)), _flat(dataclasses.asdict(config))
-    told, now = redaction.shown(before), redaction.shown(after)
+    told, now = redaction.redact(before), redaction.redact(after)
     return [
         f"changed {key.replace('.options.', '.')}: {told.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | after.keys())
