@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.datasets import folder, webdataset
 from hvdtrain.data.images.pack import pack
 
@@ -77,7 +77,7 @@ def ways(home: Path) -> dict[str, Callable[[int], int]]:
         pixels = len(whole) * int(np.prod(whole.shape))
         shards = pack(loose, home / "shards", -(-pixels // SHARDS))  # type: ignore[arg-type]
         tars = webdataset.build("webdataset", archives, "train", cache=home / "index")
-    vision = torchvision()
+    vision = import_torchvision()
     data = vision.datasets.ImageFolder(images / "train", transform=vision.transforms.PILToTensor())
     loaders = {n: torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=n, persistent_workers=n > 0) for n in (0, 2)}
     return {

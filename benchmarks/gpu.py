@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from step import LR, MEAN, STD, Textbook, device_words
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 0.85
@@ -68,7 +68,7 @@ def keep(path: Path, row: dict[str, Any]) -> None:
 def textbook_seconds(root: Path, widths: str, batch: int, device: torch.device, target: float, epochs: int) -> dict[str, Any]:
     """Seconds from the first step to the end of the epoch whose evaluation reaches the target; start-up is left out on both sides."""
     loop = Textbook(root, tuple(int(w) for w in widths.split(",")), batch, device, 4 if device.type == "cuda" else 0)
-    vision = torchvision()
+    vision = import_torchvision()
     from torchvision import transforms
 
     change = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])

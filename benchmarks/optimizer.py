@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 
 RULES = ["larc", "lars", "sgd", "adam", "adamw", "lamb", "novograd"]
@@ -24,7 +24,7 @@ RULES = ["larc", "lars", "sgd", "adam", "adamw", "lamb", "novograd"]
 def parameters(device: str) -> list[torch.nn.Parameter]:
     """Weights of ResNet-50 with gradients, 25.6 million numbers in 161 tensors."""
     torch.manual_seed(0)
-    weights = list(torchvision().models.resnet50().to(device).parameters())
+    weights = list(import_torchvision().models.resnet50().to(device).parameters())
     for p in weights:
         p.grad = torch.randn_like(p) * 1e-3
     return weights

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.frameworks.torch import allocator
 from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
 from hvdtrain.frameworks.torch.precision import is_built_for_bf16
@@ -50,7 +50,7 @@ class Textbook:
     """What a beginner's script does."""
 
     def __init__(self, root: Path, widths: tuple[int, ...], batch: int, device: torch.device, workers: int) -> None:
-        vision = torchvision()
+        vision = import_torchvision()
         from torchvision import transforms
 
         change = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])

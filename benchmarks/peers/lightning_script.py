@@ -16,9 +16,9 @@ from ddp_gloo import gather
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 
-torchvision()  # Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without this
+import_torchvision()  # Lightning imports it: torchvision from PyPI does not import beside a CPU build of torch without this
 
 import lightning  # noqa: E402
 from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402

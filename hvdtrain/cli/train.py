@@ -79,7 +79,7 @@ def _train(
     eyes: tuple[Signals, Heartbeat, Watchdog],
     failed: Failed,
 ) -> Outcome:
-    from hvdtrain.recipe.compose import for_ranks
+    from hvdtrain.recipe.batch_size import resolve_batch_size
     from hvdtrain.train.build import check_batch, connect
     from hvdtrain.train.job import prepare, train_job
 
@@ -89,7 +89,7 @@ def _train(
         heartbeat.beat("connecting the ranks", 0, 0)
         communicator, why = connect(*given, place)
         watch.meet(communicator)
-        config, provenance = for_ranks(*_of_all(typed, given, communicator), place.size)
+        config, provenance = resolve_batch_size(*_of_all(typed, given, communicator), place.size)
         check_batch(config, provenance, place.size)
         heartbeat.beat("reading the data", 0, 0)
         parts = prepare(config, provenance)

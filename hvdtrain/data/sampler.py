@@ -1,6 +1,7 @@
 """Which samples a rank reads, as a pure function of the samples consumed.
 
-The stream never ends: position p is in epoch p // dataset, and is sample permutation(seed, epoch, dataset)[p % dataset].
+The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and holds sample
+permutation(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, shared out to the ranks.
 """
 
 from __future__ import annotations
@@ -17,55 +18,65 @@ Sampling = Literal["global", "partition"]
 
 
 class Positions(NamedTuple):
-    """Some samples of the stream, and the epoch of each: int64 (n,) both."""
+    """Positions of the stream, as the sample at each and its epoch; the arrays have one length."""
 
-    samples: np.ndarray
-    epochs: np.ndarray
+    samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
+    epochs: np.ndarray  # int64 (n,), not falling
 
     def split(self, parts: int) -> list[Positions]:
-        """As numpy.array_split does."""
+        """Contiguous parts whose lengths differ by at most 1, the longer ones first, as numpy.array_split makes them."""
         pairs = zip(np.array_split(self.samples, parts), np.array_split(self.epochs, parts), strict=True)
-        return [Positions(*pair) for pair in pairs]
+        return [Positions(samples, epochs) for samples, epochs in pairs]
 
 
-def places(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Positions:
-    """This rank's samples of the positions [start, start + count) of the stream. All ranks together read the same for any size.
+class _EpochRange(NamedTuple):
+    """Positions of one epoch, counted from its beginning: [first, last)."""
 
-    "global": rank r takes the r-th contiguous share of the positions, wherever they lie in the data set.
-    "partition": each epoch's shuffle is dealt out like cards, so that during an epoch a rank reads its own part alone. A rank may get one
-    sample more or less than another for each epoch that the positions touch.
+    epoch: int
+    first: int
+    last: int
+
+
+def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> Positions:
+    """This rank's share of the positions [start, start + count) of the stream, as fresh arrays.
+
+    Invariants, for either sampling:
+    - all ranks together read each of the positions once, whatever `size` is;
+    - over dataset positions from the beginning of an epoch each sample is read once;
+    - the result depends on the arguments alone, so a job can start at any position without reading those before it.
+
+    "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
+    "partition": rank r reads every position whose place in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
+    the data set whatever the batch is; shares differ by at most 1 for each epoch that the positions touch.
     """
     assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
     assert sampling in ("global", "partition"), sampling
+    stride = 1
     if sampling == "partition":
-        parts = [  # the places from `first` on that were dealt to this rank
-            (epoch, permutation(seed, epoch, dataset)[first + (rank - first) % size : last : size])
-            for epoch, first, last in _epochs(start, start + count, dataset)
-        ]
+        stride = size
+        ranges = [part._replace(first=part.first + (rank - part.first) % size) for part in _epochs(start, start + count, dataset)]
     else:
-        low, high = share(count, rank, size)
-        parts = [
-            (epoch, permutation(seed, epoch, dataset)[first:last]) for epoch, first, last in _epochs(start + low, start + high, dataset)
-        ]
-    nothing = np.empty(0, np.int64)
-    return Positions(
-        np.concatenate([nothing, *(samples for _, samples in parts)]),
-        np.concatenate([nothing, *(np.full(len(samples), epoch, np.int64) for epoch, samples in parts)]),
-    )
+        low, high = share_bounds(count, rank, size)
+        ranges = list(_epochs(start + low, start + high, dataset))
+    samples, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for epoch, first, last in ranges:
+        samples.append(permutation(seed, epoch, dataset)[first:last:stride])
+        epochs.append(np.full(len(samples[-1]), epoch, np.int64))
+    return Positions(np.concatenate(samples), np.concatenate(epochs))
 
 
 def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> np.ndarray:
-    """The samples of places()."""
-    return places(start, count, rank, size, dataset, seed, sampling).samples
+    """The samples of positions_of_rank(), int64 (n,)."""
+    return positions_of_rank(start, count, rank, size, dataset, seed, sampling).samples
 
 
-def share(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Bounds of rank's contiguous share of `count` things: shares differ by at most 1, and cover everything once."""
+def share_bounds(count: int, rank: int, size: int) -> tuple[int, int]:
+    """[low, high) of the rank's contiguous share of `count` things: shares differ by at most 1, and cover each thing once."""
     return count * rank // size, count * (rank + 1) // size
 
 
 def largest_share(start: int, count: int, size: int, dataset: int, sampling: Sampling = "global") -> int:
-    """No rank's indices(start, count, ...) are more than this; the same number on every rank."""
+    """An upper bound of len(indices(start, count, ...)) over all ranks; the same number on every rank."""
     if sampling == "global":
         return -(-count // size)
     return sum(-(-(last - first) // size) for _, first, last in _epochs(start, start + count, dataset))
@@ -73,16 +84,16 @@ def largest_share(start: int, count: int, size: int, dataset: int, sampling: Sam
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, dataset: int) -> np.ndarray:
-    """The order of one epoch, int64, read-only: 7 ms for 60,000 samples, then from memory. Equal for every version of numpy."""
+    """The order of one epoch, int64 (dataset,), read-only: 7 ms for 60,000 samples, then cached. Equal for every version of numpy."""
     order = np.argsort(fold(seed, epoch, np.arange(dataset, dtype=np.uint64)), kind="stable").astype(np.int64, copy=False)
     order.setflags(write=False)
     return order
 
 
-def _epochs(start: int, stop: int, dataset: int) -> Iterator[tuple[int, int, int]]:
-    """(epoch, first place, last place + 1) for each epoch that the positions [start, stop) touch."""
+def _epochs(start: int, stop: int, dataset: int) -> Iterator[_EpochRange]:
+    """The positions [start, stop) by epoch."""
     while start < stop:
         epoch, first = divmod(start, dataset)
         last = min(dataset, first + stop - start)
-        yield epoch, first, last
+        yield _EpochRange(epoch, first, last)
         start += last - first

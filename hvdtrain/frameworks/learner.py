@@ -55,7 +55,7 @@ class Learner(Protocol):
         """Whether the set stays on the device from now on: to_device() then takes "rows" ("rows2") in place of "x", "y" ("x2", "y2")."""
 
     def to_device(self, batch: Batch) -> Batch:
-        """Host -> device, from any thread, with what data/augment.py has drawn for the samples done to them."""
+        """Host -> device, from any thread, with what data/images/augment.py has drawn for the samples done to them."""
 
     def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
         """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.

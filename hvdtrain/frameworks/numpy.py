@@ -46,7 +46,7 @@ class NumpyLearner:
         return False
 
     def to_device(self, batch: Batch) -> Batch:
-        batch = augment.finish(batch)
+        batch = augment.augment_batch(batch)
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
         x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
         return batch | {"x": x.astype(self.dtype)}

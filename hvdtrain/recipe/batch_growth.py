@@ -8,24 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Growth:
-    """`first` samples, and from epoch at[i] on to[i]: the step that starts at at[i] has the new batch."""
+    """`first` samples, and from epoch at[i] on to[i] samples: the step that starts at at[i] has the new batch."""
 
     first: int
-    at: tuple[float, ...] = ()
-    to: tuple[int, ...] = ()
+    at: tuple[float, ...] = ()  # epochs, rising
+    to: tuple[int, ...] = ()  # samples over all ranks
 
     def __call__(self, epochs: float) -> int:
+        """The global batch of the step that starts after `epochs` epochs."""
         changes = bisect.bisect_right(self.at, epochs)
         return self.to[changes - 1] if changes else self.first
 
 
-def from_decays(first: int, milestones: tuple[float, ...], gamma: float, largest: int) -> Growth:
-    """The growth that takes the place of decays: at each milestone the batch grows 1 / gamma times, rounded, and `largest` at most.
+def growth_instead_of_decays(first: int, milestones: tuple[float, ...], gamma: float, largest: int) -> Growth:
+    """At each milestone, where a schedule would multiply the rate by gamma, the batch grows 1 / gamma times, rounded, up to `largest`.
 
     Smith et al. 2017, section 3: a decay of the rate and a growth of the batch by the same factor lower the noise lr N / B alike.
-    What the batch cannot take any more is left to the rate.
+    Beyond `largest` the rate decays instead.
     """
     batches: list[int] = []
     for _ in milestones:
-        batches.append(round(min(float(largest), (batches or [first])[-1] / gamma)))
+        batch = batches[-1] if batches else first
+        batches.append(round(min(float(largest), batch / gamma)))
     return Growth(first, milestones, tuple(batches))

@@ -1,4 +1,4 @@
-"""Recipe: every number of one step, as a pure function of progress."""
+"""Recipe: every number of a step as a pure function of progress."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ Scale = Literal["linear", "sqrt", "none"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the step after `progress` uses, on every rank alike."""
+    """Learning rate, batch and noise of each step, equal on every rank."""
 
     lr: Schedule  # for the first batch
     batch: Growth  # samples over all ranks
     momentum: float
     weight_decay: float
     epochs: int  # of the whole job
-    follow: Scale = "none"  # how the rate follows a batch that grows
-    base_batch: int = 1  # global batch whose gradient noise sample_noise=1 brings back
+    lr_follows_batch: Scale = "none"  # how the rate scales where the batch grows
+    base_batch: int = 1  # global batch whose gradient noise sample_noise=1 reproduces
     sample_noise: float = 0.0
     gradient_noise: float = 0.0
 
     def at(self, progress: Progress) -> Hyper:
+        """The numbers of the step that follows `progress`."""
         batch = self.batch(progress.epochs)
         return Hyper(
-            lr=self.lr(progress.epochs) * scaling(self.follow, batch, self.batch.first),
+            lr=self.lr(progress.epochs) * scaling(self.lr_follows_batch, batch, self.batch.first),
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             batch=batch,
@@ -42,7 +43,7 @@ class Recipe:
 
 
 def scaling(scale: Scale, batch: int, base_batch: int) -> float:
-    """The factor on the rate that was found for base_batch.
+    """The factor on a learning rate that is meant for base_batch.
 
     linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root (Krizhevsky 2014, arXiv:1404.5997, 5.1).
     """

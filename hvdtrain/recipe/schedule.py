@@ -1,4 +1,4 @@
-"""Schedules: frozen values that map epochs done to a number, so that a configuration prints and compares."""
+"""Schedules: frozen dataclasses that map epochs done to a number, so that they print and compare."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Schedule = Callable[[float], float]  # epochs done, with the fraction -> value before the step that follows
+Schedule = Callable[[float], float]  # epochs done, with the fraction -> value of the next step
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value for ever."""
+    """The same value at every epoch."""
 
     value: float
 
@@ -42,7 +42,7 @@ class Cosine:
     finish: float
 
     def __call__(self, epochs: float) -> float:
-        done = _share(epochs, self.begin, self.finish)
+        done = _fraction(epochs, self.begin, self.finish)
         return self.end + (self.value - self.end) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -57,7 +57,7 @@ class Polynomial:
     power: float
 
     def __call__(self, epochs: float) -> float:
-        return self.end + (self.value - self.end) * (1 - _share(epochs, self.begin, self.finish)) ** self.power
+        return self.end + (self.value - self.end) * (1 - _fraction(epochs, self.begin, self.finish)) ** self.power
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Before `epochs` rises linearly from `start` towards what `then` gives, and follows `then` from there.
+    """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal to `then`.
 
-    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. A step's value is taken before the step: the first step has `start`,
-    and with start 0 it moves nothing and fills the momentum.
+    Goyal 2017, arXiv:1706.02677, 2.2: gradual warm-up. The first step has `start`; with start 0 it changes no weight and fills the
+    momentum.
     """
 
     epochs: float
@@ -103,7 +103,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class ConstantWarmup:
-    """`start` before `epochs`, then what `then` gives (Goyal 2017, arXiv:1706.02677, 2.2, constant warm-up)."""
+    """`start` before `epochs`, from there on equal to `then` (Goyal 2017, arXiv:1706.02677, 2.2, constant warm-up)."""
 
     epochs: float
     start: float
@@ -113,6 +113,6 @@ class ConstantWarmup:
         return self.then(epochs) if epochs >= self.epochs else self.start
 
 
-def _share(epochs: float, begin: float, finish: float) -> float:
-    """How much of the way from `begin` to `finish` is done, 0 to 1."""
+def _fraction(epochs: float, begin: float, finish: float) -> float:
+    """The fraction of the way from `begin` to `finish` that is done, 0 to 1."""
     return min(1.0, max(0.0, (epochs - begin) / (finish - begin)))

@@ -1,54 +1,81 @@
-"""The recipe in words: the arithmetic behind the learning rate, on one line, and what the batch does, on another."""
+"""The recipe for people: the arithmetic behind the learning rate on one line, the batch on another."""
 
 from __future__ import annotations
 
 from hvdtrain.config.schema import Config, PieceConfig
-from hvdtrain.recipe import compose
+from hvdtrain.recipe.from_config import (
+    base_batch,
+    batch_growth,
+    epoch_multiplier,
+    peak_lr,
+    schedule_pieces,
+    warmup_epochs,
+    warmup_start_lr,
+)
 from hvdtrain.recipe.recipe import Recipe, scaling
 
 
-def lr_words(config: Config, dataset: int) -> str:
+def lr_summary(config: Config, dataset: int) -> str:
     """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80"""
-    r, base_batch = config.recipe, config.optim.base_batch or config.batch.size
-    peak, base_lr = compose.peak(config), config.optim.base_lr
-    words = f"lr {base_lr:g}"
-    if peak != base_lr:
-        ratio = f"{config.batch.size}/{base_batch}"
-        words += f" x {ratio if r.scale == 'linear' else f'sqrt({ratio})'} = {peak:g}"
-    warm = compose.warmup_epochs(config, dataset)
-    notes = [f"{r.scale} scaling"] if peak != base_lr else []
-    if warm:
-        length = f"{r.warmup_steps} warm-up steps" if r.warmup_steps else f"{warm:g} warm-up epoch{'s' * (warm != 1)}"
-        words += f" after {length}"
-        notes.append(f"{'all at' if r.warmup == 'constant' else 'from'} {compose.warmup_from(config):g}")
-    words += f" ({', '.join(notes)})" if notes else ""
-    k = compose.stretch(config)
-    pieces = r.chain or [PieceConfig(r.schedule, None, 1.0, r.milestones, r.gamma, r.power, r.end_lr)]
-    told = [_piece_words(piece, k) for piece in pieces]
-    words += "".join(f", then {text}" for text in told if text)
-    words += f", taken over by the batch up to {r.batch_max}" if r.growth == "decays" else ""
-    if r.growth == "milestones" and r.scale != "none":
-        grown = compose.grown(config)
-        rates = [f"{peak * scaling(r.scale, b, grown.first):g} from epoch {e:g}" for e, b in zip(grown.at, grown.to, strict=True)]
-        words += f"; follows the batch ({r.scale}): {', '.join(rates)}"
-    return words + (f"; regime adapted: {k} times the epochs" if k > 1 else "")
+    multiplier = epoch_multiplier(config)
+    line = _peak_and_warmup(config, dataset)
+    for piece in schedule_pieces(config.recipe):
+        summary = _piece_summary(piece, multiplier)
+        if summary:
+            line += f", then {summary}"
+    if config.recipe.growth == "decays":
+        line += f", replaced by batch growth up to {config.recipe.batch_max}"
+    if config.recipe.growth == "milestones" and config.recipe.scale != "none":
+        line += f"; follows the batch ({config.recipe.scale}): {_rates_of_grown_batches(config)}"
+    if multiplier > 1:
+        line += f"; regime adapted: {multiplier} times the epochs"
+    return line
 
 
-def batch_words(recipe: Recipe) -> str:
+def batch_summary(recipe: Recipe) -> str:
     """128, 640 from epoch 60, 3200 from epoch 120"""
-    return ", ".join([str(recipe.batch.first), *(f"{b} from epoch {e:g}" for e, b in zip(recipe.batch.at, recipe.batch.to, strict=True))])
+    changes = [f"{batch} from epoch {epoch:g}" for epoch, batch in zip(recipe.batch.at, recipe.batch.to, strict=True)]
+    return ", ".join([str(recipe.batch.first), *changes])
 
 
-def _piece_words(piece: PieceConfig, k: int) -> str:
-    length = f" for {piece.epochs * k:g} epochs" if piece.epochs else ""
+def _peak_and_warmup(config: Config, dataset: int) -> str:
+    """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1)"""
+    recipe, base_lr, peak = config.recipe, config.optim.base_lr, peak_lr(config)
+    line, notes = f"lr {base_lr:g}", []
+    if peak != base_lr:
+        ratio = f"{config.batch.size}/{base_batch(config)}"
+        line += f" x {ratio if recipe.scale == 'linear' else f'sqrt({ratio})'} = {peak:g}"
+        notes.append(f"{recipe.scale} scaling")
+    epochs = warmup_epochs(config, dataset)
+    if epochs:
+        length = f"{epochs:g} warm-up epoch{'s' * (epochs != 1)}"
+        line += f" after {f'{recipe.warmup_steps} warm-up steps' if recipe.warmup_steps else length}"
+        notes.append(f"{'all at' if recipe.warmup == 'constant' else 'from'} {warmup_start_lr(config):g}")
+    return f"{line} ({', '.join(notes)})" if notes else line
+
+
+def _rates_of_grown_batches(config: Config) -> str:
+    """0.16 from epoch 2, 0.04 from epoch 3.5"""
+    growth, peak = batch_growth(config), peak_lr(config)
+    rates = []
+    for epoch, batch in zip(growth.at, growth.to, strict=True):
+        rates.append(f"{peak * scaling(config.recipe.scale, batch, growth.first):g} from epoch {epoch:g}")
+    return ", ".join(rates)
+
+
+def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
+    """x 0.1 at epochs 30, 60, 80; empty for a constant piece that goes to the end at the peak rate."""
+    length = f" for {piece.epochs * multiplier:g} epochs" if piece.epochs else ""
     scale = f" from x {piece.scale:g}" if piece.scale != 1 else ""
     match piece.kind:
         case "steps":
-            return f"x {piece.gamma:g} at epochs {', '.join(f'{m * k:g}' for m in piece.milestones)}{scale}{length}"
+            epochs = ", ".join(f"{milestone * multiplier:g}" for milestone in piece.milestones)
+            return f"x {piece.gamma:g} at epochs {epochs}{scale}{length}"
         case "cosine":
             return f"cosine to {piece.end_lr:g}{scale}{length}"
         case "polynomial":
             return f"polynomial of power {piece.power:g} to {piece.end_lr:g}{scale}{length}"
         case "exponential":
-            return f"x {piece.gamma:g} in each {f'{k} epochs' if k > 1 else 'epoch'}{scale}{length}"
+            period = f"{multiplier} epochs" if multiplier > 1 else "epoch"
+            return f"x {piece.gamma:g} in each {period}{scale}{length}"
     return f"constant{scale}{length}" if scale or length else ""

@@ -15,12 +15,12 @@ from hvdtrain.comm.select_engine import installed_here, select_engine
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
-from hvdtrain.data.files.staging import near
+from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner, Task, momentum
-from hvdtrain.recipe.compose import compose
 from hvdtrain.recipe.conflicts import check
+from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.recipe import Recipe
 
 
@@ -30,7 +30,7 @@ def build_source(config: Config, provenance: Provenance, split: Split) -> Source
     options = plugins.check_options(make, config.data.options, "data", provenance)
     root = Path(config.data.root).expanduser() if config.data.root else None
     if config.data.stage is not None:
-        root, options = near(config.data.name, root, options, config.data.stage, provenance.where("data.stage"))
+        root, options = stage_data(config.data.name, root, options, config.data.stage, provenance.where("data.stage"))
     source: Source = make(config.data.name, root, split, **options)
     return source
 
@@ -102,7 +102,7 @@ def build_learner(config: Config, provenance: Provenance, task: Task, communicat
 
 def build_recipe(config: Config, provenance: Provenance, dataset: int) -> Recipe:
     """Every number of every step of a job on `dataset` training samples."""
-    return compose(config, provenance, dataset, momentum(config, provenance))
+    return recipe_from_config(config, provenance, dataset, momentum(config, provenance))
 
 
 def make_run_folder(config: Config, provenance: Provenance, resumed: Path | None = None) -> Path:

@@ -25,7 +25,7 @@ from hvdtrain.events.rank_log import LOGGER, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import Learner, Task
-from hvdtrain.recipe import compose
+from hvdtrain.recipe import from_config
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.train import summary
 from hvdtrain.train.build import build_learner, build_recipe, build_source, build_task
@@ -72,7 +72,7 @@ def prepare(config: Config, provenance: Provenance) -> Datasets:
     train_source = build_source(config, provenance, "train")
     val_source = build_source(config, provenance, "val")
     build_recipe(config, provenance, len(train_source))
-    augment.check(config.augment, train_source.shape, provenance)
+    augment.check_augmentation(config.augment, train_source.shape, provenance)
     return Datasets(train_source, val_source, build_task(train_source, val_source, provenance))
 
 
@@ -189,7 +189,7 @@ def _start(
     """(what the job begins from, the digest that all ranks have then, (bytes that a file of a checkpoint may have, weights))."""
     sizes = [(name, array.size, array.nbytes) for name, array in learner.views()]
     limit_bytes = 2**20 + 8 * sum(many for _, _, many in sizes)  # slots that a user's optimizer has not made yet, too
-    total = len(parts.train) * compose.epochs(config)
+    total = len(parts.train) * from_config.total_epochs(config)
     arrays: list[Arrays | None] = [None]
 
     def look() -> ResumePoint:

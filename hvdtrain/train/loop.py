@@ -14,7 +14,7 @@ from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.sampler import share
+from hvdtrain.data.sampler import share_bounds
 from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner
@@ -93,7 +93,7 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
         if c.guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
             return after  # these sums are of weights that are no more, or are none
     job.health.check_equal(job.learner, now, after, hyper, bool(sums["save"]) or evaluation_due(c, after))
-    job.log.emit("step", p.step, **(step_fields(after, sums, seconds) | spent | job.noise_scale.read(sums)))
+    job.log.emit("step", p.step, **(step_fields(after, sums, seconds) | spent | job.noise_scale.update(sums)))
     return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 
@@ -116,7 +116,7 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
     The ranks have settled: they met before.
     """
     size, p = job.config.batch.evaluate, now.progress
-    start, end = share(len(job.val), job.communicator.rank, job.communicator.size)
+    start, end = share_bounds(len(job.val), job.communicator.rank, job.communicator.size)
     largest = -(-len(job.val) // job.communicator.size)
     turns = range(start, start + largest, size)  # equally many on every rank
     sums = zero_sums()

@@ -10,11 +10,11 @@ from typing import Any
 
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
-from hvdtrain.data.sampler import share
+from hvdtrain.data.sampler import share_bounds
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.recipe.summary import batch_words, lr_words
+from hvdtrain.recipe.summary import batch_summary, lr_summary
 from hvdtrain.train.checkpoint.resume import ResumePoint
-from hvdtrain.train.input.micro_batches import passes
+from hvdtrain.train.input.micro_batches import micro_batches_per_step
 from hvdtrain.train.loop import Job
 from hvdtrain.train.progress.train_state import Reached, TrainState
 from hvdtrain.train.progress.triggers import energy_of
@@ -32,17 +32,20 @@ def header(job: Job, why: str, resume_point: ResumePoint) -> list[str]:
     on_each = f"{_share(job.prefetcher.samples, communicator.size)} of an epoch on each rank, " * (communicator.size > 1)
     lines = [
         f"ranks   {communicator.size} ({where}), engine {communicator.name}: {why}",
-        f"data    {config.data.name}: {counts}, {on_each}{config.data.sampling} sampling, {job.prefetcher.words}",
-        f"batch   {batch_words(job.recipe)} over all ranks, {_share(config.batch.size, communicator.size)} on each"
+        f"data    {config.data.name}: {counts}, {on_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
+        f"batch   {batch_summary(job.recipe)} over all ranks, {_share(config.batch.size, communicator.size)} on each"
         + " at first" * bool(job.recipe.batch.to),
-        f"recipe  {config.optim.name}, {lr_words(config, job.prefetcher.samples)}",
+        f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples)}",
         f"model   {config.model.name}: {job.learner.describe()}",
         energy.words(job.telemetry.energy.why),
         f"run     {resume_point.run}",
     ]
     if config.norm.kind != "batch":
         high = -(-config.batch.size // communicator.size)
-        lines.insert(4, f"norm    {_norm_words(config, -(-high // passes(config, high, config.batch.size, config.batch.size)))}")
+        lines.insert(
+            4,
+            f"norm    {_norm_words(config, -(-high // micro_batches_per_step(config.batch, high, config.batch.size, config.batch.size)))}",
+        )
     if train_state.progress.step:
         lines.append(f"resume  from step {train_state.progress.step}, epoch {train_state.progress.epochs:.2f}")
     if job.health.deadline and job.health.deadline.words:
@@ -155,7 +158,7 @@ def _device(gpu: Gpu | None) -> str:
 
 def _share(count: int, size: int) -> str:
     """How many of `count` a rank has: 359 or 360."""
-    parts = [b - a for a, b in (share(count, rank, size) for rank in (0, size - 1))]
+    parts = [b - a for a, b in (share_bounds(count, rank, size) for rank in (0, size - 1))]
     return f"{max(parts):,}" if len(set(parts)) == 1 else f"{min(parts):,} or {max(parts):,}"
 
 

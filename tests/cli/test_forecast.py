@@ -11,10 +11,10 @@ from hvdtrain.cli.plan.forecast import Forecast, forecast, memory, steps_until
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
-from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.learner import Task, build_rule
 from hvdtrain.train.build import build_learner
-from hvdtrain.train.input.micro_batches import rows_of_step
+from hvdtrain.train.input.micro_batches import split_step
 
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 
@@ -74,7 +74,7 @@ def test_passes_are_those_of_a_step(words: list[str]) -> None:
         for batch in (64, 300, 200):
             communicator: Any = SingleProcessCommunicator()
             communicator.rank, communicator.size = ranks - 1, ranks
-            passes = rows_of_step(row.config, Progress(1000, 9000), Hyper(0.1, 0.9, 0.0, batch), 64, communicator)
+            passes = split_step(row.config, Progress(1000, 9000), batch, 64, communicator)
             assert row.passes(batch) == len(passes)
 
 

@@ -12,11 +12,11 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.progress import Hyper
-from hvdtrain.core.torchvision import torchvision
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import AugmentationParameters
-from hvdtrain.data.images.resize import resized
+from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import augment as torch_augment
@@ -50,11 +50,11 @@ def table(x: np.ndarray) -> list[list[int]]:
 def test_each_change_by_hand() -> None:
     moved = augment.apply(PICTURE, AugmentationParameters(shift=np.array([[1, -1]])))
     assert table(moved) == [[0, 5, 6, 7], [0, 9, 10, 11], [0, 13, 14, 15], [0, 0, 0, 0]]
-    turned = augment.apply(PICTURE, AugmentationParameters(mirrored=np.array([True])))
+    turned = augment.apply(PICTURE, AugmentationParameters(flipped=np.array([True])))
     assert table(turned) == [[4, 3, 2, 1], [8, 7, 6, 5], [12, 11, 10, 9], [16, 15, 14, 13]]
-    blackened = augment.apply(PICTURE, AugmentationParameters(square=np.array([[0, 1, 2, 4]])))
+    blackened = augment.apply(PICTURE, AugmentationParameters(cutout_box=np.array([[0, 1, 2, 4]])))
     assert table(blackened) == [[1, 2, 0, 0], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
-    both = AugmentationParameters(shift=np.array([[1, -1]]), mirrored=np.array([True]), square=np.array([[0, 2, 0, 1]]))  # in this order
+    both = AugmentationParameters(shift=np.array([[1, -1]]), flipped=np.array([True]), cutout_box=np.array([[0, 2, 0, 1]]))  # in this order
     assert table(augment.apply(PICTURE, both)) == [[0, 6, 5, 0], [0, 10, 9, 0], [15, 14, 13, 0], [0, 0, 0, 0]]
     assert table(PICTURE) == np.arange(1, 17).reshape(4, 4).tolist(), "nothing is changed in place"
 
@@ -62,10 +62,15 @@ def test_each_change_by_hand() -> None:
 def test_a_box_by_hand() -> None:
     """Two pixels over four points lie at -1/4, 1/4, 3/4, 5/4, and end at the box, not at the image."""
     x = np.array([[0, 100, 250, 7], [80, 180, 9, 9], [5, 5, 5, 5], [5, 5, 5, 5]], np.uint8).reshape(1, 4, 4, 1)
-    assert table(resized(x, np.array([[0, 0, 2, 2]]))) == [[0, 25, 75, 100], [20, 45, 95, 120], [60, 85, 135, 160], [80, 105, 155, 180]]
-    assert table(resized(x, np.array([[0, 0, 4, 4]]))) == table(x)
+    assert table(resized_crop(x, np.array([[0, 0, 2, 2]]))) == [
+        [0, 25, 75, 100],
+        [20, 45, 95, 120],
+        [60, 85, 135, 160],
+        [80, 105, 155, 180],
+    ]
+    assert table(resized_crop(x, np.array([[0, 0, 4, 4]]))) == table(x)
     turned = augment.apply(
-        x, AugmentationParameters(box=np.array([[0, 0, 2, 2]]), mirrored=np.array([True]), square=np.array([[1, 4, 0, 4]]))
+        x, AugmentationParameters(crop_box=np.array([[0, 0, 2, 2]]), flipped=np.array([True]), cutout_box=np.array([[1, 4, 0, 4]]))
     )
     assert table(turned) == [[100, 75, 25, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
@@ -73,37 +78,37 @@ def test_a_box_by_hand() -> None:
 def test_mixing_is_exact_and_rounds_half_up() -> None:
     shares = np.array([0.0, 1.0, 0.5, 0.25, 40000 / 65536, 1 / 65536])
     x, other = (np.broadcast_to(a, (6, 16, 16, 256)).astype(np.uint8) for a in (np.arange(256).reshape(16, 16, 1), np.arange(256)))
-    mixed = augment.mix(x, other, shares)
+    mixed = augment.mixup(x, other, shares)
     for place, share in enumerate(map(Fraction, shares)):
         top = share.numerator * x[place].astype(np.int64) + (share.denominator - share.numerator) * other[place].astype(np.int64)
         np.testing.assert_array_equal(mixed[place], (2 * top + share.denominator) // (2 * share.denominator))
     assert mixed[2, 0, 1, 2] == 2, "1 and 2 in halves"
     tensors = [torch.from_numpy(a).permute(0, 3, 1, 2) for a in (x, other)]
-    for found in (torch_augment.mix(*tensors, shares), torch_augment.blended(*tensors, torch.from_numpy(shares))):
+    for found in (torch_augment.mixup(*tensors, shares), torch_augment.blended(*tensors, torch.from_numpy(shares))):
         np.testing.assert_array_equal(found.permute(0, 2, 3, 1).numpy(), mixed)
 
 
 def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
     n = 20_000
     d = augmentation(ALL, n)
-    assert d.shift is not None and d.mirrored is not None and d.square is not None and d.share is not None
+    assert d.shift is not None and d.flipped is not None and d.cutout_box is not None and d.mixup_weight is not None
     counts = np.bincount((d.shift + 4) @ [9, 1], minlength=81)
     assert len(counts) == 81 and ((counts - n / 81) ** 2 / (n / 81)).sum() < 124.8  # chi-square, 80 degrees of freedom, 99.9 %
-    assert d.mirrored.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
-    others = augment.partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
-    each = np.column_stack([d.shift, d.mirrored, d.square[:, ::2], d.share, abs(d.share - 0.5), others])
+    assert d.flipped.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
+    others = augment.mixup_partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
+    each = np.column_stack([d.shift, d.flipped, d.cutout_box[:, ::2], d.mixup_weight, abs(d.mixup_weight - 0.5), others])
     assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "no draw tells of another"
 
 
 def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
     n = 8000
-    square = augmentation(AugmentConfig(cutout=2), n, (4, 5, 3)).square
+    square = augmentation(AugmentConfig(cutout=2), n, (4, 5, 3)).cutout_box
     assert square is not None
     edges, counts = np.unique(square, axis=0, return_counts=True)
     rows, columns = [(0, 1), (0, 2), (1, 3), (2, 4)], [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5)]
     assert edges.tolist() == sorted([*r, *c] for r in rows for c in columns)
     assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # chi-square, 19 degrees of freedom, 99.9 %
-    odd = augmentation(AugmentConfig(cutout=3), n, (9, 9, 3)).square
+    odd = augmentation(AugmentConfig(cutout=3), n, (9, 9, 3)).cutout_box
     assert odd is not None and (odd[:, 1] - odd[:, 0]).max() == 3 == (odd[:, 3] - odd[:, 2]).max()
 
 
@@ -111,7 +116,7 @@ def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
 def test_shares_follow_the_beta_law(alpha: float) -> None:
     """Variance 1 / (4 (2 alpha + 1)), kurtosis 3 - 6 / (2 alpha + 3), and the quantiles of numpy's own draws."""
     n = 100_000
-    share = augmentation(AugmentConfig(mixup=alpha), n).share
+    share = augmentation(AugmentConfig(mixup=alpha), n).mixup_weight
     assert share is not None and share.min() >= 0 and share.max() <= 1 and (share * 65536 % 1 == 0).all()
     deviation = (4 * (2 * alpha + 1)) ** -0.5
     assert share.mean() == pytest.approx(0.5, abs=4 * deviation / n**0.5)
@@ -124,26 +129,26 @@ def test_shares_follow_the_beta_law(alpha: float) -> None:
 
 def test_partners_are_any_sample() -> None:
     n = 10_000
-    others = augment.partners(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
+    others = augment.mixup_partners(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
     assert others is not None and others.dtype == np.int64
     assert ((np.bincount(others, minlength=10) - n / 10) ** 2 / (n / 10)).sum() < 27.9  # chi-square, 9 degrees of freedom, 99.9 %
-    assert augment.partners(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
+    assert augment.mixup_partners(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
 
 
 def test_boxes_follow_the_law_of_torchvision() -> None:
-    torchvision()
+    import_torchvision()
     from torchvision.transforms import RandomResizedCrop
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         theirs = np.array([RandomResizedCrop.get_params(torch.zeros(1, 40, 50), [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(3000)])
-    box = augmentation(AugmentConfig(resized_crop=0.2), 20_000, (40, 50, 3)).box
+    box = augmentation(AugmentConfig(resized_crop=0.2), 20_000, (40, 50, 3)).crop_box
     assert box is not None
     for ours, other in ((box, theirs), (box[:, 2:].prod(1, keepdims=True), theirs[:, 2:].prod(1, keepdims=True))):
         np.testing.assert_allclose(ours.mean(0), other.mean(0), atol=5 * (other.std(0) / 3000**0.5).max())
         np.testing.assert_allclose(ours.std(0), other.std(0), rtol=0.05)
     for shape, middle in (((10, 100, 3), [0, 43, 10, 13]), ((100, 10, 3), [43, 0, 13, 10])):  # the whole area fits in no try
-        assert (augmentation(AugmentConfig(resized_crop=1.0), 5, shape).box == middle).all()
+        assert (augmentation(AugmentConfig(resized_crop=1.0), 5, shape).crop_box == middle).all()
 
 
 @pytest.mark.parametrize("config", [ALL, BOXES], ids=["crop", "box"])
@@ -163,8 +168,8 @@ def test_draws_belong_to_seed_epoch_and_sample(config: AugmentConfig) -> None:
         for a, b in zip(base, other, strict=True):
             assert a is None or (a == b).all(axis=tuple(range(1, a.ndim))).mean() < 0.6, "a half of the mirrorings agrees"
     alone = augmentation(AugmentConfig(flip=True), 500)
-    np.testing.assert_array_equal(alone.mirrored, base.mirrored, err_msg="what is drawn beside it changes nothing")
-    assert alone.shift is alone.box is alone.square is alone.share is None
+    np.testing.assert_array_equal(alone.flipped, base.flipped, err_msg="what is drawn beside it changes nothing")
+    assert alone.shift is alone.crop_box is alone.cutout_box is alone.mixup_weight is None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -182,14 +187,14 @@ def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int,
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> None:
-    torchvision()
+    import_torchvision()
     from torchvision.transforms import functional
 
-    x, box = images(40, shape), augmentation(AugmentConfig(resized_crop=0.08), 40, shape).box
+    x, box = images(40, shape), augmentation(AugmentConfig(resized_crop=0.08), 40, shape).crop_box
     assert box is not None
     tensors = torch.from_numpy(x).permute(0, 3, 1, 2).double()
     theirs = [functional.resized_crop(image, *b, list(shape[:2]), antialias=False) for image, b in zip(tensors, box.tolist(), strict=True)]
-    assert np.abs(resized(x, box) - torch.stack(theirs).permute(0, 2, 3, 1).numpy()).max() < 0.5 + 0.13
+    assert np.abs(resized_crop(x, box) - torch.stack(theirs).permute(0, 2, 3, 1).numpy()).max() < 0.5 + 0.13
 
 
 @pytest.mark.parametrize(
@@ -203,16 +208,16 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
 def test_what_leaves_nothing_of_an_image_is_refused(words: list[str], what: str) -> None:
     config, provenance = configure(None, words)
     with pytest.raises(UserError) as caught:
-        augment.check(config.augment, (8, 9, 3), provenance)
+        augment.check_augmentation(config.augment, (8, 9, 3), provenance)
     assert caught.value.what == what and caught.value.fix and words[0].split("=")[0] in caught.value.where
-    augment.check(AugmentConfig(crop=7, cutout=8), (8, 9, 3), provenance)
-    assert augment.is_on(config.augment) and not augment.is_on(AugmentConfig())
+    augment.check_augmentation(AugmentConfig(crop=7, cutout=8), (8, 9, 3), provenance)
+    assert augment.is_enabled(config.augment) and not augment.is_enabled(AugmentConfig())
 
 
 def mixture(n: int) -> Batch:
     rng, d = np.random.default_rng(4), augmentation(ALL, n, (7, 6, 2))
     partners = augment.draw(ALL, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
-    labels = {"y": rng.integers(0, 3, n), "y2": rng.integers(0, 3, n), "share": d.share, "w": np.linspace(-0.5, 2.0, n)}
+    labels = {"y": rng.integers(0, 3, n), "y2": rng.integers(0, 3, n), "share": d.mixup_weight, "w": np.linspace(-0.5, 2.0, n)}
     return labels | {"x": images(n, (7, 6, 2)), "x2": images(n, (7, 6, 2), 1), "drawn": d, "drawn2": partners}
 
 

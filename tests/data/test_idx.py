@@ -271,14 +271,14 @@ def run(script: str, *path: str) -> subprocess.CompletedProcess[str]:
 
 def test_torchvision_imports_beside_this_torch() -> None:
     ended = run("""
-from hvdtrain.core.torchvision import torchvision
-first = torchvision()
-assert torchvision() is first
+from hvdtrain.core.import_torchvision import import_torchvision
+first = import_torchvision()
+assert import_torchvision() is first
 import torch, torchvision as direct
 assert direct is first
 assert first.models.resnet18(num_classes=7).eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-import hvdtrain.core.torchvision
-print(len(hvdtrain.core.torchvision._defined) == (0 if direct.extension._has_ops() else 1), direct.datasets.MNIST.__name__)
+import hvdtrain.core.import_torchvision
+print(len(hvdtrain.core.import_torchvision._libraries) == (0 if direct.extension._has_ops() else 1), direct.datasets.MNIST.__name__)
 """)
     assert ended.stdout == "True MNIST\n", ended.stderr
 
@@ -287,14 +287,15 @@ def test_a_torchvision_that_imports_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("sound = True")
     ended = run(
-        "import sys; from hvdtrain.core import torchvision as t; print(t.torchvision().sound, t._defined, 'torch' in sys.modules)",
+        "import sys; from hvdtrain.core import import_torchvision as t\n"
+        "print(t.import_torchvision().sound, t._libraries, 'torch' in sys.modules)",
         str(tmp_path),
     )
     assert ended.stdout == "True [] False\n", ended.stderr
 
 
 def test_a_torchvision_that_is_not_there_or_broken(tmp_path: Path) -> None:
-    asked = "from hvdtrain.core.torchvision import torchvision; torchvision()"
+    asked = "from hvdtrain.core.import_torchvision import import_torchvision; import_torchvision()"
     ended = run(f"import sys; sys.modules['torchvision'] = None; {asked}")
     assert "UserError: torchvision cannot be imported: import of torchvision halted" in ended.stderr
     assert "fix: pip install torchvision" in ended.stderr
@@ -303,13 +304,13 @@ def test_a_torchvision_that_is_not_there_or_broken(tmp_path: Path) -> None:
         f"""
 import sys
 from hvdtrain.errors import UserError
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 sys.dont_write_bytecode = True
 for text in ("compiled with other CUDA", "operator torchvision::nms does not exist"):
     with open({str(tmp_path / "torchvision" / "__init__.py")!r}, "w") as module:
         module.write(f"raise RuntimeError({{text!r}})")
     try:
-        torchvision()
+        import_torchvision()
     except UserError as error:
         print(error)
 """,
@@ -318,4 +319,4 @@ for text in ("compiled with other CUDA", "operator torchvision::nms does not exi
     assert ended.stdout.count("torchvision does not import beside torch ") == 2, ended.stderr
     assert ": compiled with other CUDA\n" in ended.stdout
     assert ": operator torchvision::nms does not exist\n" in ended.stdout  # still, after the correction
-    assert "fix: install the torchvision that was made for this torch" in ended.stdout
+    assert "fix: install the torchvision release that belongs to this torch" in ended.stdout

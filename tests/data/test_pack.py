@@ -19,7 +19,7 @@ from PIL import Image
 from test_folder import PROJECT, colour, fill, save
 
 from hvdtrain.data.datasets import folder
-from hvdtrain.data.images.decode_on_read import Streamed
+from hvdtrain.data.images.image_source import Streamed
 from hvdtrain.data.images.pack import Packed, pack
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.sampler import Sampling, indices, largest_share, permutation, share
+from hvdtrain.data.sampler import Sampling, indices, largest_share, permutation, share_bounds
 
 SIZES = [1, 2, 3, 4, 5]
 SAMPLINGS: list[Sampling] = ["global", "partition"]
@@ -124,9 +124,9 @@ def test_the_result_is_the_callers_own() -> None:
 
 
 def test_share_bounds() -> None:
-    assert [share(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    assert [share(2, rank, 4) for rank in range(4)] == [(0, 0), (0, 1), (1, 1), (1, 2)]
-    assert share(0, 0, 1) == (0, 0)
+    assert [share_bounds(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert [share_bounds(2, rank, 4) for rank in range(4)] == [(0, 0), (0, 1), (1, 1), (1, 2)]
+    assert share_bounds(0, 0, 1) == (0, 0)
 
 
 def test_an_unknown_sampling_is_our_own_bug() -> None:

@@ -21,7 +21,7 @@ from ranks import environment, mpirun, needs_mpirun, python
 from hvdtrain.config.read import configure
 from hvdtrain.data.files import copying, staging
 from hvdtrain.data.files.copying import File, Part, list_files, size_words
-from hvdtrain.data.files.staging import near
+from hvdtrain.data.files.staging import stage_data
 from hvdtrain.errors import UserError
 from hvdtrain.train.build import build_source
 
@@ -49,7 +49,7 @@ def root(tmp_path: Path) -> Path:
 def bring(root: Path) -> Path:
     """As the next start does."""
     staging._staged.cache_clear()
-    found, _ = near("other", root, {}, str(root.parent / "disk"), WHERE)
+    found, _ = stage_data("other", root, {}, str(root.parent / "disk"), WHERE)
     assert found is not None
     return found
 
@@ -140,8 +140,8 @@ def test_a_torn_manifest_costs_only_its_torn_lines(root: Path, capsys: pytest.Ca
 
 
 def start(root: Path, **env: str) -> subprocess.Popen[str]:
-    code = "import sys; from pathlib import Path; from hvdtrain.data.files.staging import near\n"
-    code += "print(near('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
+    code = "import sys; from pathlib import Path; from hvdtrain.data.files.staging import stage_data\n"
+    code += "print(stage_data('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
     command = [sys.executable, "-c", code, str(root), str(root.parent / "disk")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(env))
 
@@ -240,22 +240,22 @@ def test_a_stage_folder_that_is_no_good(root: Path, tmp_path: Path) -> None:
         "~nobodyhere/x": "cannot find the folder ~nobodyhere/x",
     }.items():
         with pytest.raises(UserError, match=says):
-            near("other", root, {}, folder, WHERE)
+            stage_data("other", root, {}, folder, WHERE)
     own.symlink_to(tmp_path)
     with pytest.raises(UserError, match="others could change the data\n  where: data.stage, command line\n  fix: remove it"):
-        near("other", root, {}, disk, WHERE)
+        stage_data("other", root, {}, disk, WHERE)
     own.unlink()
     own.mkdir()
     own.chmod(0o777)
     with pytest.raises(UserError, match="mode drwxrwxrwx: others could change the data"):
-        near("other", root, {}, disk, WHERE)
+        stage_data("other", root, {}, disk, WHERE)
     own.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(own, 12345, 12345)
         with pytest.raises(UserError, match="belongs to user 12345"):
-            near("other", root, {}, disk, WHERE)
+            stage_data("other", root, {}, disk, WHERE)
     with pytest.raises(UserError, match="digits has no files, there is nothing to stage"):
-        near("digits", None, {}, disk, WHERE)
+        stage_data("digits", None, {}, disk, WHERE)
 
 
 def idx_root(folder: Path, labels: int = 64) -> Path:
@@ -323,7 +323,7 @@ def test_each_data_set_reads_the_same_from_its_stage(
 
 
 def test_a_download_goes_to_the_stage(tmp_path: Path) -> None:
-    root, options = near("mnist", tmp_path / "none", {}, str(tmp_path), WHERE)
+    root, options = stage_data("mnist", tmp_path / "none", {}, str(tmp_path), WHERE)
     assert root == tmp_path / f"hvdtrain-{os.geteuid()}" / "download" and options == {}
 
 

@@ -13,8 +13,8 @@ from PIL import Image
 from test_folder import colour, save
 
 from hvdtrain.data.datasets import folder, webdataset
-from hvdtrain.data.files.staging import near
-from hvdtrain.data.images.decode_on_read import Streamed
+from hvdtrain.data.files.staging import stage_data
+from hvdtrain.data.images.image_source import Streamed
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
 
@@ -239,7 +239,7 @@ def test_a_stage_copies_the_archives_alone(tmp_path: Path, layout: str) -> None:
             path.rename(root / f"{path.parent.name}-{path.name}")
     write(root / "other" / "x.tar", sample(1, 0))
     (root / "large").write_bytes(b"x" * 1000)
-    there, options = near("webdataset", root, {}, str(tmp_path / "disk"), "data.stage")
+    there, options = stage_data("webdataset", root, {}, str(tmp_path / "disk"), "data.stage")
     assert there is not None and len([path for path in there.rglob("*") if path.is_file()]) == 3
     check(webdataset.build("webdataset", there, "train", **options), [1, 2, 3], [0, 2, 1])
     check(webdataset.build("webdataset", there, "val", **options), [4, 5], [0, 2])

@@ -18,7 +18,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import padded, usual_rows
 from hvdtrain.frameworks.learner import Learner, Task
-from hvdtrain.recipe.noise_scale import KEYS
+from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
 
 TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
@@ -183,7 +183,7 @@ def test_two_ranks_sum_their_gradients_and_measure_the_noise_scale() -> None:
     assert pair.names == ["gradient.0"]
     excess = (own * 10 / 4) @ (own * 10 / 4) - whole @ whole
     expected = {"excess": excess, "excess_inv": 1 / 4 - 1 / 10, "big": whole @ whole / 2, "big_inv": 1 / 20, "steps": 1 / 2}
-    assert {key: sums[key] for key in KEYS} == pytest.approx(expected, rel=1e-12)
+    assert {key: sums[key] for key in NOISE_SCALE_KEYS} == pytest.approx(expected, rel=1e-12)
 
 
 def test_few_shapes_are_compiled(compilations: list[str]) -> None:

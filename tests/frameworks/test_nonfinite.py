@@ -27,7 +27,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, slope, unless
-from hvdtrain.recipe.noise_scale import KEYS
+from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
 
 learner = functools.partial(learner_on, SingleProcessCommunicator())
@@ -255,9 +255,11 @@ def test_a_bad_step_says_nothing_of_the_noise_scale(framework: str, policy: str)
     one = learner_on(Twice(), *words)
     good = floats(one.step([one.to_device(batch(6, 0))], hyper(12, 0), 0))
     assert good["nonfinite"] == 0.0 and good["steps"] == 0.5 and good["excess_inv"] == pytest.approx(1 / 6 - 1 / 12)
-    assert min(good[key] for key in KEYS if key != "excess") > 0 and abs(good["excess"]) < 1e-12 < good["big"]
+    assert min(good[key] for key in NOISE_SCALE_KEYS if key != "excess") > 0 and abs(good["excess"]) < 1e-12 < good["big"]
     bad = floats(one.step([one.to_device(weighted(6, 1, math.inf))], hyper(12, 1), 1))
-    assert {key: bad[key] for key in ("nonfinite", "count", *KEYS)} == {"nonfinite": 0.5, "count": 6} | dict.fromkeys(KEYS, 0.0)
+    assert {key: bad[key] for key in ("nonfinite", "count", *NOISE_SCALE_KEYS)} == {"nonfinite": 0.5, "count": 6} | dict.fromkeys(
+        NOISE_SCALE_KEYS, 0.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import add_sums
 from hvdtrain.frameworks.torch.gradients import add_noise_
 from hvdtrain.optim.clipping import clip
 from hvdtrain.recipe.gradient_noise import noise_variance, sample_weights
-from hvdtrain.recipe.noise_scale import KEYS, NoiseScale, shares_of_keys
+from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums
 
 
 def test_sample_weights_have_mean_1_and_the_deviation_asked_for() -> None:
@@ -76,13 +76,13 @@ def test_noise_scale_of_a_population_that_is_known() -> None:
     for reading in range(40):
         shares = [[10, 11, 12], [16, 0, 17], [20, 22, 24], [33, 0, 33]][reading // 10]
         batch = sum(shares)
-        sums = dict.fromkeys(KEYS, 0.0)
+        sums = dict.fromkeys(NOISE_SCALE_KEYS, 0.0)
         for _ in range(10):
             own = [(b * mean + deviation * rng.normal(size=(b, 100)).sum(0)) / batch for b in shares]
             whole = sum(own)
             for g, b in zip(own, shares, strict=True):
-                sums = add_sums(sums, shares_of_keys(g @ g, whole @ whole, b, batch, 3))
-        fields = measured.read(sums)
+                sums = add_sums(sums, noise_scale_sums(g @ g, whole @ whole, b, batch, 3))
+        fields = measured.update(sums)
     assert fields == {"noise_scale": measured.value}
     assert measured.noise / 400 == pytest.approx(400, rel=0.05)  # over 400 steps
     assert measured.signal / 400 == pytest.approx(4, rel=0.05)
@@ -91,8 +91,8 @@ def test_noise_scale_of_a_population_that_is_known() -> None:
 
 def test_noise_scale_without_a_signal_is_nan_and_without_a_measurement_nothing() -> None:
     measured = NoiseScale()
-    assert measured.read({"loss": 1.0, "count": 3.0}) == {}
-    all_on_one_rank = add_sums(shares_of_keys(2.0, 2.0, 8, 8, 2), shares_of_keys(0.0, 2.0, 0, 8, 2))
-    assert math.isnan(measured.read(all_on_one_rank)["noise_scale"])
+    assert measured.update({"loss": 1.0, "count": 3.0}) == {}
+    all_on_one_rank = add_sums(noise_scale_sums(2.0, 2.0, 8, 8, 2), noise_scale_sums(0.0, 2.0, 0, 8, 2))
+    assert math.isnan(measured.update(all_on_one_rank)["noise_scale"])
     assert (measured.noise, measured.signal) == (0, 0), "it says nothing"
-    assert math.isnan(measured.read({"excess": 1.2, "excess_inv": 0.1, "big": 0.4, "big_inv": 0.05, "steps": 1.0})["noise_scale"])
+    assert math.isnan(measured.update({"excess": 1.2, "excess_inv": 0.1, "big": 0.4, "big_inv": 0.05, "steps": 1.0})["noise_scale"])

@@ -12,18 +12,18 @@ from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
-from hvdtrain.recipe import batch_growth, compose
+from hvdtrain.recipe import batch_growth, batch_size, from_config
 from hvdtrain.recipe.batch_growth import Growth
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
-from hvdtrain.recipe.summary import batch_words, lr_words
+from hvdtrain.recipe.summary import batch_summary, lr_summary
 
 EPS = 1e-9  # epochs before a boundary
 
 
 def recipe(*words: str, dataset: int = 1000) -> Recipe:
     config, provenance = configure(None, words)
-    return compose.compose(config, provenance, dataset, 0.9)
+    return from_config.recipe_from_config(config, provenance, dataset, 0.9)
 
 
 def configured(*words: str) -> Config:
@@ -169,29 +169,29 @@ def test_growth_by_hand_and_the_rate_that_follows() -> None:
 
 
 def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
-    assert batch_growth.from_decays(10, (1.0,), 1e-320, 80).to == (80,)
+    assert batch_growth.growth_instead_of_decays(10, (1.0,), 1e-320, 80).to == (80,)
 
 
-def for_ranks(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
+def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
     given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in provenance else [])]
     config, _ = configure(None, given)
     config = dataclasses.replace(config, resume=str(words.get("resume", "no")))
-    config, told = compose.for_ranks(config, Provenance(provenance), ranks)
+    config, new_provenance = batch_size.resolve_batch_size(config, Provenance(provenance), ranks)
     assert config.batch.per_rank is None
-    return config.batch.size, told.where("batch.size")
+    return config.batch.size, new_provenance.where("batch.size")
 
 
 def test_which_of_two_batches_counts() -> None:
     """The command line before files; what a run was made with before the file that is given again; else a contradiction."""
     line, file = "command line", "x.yaml:3"
-    assert for_ranks({"batch.per_rank": file}) == (32, "batch.size, batch.per_rank, x.yaml:3 x 4 ranks")
-    assert for_ranks({"batch.per_rank": file, "batch.size": line}) == (64, "batch.size, command line")
-    assert for_ranks({"batch.per_rank": line, "batch.size": file})[0] == 32
-    assert for_ranks({"batch.per_rank": file, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 64
-    assert for_ranks({"batch.per_rank": line, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 32
+    assert resolved({"batch.per_rank": file}) == (32, "batch.size, batch.per_rank, x.yaml:3 x 4 ranks")
+    assert resolved({"batch.per_rank": file, "batch.size": line}) == (64, "batch.size, command line")
+    assert resolved({"batch.per_rank": line, "batch.size": file})[0] == 32
+    assert resolved({"batch.per_rank": file, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 64
+    assert resolved({"batch.per_rank": line, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 32
     for both in ({"batch.per_rank": line, "batch.size": line}, {"batch.per_rank": file, "batch.size": file}):
         with pytest.raises(UserError, match=r"batch\.size and batch\.per_rank are both given"):
-            for_ranks(both)
+            resolved(both)
 
 
 LARS_ROWS = [  # MLPerf training 4.0: batch, rate, momentum, warm-up, decay, norm group, epochs
@@ -207,7 +207,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
     found = []
     for _, ranks, *words in rows:
         config, provenance = configure(str(path), words)
-        r = compose.compose(config, provenance, 1281167, 0.9)
+        r = from_config.recipe_from_config(config, provenance, 1281167, 0.9)
         assert config.optim.momentum is not None
         found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
                       config.optim.weight_decay, config.norm.ghost, r.epochs))  # fmt: skip
@@ -219,7 +219,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
 
 def test_smith_cifar_by_hand() -> None:
     """Smith 2017, section 5.1: 128, 640, 3200, 16000 where the rate would be divided by 5 at 60, 120, 160."""
-    grown = batch_growth.from_decays(128, (60.0, 120.0, 160.0), 0.2, 16000)
+    grown = batch_growth.growth_instead_of_decays(128, (60.0, 120.0, 160.0), 0.2, 16000)
     assert grown == Growth(128, (60.0, 120.0, 160.0), (640, 3200, 16000))
     assert [grown(e) for e in (0, 60 - EPS, 60, 120, 160, 200)] == [128, 128, 640, 3200, 16000, 16000]
 
@@ -259,19 +259,19 @@ def test_noise_of_a_step() -> None:
         (["recipe.growth=milestones", "recipe.grow_at=[2,3.5]", "recipe.grow_to=[512,128]"],
          "lr 0.02; follows the batch (linear): 0.16 from epoch 2, 0.04 from epoch 3.5"),
         (["recipe.schedule=steps", "recipe.milestones=[4]", "recipe.growth=decays", "recipe.batch_max=128"],
-         "lr 0.02, then x 0.1 at epochs 4, taken over by the batch up to 128"),
+         "lr 0.02, then x 0.1 at epochs 4, replaced by batch growth up to 128"),
         (["optim.base_batch=32", "recipe.scale=none", "recipe.adapt_regime=true", "recipe.schedule=steps", "recipe.milestones=[4]"],
          "lr 0.02, then x 0.1 at epochs 8; regime adapted: 2 times the epochs"),
     ],
 )  # fmt: skip
 def test_the_arithmetic_in_one_line(words: list[str], line: str) -> None:
-    assert lr_words(configured(*words), 50000) == line
+    assert lr_summary(configured(*words), 50000) == line
 
 
 def test_the_batch_in_words() -> None:
     words = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[128,256]"]
-    assert batch_words(recipe(*words)) == "64, 128 from epoch 1, 256 from epoch 2.5"
-    assert batch_words(recipe()) == "64"
+    assert batch_summary(recipe(*words)) == "64, 128 from epoch 1, 256 from epoch 2.5"
+    assert batch_summary(recipe()) == "64"
 
 
 STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
@@ -296,7 +296,8 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["recipe.chain=[{kind: exponential, gamma: -0.5}]"], "recipe.chain[0].gamma is -0.5", "recipe.chain"),
         (["recipe.chain=[{kind: polynomial, power: -1}]"], "recipe.chain[0].power is -1", "recipe.chain"),
         (["recipe.chain=[{kind: cosine, end_lr: .nan}]"], "recipe.chain[0].end_lr is nan", "recipe.chain"),
-        (["recipe.schedule=exponential", "recipe.gamma=1000", "epochs=200"], "the rate grows beyond every number", "recipe.gamma"),
+        (["recipe.schedule=exponential", "recipe.gamma=1000", "epochs=200"],
+         "the learning rate grows beyond the largest float", "recipe.gamma"),
         (["recipe.chain=[{epochs: 10},{kind: cosine}]"], "the chain's last piece begins at epoch 10 of 10", "recipe.chain"),
         (["recipe.growth=decays", "recipe.batch_max=80"], "growth=decays without decays", "recipe.growth"),
         ([*STEPS, "recipe.growth=decays", "recipe.batch_max=80", "recipe.gamma=1"], "growth=decays with gamma 1", "recipe.gamma"),

@@ -17,12 +17,12 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.train.checkpoint import files
-from hvdtrain.train.input.micro_batches import rows_of_step
+from hvdtrain.train.input.micro_batches import split_step
 
 FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
 FAST = ["model.name=linear", "optim.base_lr=0.05"]
@@ -192,7 +192,7 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
         for rank in range(3):
             communicator = SingleProcessCommunicator()
             communicator.rank, communicator.size = rank, 3  # type: ignore[misc]
-            rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, 31), 31, communicator)
+            rows = split_step(config, p, 31, 31, communicator)
             expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
             np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), expected)
             assert set(np.concatenate([part.epochs for part in rows])) == {start // 1437, (start + 30) // 1437}
@@ -204,7 +204,7 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
 def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
     config, p = configure(None, ["batch.size=10"])[0], Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
-        rows = rows_of_step(config, p, Hyper(0.1, 0.9, 0.0, batch), 10, SingleProcessCommunicator())
+        rows = split_step(config, p, batch, 10, SingleProcessCommunicator())
         assert [len(part.samples) for part in rows] == lengths
         np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), indices(1430, batch, 0, 1, 1437, config.seed))
         assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
@@ -217,7 +217,7 @@ def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.
     assert main([*words, "epochs=2", "run=whole"]) == 0
     out = capsys.readouterr().out
     assert "batch   64, 200 from epoch 1 over all ranks, 64 on each at first\n" in out
-    assert "lr 0.05, then x 0.25 at epochs 1, taken over by the batch up to 200\n" in out
+    assert "lr 0.05, then x 0.25 at epochs 1, replaced by batch growth up to 200\n" in out
     steps = events(Path("whole"), "step")
     assert [s["batch"] for s in steps] == [64] * 23 + [200] * 8
     assert [s["lr"] for s in steps] == pytest.approx([0.05] * 23 + [0.05 * 0.25 * 200 / 64] * 8)

@@ -52,7 +52,7 @@ def measure(config: Config, provenance: Provenance, communicator: Communicator, 
     steps = max(1, min(MOST_STEPS, len(parts.train) // share))
     feeds = {"feed": trainer.prefetcher}
     others = {f"feed, {n} reader{'s' * (n > 1)}": n for n in (1, 2) if n != trainer.prefetcher.readers or not trainer.prefetcher.ahead}
-    for name, readers in others.items() if not trainer.prefetcher.held else ():
+    for name, readers in others.items() if not trainer.prefetcher.cached_on_device else ():
         data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
         changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
         feeds[name] = Prefetcher(changed, communicator, trainer.job.recipe, parts.train, trainer.job.learner)
@@ -79,7 +79,7 @@ def measure(config: Config, provenance: Provenance, communicator: Communicator, 
         "rounds": rounds,
         "batch_of_a_rank": share,
         "ranks": communicator.size,
-        "feed": trainer.prefetcher.words,
+        "feed": trainer.prefetcher.summary,
     }
 
 

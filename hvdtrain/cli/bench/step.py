@@ -76,7 +76,7 @@ def measure(config: Config, provenance: Provenance, communicator: Communicator, 
         "ranks": communicator.size,
         "engine": communicator.name,
         "model": together.job.learner.describe(),
-        "feed": together.prefetcher.words,
+        "feed": together.prefetcher.summary,
         "data_wait_ms": 1e3 * together.prefetcher.waited_s / (rounds * steps),
     }
     if communicator.size > 1:

@@ -14,7 +14,7 @@ from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
-from hvdtrain.recipe.compose import for_ranks
+from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.train.build import build_learner, build_recipe, check_batch
 from hvdtrain.train.health.deadline import Deadline
 from hvdtrain.train.health.heartbeat import Heartbeat
@@ -34,7 +34,7 @@ class Trainer:
     def __init__(
         self, config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, parts: Datasets | None = None
     ) -> None:
-        config, provenance = for_ranks(config, provenance, communicator.size)
+        config, provenance = resolve_batch_size(config, provenance, communicator.size)
         check_batch(config, provenance, communicator.size)
         config = dataclasses.replace(config, epochs=10**6, max_steps=None)
         self.data = parts or prepare(config, provenance)

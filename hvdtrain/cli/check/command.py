@@ -30,7 +30,7 @@ from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, Provenance, assignments, configure, read_former
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import USER, UserError, code_of
-from hvdtrain.recipe.compose import for_ranks
+from hvdtrain.recipe.batch_size import resolve_batch_size
 
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
 SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
@@ -90,7 +90,7 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     if communicator.rank == 0:
         read_by_rank_0 = rank.attempt(lambda: read_former(assignments(options.config_path, options.overrides)))
     former: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
-    return rank.attempt(lambda: for_ranks(*configure(options.config_path, options.overrides, former), communicator.size))
+    return rank.attempt(lambda: resolve_batch_size(*configure(options.config_path, options.overrides, former), communicator.size))
 
 
 def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:

@@ -19,8 +19,8 @@ from hvdtrain.data.images import augment
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.learner import Task, build_rule
 from hvdtrain.optim.rule import Rule
-from hvdtrain.recipe import compose
-from hvdtrain.recipe.summary import lr_words
+from hvdtrain.recipe import from_config
+from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import Curve, draw
 from hvdtrain.train.build import build_source, unstaged
 
@@ -102,7 +102,7 @@ def _data(asked: argparse.Namespace, config: Config, provenance: Provenance) -> 
         raise UserError("--samples, --image and --classes belong together", "command line of plan", f"give all three: {instead}")
     try:
         source = build_source(unstaged(config), provenance, "train")
-        augment.check(config.augment, source.shape, provenance)
+        augment.check_augmentation(config.augment, source.shape, provenance)
     except UserError as error:
         fix = f"{error.fix}; or plan without data: {instead}, say" if error.fix else f"plan without data: {instead}, say"
         raise UserError(error.what, error.where, fix) from None
@@ -135,11 +135,11 @@ def _curve(group: list[Forecast]) -> Curve:
     steps = sorted({point * row.steps // _POINTS for point in range(_POINTS)} | {s.step for s in row.stretches})
     hypers = [row.hyper(step) for step in steps]
     hypers.append(hypers[-1])  # which holds up to the end of the job
-    label = f"{ranks_words(group)}: batch {batch_of(row)}, lr {compose.peak(row.config):g}"
+    label = f"{ranks_words(group)}: batch {batch_of(row)}, lr {from_config.peak_lr(row.config):g}"
     epochs = [*(row.progress(step).epochs for step in steps), row.epochs]
     return Curve(label, epochs, [h.lr for h in hypers], [h.batch for h in hypers])
 
 
 def _title(config: Config, samples: int, row: Forecast) -> str:
     first = f"{config.model.name} on {samples:,} samples with {config.optim.name}"
-    return f"{first}\n{ranks_words([row])}: {lr_words(row.config, samples)}"
+    return f"{first}\n{ranks_words([row])}: {lr_summary(row.config, samples)}"

@@ -16,10 +16,11 @@ from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import largest_share
 from hvdtrain.errors import UserError
 from hvdtrain.optim.rule import Plain, Rule
-from hvdtrain.recipe import compose
+from hvdtrain.recipe import from_config
+from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.train.build import build_recipe, check_batch
-from hvdtrain.train.input.micro_batches import passes
+from hvdtrain.train.input.micro_batches import micro_batches_per_step
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
 
@@ -63,7 +64,7 @@ class Forecast:
 
     def warm(self) -> Hyper | None:
         """The numbers of the first step after the warm-up; None if the job ends before."""
-        epochs = compose.warmup_epochs(self.config, self.dataset)
+        epochs = from_config.warmup_epochs(self.config, self.dataset)
         for s in self.stretches:
             wait = steps_until(epochs, s.samples, s.batch, self.dataset)
             if wait < s.steps:
@@ -77,7 +78,7 @@ class Forecast:
     def passes(self, batch: int) -> int:
         """Forward passes of one rank in a step; sampling=partition may take one more where two epochs meet."""
         most = largest_share(0, batch, self.ranks, self.dataset, self.config.data.sampling)
-        return passes(self.config, most, batch, self.recipe.batch.first)
+        return micro_batches_per_step(self.config.batch, most, batch, self.recipe.batch.first)
 
 
 class Impossible(NamedTuple):
@@ -90,7 +91,7 @@ class Impossible(NamedTuple):
 def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Impossible:
     """The job on that many ranks, with the checks that every rank makes before it starts."""
     try:
-        config, provenance = compose.for_ranks(config, provenance, ranks)
+        config, provenance = resolve_batch_size(config, provenance, ranks)
         check_batch(config, provenance, ranks)
         recipe = build_recipe(config, provenance, dataset)
     except UserError as error:

@@ -12,7 +12,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.rule import Rule, is_excluded
-from hvdtrain.recipe.summary import batch_words, lr_words
+from hvdtrain.recipe.summary import batch_summary, lr_summary
 
 _WIDTH = 100  # columns; a name of a parameter may be longer
 _NAMES = 8  # parameters named, of many
@@ -79,8 +79,8 @@ def _recipes(plan: Plan, possible: list[Forecast]) -> list[str]:
     lines = []
     for group in alike(possible):
         lines += _labelled("recipe", f"on {ranks_words(group)}")
-        lines += _labelled("", lr_words(group[0].config, plan.samples))
-        lines += _labelled("", f"batch {batch_words(group[0].recipe)}")
+        lines += _labelled("", lr_summary(group[0].config, plan.samples))
+        lines += _labelled("", f"batch {batch_summary(group[0].recipe)}")
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.download import Wanted, data_root, download
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
@@ -83,7 +83,7 @@ def _fetch(name: str, root: Path, allowed: bool) -> None:
 
 
 def _pull(edition: _Edition, staging: Path) -> None:
-    torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(staging), md5=edition.md5)
+    import_torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(staging), md5=edition.md5)
 
 
 def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from hvdtrain.config.read import expand
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.data.files.download import cache_root
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_look, extent, read_file
-from hvdtrain.data.images.decode_on_read import Streamed
+from hvdtrain.data.images.image_source import Streamed
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError

@@ -11,7 +11,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.download import Wanted, data_root, download
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
@@ -73,7 +73,7 @@ def _find(root: Path, member: _Member, file: str) -> Path | None:
 
 
 def _pull(member: _Member, staging: Path) -> None:
-    getattr(torchvision().datasets, member.folder)(str(staging), download=True)  # knows addresses and checksums
+    getattr(import_torchvision().datasets, member.folder)(str(staging), download=True)  # knows addresses and checksums
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:

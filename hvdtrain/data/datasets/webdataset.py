@@ -16,10 +16,10 @@ import numpy as np
 from hvdtrain.config.read import expand
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.data.files.download import alone, cache_root
-from hvdtrain.data.files.tar_index import name_at, samples
 from hvdtrain.data.images.decode import check_look, extent
-from hvdtrain.data.images.decode_on_read import Streamed
+from hvdtrain.data.images.image_source import Streamed
 from hvdtrain.data.images.pack import array_file, load_array, pack
+from hvdtrain.data.images.tar_index import name_at, samples
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 

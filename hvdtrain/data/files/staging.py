@@ -44,7 +44,7 @@ class Kept(NamedTuple):
     mark: tuple[int, int, int]  # size, mtime and ctime of the copy: whatever writes to it or replaces it changes one
 
 
-def near(name: str, root: Path | None, options: dict[str, Any], folder: str, where: str) -> tuple[Path | None, dict[str, Any]]:
+def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: str, where: str) -> tuple[Path | None, dict[str, Any]]:
     """(the root to read from, the options of the data set): those of a copy below `folder`, on this node.
 
     One process of a node copies what is not there, the others wait. Data that is nowhere yet is downloaded to there.

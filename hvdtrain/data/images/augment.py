@@ -1,6 +1,6 @@
-"""How training images are changed: draws from counters, the same for a sample whoever reads it, and what they do to a batch.
+"""Augmentation of training images: crop, flip, cutout, mixup; their random parameters, and their effect on a batch.
 
-A sample's draws are a pure function of (seed, epoch, sample), so they depend neither on the ranks nor on who else is in the batch.
+The parameters of a sample are a pure function of (seed, epoch, sample): they depend neither on the ranks nor on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,34 +14,38 @@ from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.images.resize import resized
+from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
 
-_STREAM = 0xA063E470  # apart from the seeds of shuffles, weights of samples, dropout and noise
+_STREAM = 0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
 _TRIES = 10  # of a resized crop
-# Each draw has counters of its own: what is switched on beside it changes nothing.
-_SHIFT, _MIRROR, _SQUARE, _SHARE, _PARTNER = range(0, 2), range(2, 3), range(3, 5), range(5, 7), range(7, 8)
-_BOX = range(16, 16 + 2 * _TRIES + 2)
-SHARE_STEPS = 2**16  # a share of mixup is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
+# Each parameter has its own counters, so switching one augmentation on changes no parameter of another.
+_SHIFT = range(0, 2)
+_FLIP = range(2, 3)
+_CUTOUT = range(3, 5)
+_MIXUP_WEIGHT = range(5, 7)
+_MIXUP_PARTNER = range(7, 8)
+_CROP_BOX = range(16, 16 + 2 * _TRIES + 2)
+MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
 
 
 class AugmentationParameters(NamedTuple):
-    """What happens to each of n images, in this order; None: not to any. There is a box or a shift, never both."""
+    """Of n images, in the order of application; None where an augmentation is off. crop_box and shift exclude each other."""
 
-    box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of what is brought to the image's size
-    shift: np.ndarray | None = None  # int64 (n, 2), down and right, of the window that is cut: beyond the image it is black
-    mirrored: np.ndarray | None = None  # bool (n,)
-    square: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of what is blackened, cut off at the border
-    share: np.ndarray | None = None  # float64 (n,) of the image itself in its mixture
+    crop_box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of the box that is resized to the image's size
+    shift: np.ndarray | None = None  # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is black
+    flipped: np.ndarray | None = None  # bool (n,), left to right
+    cutout_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
+    mixup_weight: np.ndarray | None = None  # float64 (n,), of the image itself in its mixture: lambda of Zhang 2017
 
 
-def is_on(augment: AugmentConfig) -> bool:
-    """Whether anything is to be drawn at all."""
+def is_enabled(augment: AugmentConfig) -> bool:
+    """Whether any augmentation is on."""
     return augment != AugmentConfig()
 
 
-def check(augment: AugmentConfig, shape: tuple[int, int, int], provenance: Provenance) -> None:
-    """Raises a UserError where nothing of an image (H, W, C) might be left, or where two cuts contradict each other."""
+def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int], provenance: Provenance) -> None:
+    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or where both kinds of crop are on."""
     height, width, _ = shape
     size = f"of images of {height} x {width} pixels"
     wrong = [
@@ -55,136 +59,154 @@ def check(augment: AugmentConfig, shape: tuple[int, int, int], provenance: Prove
             raise UserError(what, provenance.where(f"augment.{key}"), fix)
 
 
-def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, rows: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
-    """What happens to the samples `rows`, int64 (n,), in their epochs, int64 (n,); images are `shape`, (H, W, C)."""
-    keys, (height, width, _) = _keys(seed, epochs, rows), shape
-    return AugmentationParameters(
-        box=_boxes(_uniform(keys, _BOX), augment.resized_crop, height, width) if augment.resized_crop else None,
-        shift=_below(_uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop if augment.crop and not augment.resized_crop else None,
-        mirrored=_uniform(keys, _MIRROR)[:, 0] < 0.5 if augment.flip else None,
-        square=_squares(_uniform(keys, _SQUARE), augment.cutout, height, width) if augment.cutout else None,
-        share=_shares(_uniform(keys, _SHARE), augment.mixup) if augment.mixup else None,
-    )
+def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
+    """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`, (H, W, C)."""
+    height, width, _ = shape
+    keys = _keys(seed, epochs, samples)
+    crop_box = shift = flipped = cutout_box = mixup_weight = None
+    if augment.resized_crop:
+        crop_box = _crop_boxes(_uniform(keys, _CROP_BOX), augment.resized_crop, height, width)
+    elif augment.crop:
+        shift = _integers(_uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop
+    if augment.flip:
+        flipped = _uniform(keys, _FLIP)[:, 0] < 0.5
+    if augment.cutout:
+        cutout_box = _cutout_boxes(_uniform(keys, _CUTOUT), augment.cutout, height, width)
+    if augment.mixup:
+        mixup_weight = _mixup_weights(_uniform(keys, _MIXUP_WEIGHT), augment.mixup)
+    return AugmentationParameters(crop_box, shift, flipped, cutout_box, mixup_weight)
 
 
-def partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, rows: np.ndarray, dataset: int) -> np.ndarray | None:
-    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, each equally likely.
+def mixup_partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int) -> np.ndarray | None:
+    """The sample that each is mixed with, int64 (n,): any of the data set, itself included, with equal probability. None without mixup.
 
-    Zhang 2017 mixes a batch with its own permutation; that would depend on how the batch is shared out to ranks and passes.
+    Zhang 2017 mixes a batch with a permutation of itself; that would depend on how the batch is split into ranks and micro-batches.
     """
-    return _below(_uniform(_keys(seed, epochs, rows), _PARTNER)[:, 0], dataset) if augment.mixup else None
+    if not augment.mixup:
+        return None
+    return _integers(_uniform(_keys(seed, epochs, samples), _MIXUP_PARTNER)[:, 0], dataset)
 
 
-def finish(batch: Batch) -> Batch:
-    """The batch with "drawn" done to "x", "drawn2" to the partners' "x2", and both mixed by "share": without these keys but "share"."""
-    return finish_with(apply, mix, batch)
+def augment_batch(batch: Batch) -> Batch:
+    """Applies "drawn" to "x" and "drawn2" to "x2", then mixes both with weight "share"; the result lacks "drawn", "x2" and "drawn2"."""
+    return augment_batch_with(apply, mixup, batch)
 
 
-def finish_with(change: Callable[[Any, AugmentationParameters], Any], blend: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
-    """finish(), by any framework's apply() and mix()."""
-    done = {key: value for key, value in batch.items() if key not in ("drawn", "x2", "drawn2")}
+def augment_batch_with(apply_to: Callable[[Any, AugmentationParameters], Any], mix: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
+    """augment_batch() with a framework's own apply() and mixup()."""
+    augmented = {key: value for key, value in batch.items() if key not in ("drawn", "x2", "drawn2")}
     if batch.get("drawn") is not None:
-        done["x"] = change(batch["x"], batch["drawn"])
+        augmented["x"] = apply_to(batch["x"], batch["drawn"])
     if "x2" in batch:
-        other = batch["x2"] if batch.get("drawn2") is None else change(batch["x2"], batch["drawn2"])
-        done["x"] = blend(done["x"], other, batch["share"])
-    return done
+        partner = batch["x2"]
+        if batch.get("drawn2") is not None:
+            partner = apply_to(partner, batch["drawn2"])
+        augmented["x"] = mix(augmented["x"], partner, batch["share"])
+    return augmented
 
 
-def apply(x: np.ndarray, augmentation: AugmentationParameters) -> np.ndarray:
-    """uint8 (n, H, W, C) -> the same, changed: all but mixing. `x` is left as it was."""
+def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
+    """uint8 (n, H, W, C) -> the same, augmented by all but mixup. `x` is not changed."""
     x = np.ascontiguousarray(x)
-    if augmentation.box is not None:
-        x = resized(x, augmentation.box, augmentation.mirrored)
+    if parameters.crop_box is not None:
+        x = resized_crop(x, parameters.crop_box, parameters.flipped)
     else:
-        x = x if augmentation.shift is None else _shifted(x, augmentation.shift)
-        x = x if augmentation.mirrored is None else _mirrored(x, augmentation.mirrored)
-    return x if augmentation.square is None else _cut(x, augmentation.square)
+        x = x if parameters.shift is None else _shift(x, parameters.shift)
+        x = x if parameters.flipped is None else _flip(x, parameters.flipped)
+    return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
 
 
-def mix(x: np.ndarray, other: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """share x + (1 - share) other of uint8 (n, H, W, C), rounded half up; exact for shares that are multiples of 1 / SHARE_STEPS.
+def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """weight x + (1 - weight) partner, uint8 (n, H, W, C), rounded half up; exact for multiples of 1 / MIXUP_WEIGHT_STEPS.
 
-    Zhang 2017 mixes real numbers: a byte is at most half a level off.
+    Zhang 2017 mixes real numbers; here a byte differs from that by half a level at most.
     """
-    own = (np.rint(share * SHARE_STEPS) / SHARE_STEPS).astype(np.float32)[:, None, None, None]
-    mixed: np.ndarray = (x * own + other * (1 - own) + np.float32(0.5)).astype(np.uint8)  # no step of this rounds
+    weight = (np.rint(weight * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS).astype(np.float32)[:, None, None, None]
+    mixed: np.ndarray = (x * weight + partner * (1 - weight) + np.float32(0.5)).astype(np.uint8)  # no step of this rounds
     return mixed
 
 
-def _shifted(x: np.ndarray, shift: np.ndarray) -> np.ndarray:
+def _shift(x: np.ndarray, shift: np.ndarray) -> np.ndarray:
     n, height, width, channels = x.shape
-    far = int(np.abs(shift).max(initial=0))
-    padded = np.zeros((n, height + 2 * far, width + 2 * far, channels), np.uint8)
-    padded[:, far : far + height, far : far + width] = x
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))  # (n, 2 far + 1, 2 far + 1, C, H, W)
-    return np.ascontiguousarray(np.moveaxis(windows, 3, -1)[np.arange(n), far + shift[:, 0], far + shift[:, 1]])
+    border = int(np.abs(shift).max(initial=0))
+    padded = np.zeros((n, height + 2 * border, width + 2 * border, channels), np.uint8)
+    padded[:, border : border + height, border : border + width] = x
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))  # (n, 2 border + 1, 2 border + 1, C, H, W)
+    return np.ascontiguousarray(np.moveaxis(windows, 3, -1)[np.arange(n), border + shift[:, 0], border + shift[:, 1]])
 
 
-def _mirrored(x: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
+def _flip(x: np.ndarray, flipped: np.ndarray) -> np.ndarray:
     n, height, width, channels = x.shape
-    turned = x.copy()
-    pixels = turned.reshape(n, height, width * channels).view(f"V{channels}")  # (n, H, W): a pixel moves as one, twice as fast as bytes
-    pixels[mirrored] = pixels[mirrored][:, :, ::-1]
-    return turned
+    result = x.copy()
+    pixels = result.reshape(n, height, width * channels).view(f"V{channels}")  # (n, H, W): whole pixels move twice as fast as bytes
+    pixels[flipped] = pixels[flipped][:, :, ::-1]
+    return result
 
 
-def _cut(x: np.ndarray, square: np.ndarray) -> np.ndarray:
+def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     _, height, width, channels = x.shape
-    top, bottom, left, right = (edge[:, None] for edge in square.T)
+    top, bottom, left, right = (edge[:, None] for edge in box.T)
     rows, columns = np.arange(height), np.arange(width * channels) // channels
     black = ((rows >= top) & (rows < bottom))[:, :, None] & ((columns >= left) & (columns < right))[:, None]  # (n, H, W C)
     return (x.reshape(black.shape) * ~black).reshape(x.shape)
 
 
-def _keys(seed: int, epochs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    keys: np.ndarray = fold(seed, _STREAM, epochs.astype(np.uint64), rows.astype(np.uint64))
+def _keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """A seed for each sample in its epoch, uint64 (n,)."""
+    keys: np.ndarray = fold(seed, _STREAM, epochs.astype(np.uint64), samples.astype(np.uint64))
     return keys
 
 
 def _uniform(keys: np.ndarray, counters: range) -> np.ndarray:
-    """(n,) -> (n, counters), float64 strictly between 0 and 1: 52 bits and a half."""
+    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52 random bits k."""
     bits = fold(keys[:, None], np.array(counters, np.uint64))
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
 
-def _below(uniform: np.ndarray, limit: int) -> np.ndarray:
-    """int64 0 ... limit - 1, each equally likely up to limit / 2^52."""
+def _integers(uniform: np.ndarray, limit: int) -> np.ndarray:
+    """int64 0 ... limit - 1, with equal probabilities up to limit / 2^52."""
     return (uniform * limit).astype(np.int64)
 
 
-def _squares(uniform: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
-    """Centres on any pixel, so that a square at the border loses what lies beyond it (DeVries 2017, section 3.2).
+def _cutout_boxes(uniform: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
+    """Squares with their centre on any pixel, clipped at the border (DeVries 2017, section 3.2).
 
-    Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean colour; ours has `side` and is black.
+    Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean colour; here it has `side` pixels and
+    is black.
     """
     centre = (uniform * (height, width)).astype(np.int64)
     first = centre - side // 2  # (n, 2)
     return np.stack([first, first + side], axis=2).clip(0, np.array([[height], [width]])).reshape(-1, 4)
 
 
-def _boxes(uniform: np.ndarray, smallest: float, height: int, width: int) -> np.ndarray:
-    """The law of torchvision's RandomResizedCrop: area uniform, ratio log-uniform, the first of ten tries that fits, else the middle."""
+def _crop_boxes(uniform: np.ndarray, smallest: float, height: int, width: int) -> np.ndarray:
+    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4).
+
+    The area is uniform from `smallest` of the image to all of it, the aspect ratio log-uniform from 3/4 to 4/3. The first of ten tries that
+    fits into the image counts; where none does, the largest centred box of an allowed ratio.
+    """
     area = height * width * (smallest + (1 - smallest) * uniform[:, :_TRIES])
     ratio = np.exp(np.log(4 / 3) * (2 * uniform[:, _TRIES : 2 * _TRIES] - 1))
-    tall, wide = np.rint(np.sqrt(area / ratio)).astype(np.int64), np.rint(np.sqrt(area * ratio)).astype(np.int64)  # (n, tries)
+    tall = np.rint(np.sqrt(area / ratio)).astype(np.int64)  # (n, tries)
+    wide = np.rint(np.sqrt(area * ratio)).astype(np.int64)
     fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
-    some, first = fits.any(1), (np.arange(len(fits)), fits.argmax(1))
-    most = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))  # of the middle, no more than 4 to 3
-    sides = np.where(some[:, None], np.stack([tall[first], wide[first]], axis=1), most)
-    room = (height, width) - sides
-    corner = np.where(some[:, None], (uniform[:, 2 * _TRIES :] * (room + 1)).astype(np.int64), room // 2)
+    any_fits = fits.any(1)[:, None]
+    first = (np.arange(len(fits)), fits.argmax(1))
+    centred = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+    sides = np.where(any_fits, np.stack([tall[first], wide[first]], axis=1), centred)
+    margin = (height, width) - sides
+    corner = np.where(any_fits, (uniform[:, 2 * _TRIES :] * (margin + 1)).astype(np.int64), margin // 2)
     return np.concatenate([corner, sides], axis=1)
 
 
-def _shares(uniform: np.ndarray, alpha: float) -> np.ndarray:
-    """Beta(alpha, alpha) in closed form from two counters, for any alpha, then rounded to 1 / SHARE_STEPS: the only error of the law.
+def _mixup_weights(uniform: np.ndarray, alpha: float) -> np.ndarray:
+    """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a multiple of 1 / MIXUP_WEIGHT_STEPS.
 
-    t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) has Student's law of 2 alpha degrees of freedom (Bailey 1994, "Polar
-    generation of random variates with the t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha).
-    Written with u^(1/alpha), which goes to 0 where its inverse would be infinite.
+    t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2 alpha degrees of freedom (Bailey 1994,
+    "Polar generation of random variates with the t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha).
+    Computed with u^(1/alpha), which goes to 0 where its inverse would be infinite.
     """
     power = np.log(uniform[:, 0]) / alpha
     cosine = np.cos(2 * np.pi * uniform[:, 1])
     spread = np.exp(power) / (-np.expm1(power) * cosine**2)  # 2 alpha / t^2
-    return np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * SHARE_STEPS) / SHARE_STEPS
+    return np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.data.files.download import alone
-from hvdtrain.data.images.decode_on_read import Streamed, check_range, sampled_stats
+from hvdtrain.data.images.image_source import Streamed, check_range, sampled_stats
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
 

@@ -23,7 +23,7 @@ from hvdtrain.frameworks.jax.step import Formulas
 from hvdtrain.frameworks.learner import Gpu, Task, check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
-from hvdtrain.recipe.noise_scale import shares_of_keys
+from hvdtrain.recipe.noise_scale import noise_scale_sums
 
 
 class JaxLearner:
@@ -52,7 +52,7 @@ class JaxLearner:
         n = len(batch["y"])
         if n == 0:
             return {"n": 0}
-        batch = augment.finish(batch)
+        batch = augment.augment_batch(batch)
         more = padded(n, self.usual) - n
         kinds = {"x": np.uint8, "y": np.int32, "y2": np.int32, "share": self.place.dtype}  # of what is not the same on the host
         there = {key: self.place.to_device(_copies(batch[key].astype(kind), more)) for key, kind in kinds.items() if key in batch}
@@ -87,7 +87,7 @@ class JaxLearner:
         with self.place.numbers():
             if self.noise_scale:
                 squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
-                shares = shares_of_keys(*squares, sums["count"], hyper.batch, self.communicator.size)
+                shares = noise_scale_sums(*squares, sums["count"], hyper.batch, self.communicator.size)
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, share) for key, share in shares.items()}
         return self._lasting(sums | {"nonfinite": nonfinite})
 

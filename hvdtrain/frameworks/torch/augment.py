@@ -1,4 +1,4 @@
-"""What data/augment.py does to images, on tensors of any device, byte for byte."""
+"""What data/images/augment.py does to images, on tensors of any device, byte for byte."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.images import augment
-from hvdtrain.data.images.augment import SHARE_STEPS, AugmentationParameters
-from hvdtrain.data.images.resize import ONE, axes
+from hvdtrain.data.images.augment import MIXUP_WEIGHT_STEPS, AugmentationParameters
+from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
-def finish(batch: Batch) -> Batch:
-    """As data/augment.py: tensors "x" and "x2" uint8 (n, C, H, W), "drawn", "drawn2" and "share" as drawn or as tensors."""
-    return augment.finish_with(apply, mix, batch)
+def augment_batch(batch: Batch) -> Batch:
+    """As data/images/augment.py: tensors "x" and "x2" uint8 (n, C, H, W), "drawn", "drawn2" and "share" as drawn or as tensors."""
+    return augment.augment_batch_with(apply, mixup, batch)
 
 
 def apply(x: torch.Tensor, augmentation: AugmentationParameters) -> torch.Tensor:
@@ -29,24 +29,24 @@ def apply(x: torch.Tensor, augmentation: AugmentationParameters) -> torch.Tensor
 
 def gathered(pixels: torch.Tensor, augmentation: AugmentationParameters) -> torch.Tensor:
     """(n, H, W, C), contiguous, on any device -> the same, changed by gathers of pixels."""
-    if augmentation.box is not None:
-        pixels = _resized(pixels, augmentation.box, augmentation.mirrored)
-    elif augmentation.shift is not None or augmentation.mirrored is not None:
-        pixels = _moved(pixels, augmentation.shift, augmentation.mirrored)
-    return pixels if augmentation.square is None else _cut(pixels, augmentation.square)
+    if augmentation.crop_box is not None:
+        pixels = _resized(pixels, augmentation.crop_box, augmentation.flipped)
+    elif augmentation.shift is not None or augmentation.flipped is not None:
+        pixels = _moved(pixels, augmentation.shift, augmentation.flipped)
+    return pixels if augmentation.cutout_box is None else _cut(pixels, augmentation.cutout_box)
 
 
-def mix(x: torch.Tensor, other: torch.Tensor, share: torch.Tensor | np.ndarray) -> torch.Tensor:
+def mixup(x: torch.Tensor, other: torch.Tensor, share: torch.Tensor | np.ndarray) -> torch.Tensor:
     """share x + (1 - share) other, rounded half up, in the order of `x`."""
     if x.device.type == "cpu":
         own, partner = (of.permute(0, 2, 3, 1).contiguous().numpy() for of in (x, other))
-        return torch.from_numpy(augment.mix(own, partner, np.asarray(share))).permute(0, 3, 1, 2)
+        return torch.from_numpy(augment.mixup(own, partner, np.asarray(share))).permute(0, 3, 1, 2)
     return blended(x, other, share)
 
 
 def blended(x: torch.Tensor, other: torch.Tensor, share: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """mix() on any device. float32 is exact here, so a device that fuses products and sums changes nothing."""
-    exact = torch.as_tensor(share, device=x.device).mul(SHARE_STEPS).round() / SHARE_STEPS
+    """mixup() on any device. float32 is exact here, so a device that fuses products and sums changes nothing."""
+    exact = torch.as_tensor(share, device=x.device).mul(MIXUP_WEIGHT_STEPS).round() / MIXUP_WEIGHT_STEPS
     own = exact.float()[:, None, None, None]
     return (x * own + other * (1 - own) + 0.5).to(torch.uint8)
 
@@ -83,16 +83,18 @@ def _cut(pixels: torch.Tensor, square: np.ndarray) -> torch.Tensor:
 
 def _resized(pixels: torch.Tensor, box: np.ndarray, mirrored: np.ndarray | None) -> torch.Tensor:
     n, height, width, channels = pixels.shape
-    (upper, lower, down), (before, after, right) = ([_there(a, pixels) for a in axis] for axis in axes(box, mirrored, height, width))
+    (upper, lower, down), (before, after, right) = (
+        [_there(a, pixels) for a in axis] for axis in interpolate_box(box, mirrored, height, width)
+    )
     whole, start = pixels.view(n * height, width * channels), height * _count(n, pixels)[:, None]
     above, below = (whole.index_select(0, (start + of).view(-1)).view(n, height, width * channels) for of in (upper, lower))
     weight = down[:, :, None]
-    mixed = above * (ONE - weight) + below * weight  # int32 (n, H, W C)
+    mixed = above * (WEIGHT_ONE - weight) + below * weight  # int32 (n, H, W C)
     points, start = mixed.view(n * height * width, channels), (width * _count(n * height, pixels)).view(n, height, 1)
     sides = [points.index_select(0, (start + of[:, None]).view(-1)).view(n, height, width, channels) for of in (before, after)]
     weight = right[:, None, :, None]
-    total = sides[0] * (ONE - weight) + sides[1] * weight  # at most 255 x 2^22
-    return ((total + ONE * ONE // 2) >> 22).to(torch.uint8)
+    total = sides[0] * (WEIGHT_ONE - weight) + sides[1] * weight  # at most 255 x 2^22
+    return ((total + WEIGHT_ONE * WEIGHT_ONE // 2) >> 22).to(torch.uint8)
 
 
 def _count(n: int, like: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.optim.clipping import clip
-from hvdtrain.recipe.noise_scale import shares_of_keys
+from hvdtrain.recipe.noise_scale import noise_scale_sums
 
 
 class NoMeter:
@@ -43,7 +43,7 @@ class Meter:
         """This rank's part of noise_scale.KEYS, as device scalars; p.grad is the whole batch's mean by now, `count` the rank's samples."""
         self._last = False
         whole = sum(_square(p) for p in self._parameters)
-        return shares_of_keys(self._own, whole, count, hyper.batch, self._ranks)
+        return noise_scale_sums(self._own, whole, count, hyper.batch, self._ranks)
 
     def _see(self, p: torch.Tensor) -> None:
         if self._last:

@@ -66,7 +66,7 @@ class Inputs:
         there |= {name: self._move(batch[name]) for name in ("y2",) if name in batch}
         augmentation = {name: batch[name] for name in ("drawn", "drawn2") if name in batch}
         if augmentation or "x2" in there:
-            there = augment.finish(there | augmentation | {name: batch[name] for name in ("share",) if name in batch})
+            there = augment.augment_batch(there | augmentation | {name: batch[name] for name in ("share",) if name in batch})
         there |= {name: self._move(batch[name]).to(self._dtype) for name in ("w", "share") if name in batch}
         if not self._channels_last:
             there["x"] = there["x"].clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are

@@ -1,46 +1,57 @@
-"""One step's micro-batches: which samples a rank's passes take, and with which weights."""
+"""One step's micro-batches: which samples a rank reads, in how many forward passes, and what is sent to the device."""
 
 from __future__ import annotations
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.sampler import Positions, largest_share, places
+from hvdtrain.data.sampler import Positions, largest_share, positions_of_rank
 from hvdtrain.data.source import Source
 from hvdtrain.recipe.gradient_noise import sample_weights
 
 
-def rows_of_step(config: Config, p: Progress, hyper: Hyper, first_batch: int, communicator: Communicator) -> list[Positions]:
-    """The samples of this rank's passes: equally many passes on every rank, since a pass may have collectives in it.
+def split_step(config: Config, progress: Progress, batch: int, first_batch: int, communicator: Communicator) -> list[Positions]:
+    """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
 
-    Without batch.micro a batch that has grown beyond the job's first one takes as many passes more, so that memory stays as it was.
+    Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
     """
-    mine = places(p.samples, hyper.batch, communicator.rank, communicator.size, p.dataset, config.seed, config.data.sampling)
-    most = largest_share(p.samples, hyper.batch, communicator.size, p.dataset, config.data.sampling)
-    return mine.split(passes(config, most, hyper.batch, first_batch))
+    rank, size, sampling = communicator.rank, communicator.size, config.data.sampling
+    positions = positions_of_rank(progress.samples, batch, rank, size, progress.dataset, config.seed, sampling)
+    share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
+    return positions.split(micro_batches_per_step(config.batch, share, batch, first_batch))
 
 
-def passes(config: Config, most: int, batch: int, first_batch: int) -> int:
-    """Forward passes of a step: `most` is the largest share of a rank, `first_batch` the global batch that the job began with."""
-    return -(-most // config.batch.micro) if config.batch.micro else -(-batch // first_batch)
+def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, first_batch: int) -> int:
+    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads more than `largest_share`.
 
-
-def read(source: Source, part: Positions, hyper: Hyper, config: Config, held: bool) -> Batch:
-    """The samples, with what is to be done to them on the device, and random weights where the recipe asks for gradient noise.
-
-    Of a set that a learner holds it is the rows of the samples, not the samples.
+    Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's first one, so that memory stays constant.
     """
-    rows, epochs = part
-    batch: Batch = {"rows": rows} if held else source.read(rows)
-    if augment.is_on(config.augment):
-        batch["drawn"] = augment.draw(config.augment, config.seed, epochs, rows, source.shape)
-        others = augment.partners(config.augment, config.seed, epochs, rows, len(source))
-        if others is not None:
-            more = source.read(others) if not held else {}
-            batch |= {"rows2": others} if held else {"x2": more["x"], "y2": more["y"]}
-            batch |= {"share": batch["drawn"].share, "drawn2": augment.draw(config.augment, config.seed, epochs, others, source.shape)}
+    if config.micro:
+        return -(-largest_share // config.micro)
+    return -(-batch // first_batch)
+
+
+def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool) -> Batch:
+    """The samples at `positions`, with their augmentation parameters, and random loss weights where recipe.sample_noise is set.
+
+    Where the learner has cached the data set on the device, the batch holds the numbers of the samples in place of their images and labels.
+    """
+    samples, epochs = positions
+    batch: Batch = {"rows": samples} if cached_on_device else source.read(samples)
+    if augment.is_enabled(config.augment):
+        parameters = augment.draw(config.augment, config.seed, epochs, samples, source.shape)
+        batch["drawn"] = parameters
+        partners = augment.mixup_partners(config.augment, config.seed, epochs, samples, len(source))
+        if partners is not None:
+            batch["drawn2"] = augment.draw(config.augment, config.seed, epochs, partners, source.shape)
+            batch["share"] = parameters.mixup_weight
+            if cached_on_device:
+                batch["rows2"] = partners
+            else:
+                partner_batch = source.read(partners)
+                batch["x2"], batch["y2"] = partner_batch["x"], partner_batch["y"]
     if hyper.sample_noise:
-        batch["w"] = sample_weights(config.seed, hyper.step, rows, hyper.sample_noise)
+        batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)
     return batch

@@ -1,4 +1,4 @@
-"""The samples of each step, made ready on other threads while steps before it are trained on."""
+"""The samples of each step, read on other threads while earlier steps are trained on."""
 
 from __future__ import annotations
 
@@ -7,122 +7,155 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.train.input.micro_batches import read, rows_of_step
+from hvdtrain.train.input.micro_batches import read_batch, split_step
 
-AHEAD = 2  # steps
+DEFAULT_STEPS_AHEAD = 2
 MOST_READERS = 8
 
 
+class StepInput(NamedTuple):
+    """What Learner.step() takes."""
+
+    hyper: Hyper
+    micro_batches: list[Batch]  # on the device; equally many on every rank, some may be empty
+
+
+class ReadAhead(NamedTuple):
+    """How far ahead samples are read, and by how many threads."""
+
+    steps: int  # 0: each step is read when it is taken, on the thread that takes it
+    readers: int  # threads; each reads a whole step
+
+
+class _Pending(NamedTuple):
+    """A step that is being read."""
+
+    progress: Progress
+    future: Future[StepInput]
+
+
 class Prefetcher:
-    """take(p) gives the step that follows p. The steps after it are known too, since they depend on progress alone."""
+    """Reads the steps that follow the one that was taken: which samples they use depends on progress alone."""
 
     def __init__(self, config: Config, communicator: Communicator, recipe: Recipe, source: Source, learner: Learner) -> None:
-        self._config, self._engine, self._recipe, self._source, self._learner = config, communicator, recipe, source, learner
-        self.held, self.samples = learner.cache_on_device(source), len(source)
-        self.ahead, self.readers = plan(config, self.held or in_memory(source), communicator.local_size)
-        self.waited_s = 0.0  # for samples, so far
+        self._config = config
+        self._communicator = communicator
+        self._recipe = recipe
+        self._source = source
+        self._learner = learner
+        self.cached_on_device = learner.cache_on_device(source)
+        self.samples = len(source)
+        is_fast = self.cached_on_device or is_in_memory(source)
+        self.ahead, self.readers = choose_read_ahead(config.data, is_fast, communicator.local_size)
+        self.waited_s = 0.0  # spent in take(), so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
-        self._queue: deque[tuple[Progress, Future[tuple[Hyper, list[Batch]]]]] = deque()
+        self._queue: deque[_Pending] = deque()
 
-    def take(self, p: Progress) -> tuple[Hyper, list[Batch]]:
-        """The numbers of the step, and this rank's micro-batches on the device. What a reader raised is raised here."""
+    def take(self, progress: Progress) -> StepInput:
+        """The input of the step that follows `progress`. Raises what its reader raised."""
         began = time.perf_counter()
         try:
             if self._pool is None:
-                return self.prepare(p)
-            if not self._queue or self._queue[0][0] != p:  # the first step, or one that nobody foresaw
-                self._drop()
-                self._submit(p)
-            _, future = self._queue.popleft()
-            self._look_ahead(p)
+                return self.prepare(progress)
+            if not self._queue or self._queue[0].progress != progress:  # the first step, or another one than was expected
+                self._cancel()
+                self._submit(progress)
+            future = self._queue.popleft().future
+            self._read_ahead(progress)
             return future.result()
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def evaluation(self, source: Source, parts: list[np.ndarray]) -> Iterator[Batch | None]:
-        """The rows of each part, one after the other, on the device; None for a part of no rows."""
+    def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Batch | None]:
+        """The samples of each batch (int64 (n,)) on the device, in order; None for an empty batch."""
 
-        def prepare(rows: np.ndarray) -> Batch | None:
-            return self._learner.to_device(source.read(rows)) if len(rows) else None
+        def prepare(samples: np.ndarray) -> Batch | None:
+            return self._learner.to_device(source.read(samples)) if len(samples) else None
 
-        if self._pool is None or in_memory(source):
-            yield from map(prepare, parts)
+        if self._pool is None or is_in_memory(source):
+            yield from map(prepare, batches)
             return
-        under_way: deque[Future[Batch | None]] = deque()
-        for place in range(len(parts)):
-            for rows in parts[place + len(under_way) : place + 1 + self.ahead]:
-                under_way.append(self._pool.submit(prepare, rows))
-            yield under_way.popleft().result()
+        pending: deque[Future[Batch | None]] = deque()
+        for taken in range(len(batches)):
+            for samples in batches[taken + len(pending) : taken + 1 + self.ahead]:
+                pending.append(self._pool.submit(prepare, samples))
+            yield pending.popleft().result()
+
+    def prepare(self, progress: Progress) -> StepInput:
+        """Reads the step that follows `progress`, on the calling thread."""
+        hyper = self._recipe.at(progress)
+        micro_batches = []
+        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, self._communicator):
+            batch = read_batch(self._source, positions, hyper, self._config, self.cached_on_device)
+            micro_batches.append(self._learner.to_device(batch))
+        return StepInput(hyper, micro_batches)
+
+    def drain(self) -> None:
+        """Waits until every step that is being read is done, and discards it."""
+        while self._queue:
+            self._queue.popleft().future.exception()
 
     def close(self, wait: bool = True) -> None:
-        """Leaves no thread behind, unless nobody waits for one that may read for ever; what was made ready is dropped."""
-        self._drop()
+        """Discards what was read ahead and ends the readers; with wait=False without waiting for a read that may hang."""
+        self._cancel()
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
 
     @property
-    def words(self) -> str:
-        """For the line that tells the user."""
-        if self.held:
+    def summary(self) -> str:
+        """For the header of the job."""
+        if self.cached_on_device:
             return "on the device"
-        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead" if self.ahead else "read when needed"
+        if self.ahead == 0:
+            return "read when needed"
+        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead"
 
-    def _look_ahead(self, p: Progress) -> None:
-        """Keeps `ahead` steps after that of p under way, but none that this job does not make."""
-        last = self._queue[-1][0] if self._queue else p
+    def _read_ahead(self, progress: Progress) -> None:
+        """Keeps the `ahead` steps after the one that follows `progress` in the queue, up to the end of the job."""
+        last = self._queue[-1].progress if self._queue else progress
         while len(self._queue) < self.ahead:
             last = last.advance(self._recipe.at(last).batch)
             if last.done or last.step == self._config.max_steps:
                 return
             self._submit(last)
 
-    def _submit(self, p: Progress) -> None:
+    def _submit(self, progress: Progress) -> None:
         assert self._pool is not None
-        self._queue.append((p, self._pool.submit(self.prepare, p)))
+        self._queue.append(_Pending(progress, self._pool.submit(self.prepare, progress)))
 
-    def prepare(self, p: Progress) -> tuple[Hyper, list[Batch]]:
-        """The step that follows p, on this thread."""
-        hyper = self._recipe.at(p)
-        parts = rows_of_step(self._config, p, hyper, self._recipe.batch.first, self._engine)
-        return hyper, [self._learner.to_device(read(self._source, part, hyper, self._config, self.held)) for part in parts]
-
-    def drain(self) -> None:
-        """Waits for what is under way, and drops it."""
+    def _cancel(self) -> None:
         while self._queue:
-            self._queue.popleft()[1].exception()
-
-    def _drop(self) -> None:
-        while self._queue:
-            self._queue.popleft()[1].cancel()
+            self._queue.popleft().future.cancel()
 
 
-def in_memory(source: Source) -> bool:
-    """Whether reading is copying from memory."""
+def is_in_memory(source: Source) -> bool:
+    """Whether reading a sample is a copy from memory."""
     return isinstance(source, ArraySource)
 
 
-def plan(config: Config, at_hand: bool, sharers: int = 1) -> tuple[int, int]:
-    """(steps ahead, threads) of data.ahead and data.readers on a host of `sharers` ranks; by default none for what is at hand already.
+def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:
+    """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this rank's part of the cores.
 
-    A thread makes a whole step ready, so there are as many steps ahead as threads, at least.
+    A reader reads a whole step, so there are at least as many steps ahead as readers.
+    Raises UserError where data.readers is set with data.ahead=0.
     """
-    asked, readers = config.data.ahead, config.data.readers
-    if asked == 0 and readers:
+    if config.ahead == 0 and config.readers:
         raise UserError("readers have nothing to do without steps ahead", "data.readers", "data.ahead=2, or leave data.readers out")
-    if asked == 0 or (asked is None and at_hand and not readers):
-        return 0, 1
+    if config.ahead == 0 or (config.ahead is None and is_fast and not config.readers):
+        return ReadAhead(0, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = readers or max(1, min(cores // sharers, MOST_READERS))
-    ahead = asked or max(AHEAD, threads)
-    return ahead, min(threads, ahead)
+    readers = config.readers or max(1, min(cores // ranks_on_host, MOST_READERS))
+    steps = config.ahead or max(DEFAULT_STEPS_AHEAD, readers)
+    return ReadAhead(steps, min(readers, steps))

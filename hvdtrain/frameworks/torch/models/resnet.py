@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hvdtrain.core.torchvision import torchvision
+from hvdtrain.core.import_torchvision import import_torchvision
 
 
 def build(name: str, shape: tuple[int, int, int], classes: int, *, small_images: bool = False, zero_gamma: bool = False) -> nn.Module:
@@ -13,7 +13,7 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, small_images:
     small_images: true: a 3x3 first convolution of stride 1 and no first pooling, as is usual for 32x32 pixels and less
     zero_gamma: true: the last norm of each residual block starts at scale 0, so that the block is its shortcut (Goyal 2017, 5.1)
     """
-    model: nn.Module = getattr(torchvision().models, name)(num_classes=classes, zero_init_residual=zero_gamma)
+    model: nn.Module = getattr(import_torchvision().models, name)(num_classes=classes, zero_init_residual=zero_gamma)
     if small_images:
         model.conv1 = nn.Conv2d(shape[2], 64, kernel_size=3, padding=1, bias=False)
         model.maxpool = nn.Identity()

@@ -1,4 +1,4 @@
-"""torchvision, imported beside a CPU build of torch."""
+"""import_torchvision(): torchvision, also beside a CPU build of torch, where `import torchvision` fails."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_defined: list[Any] = []  # torch.library.Library: its definitions vanish when it is collected
+_libraries: list[Any] = []  # torch.library.Library: its definitions vanish when it is garbage-collected
 
 
-def torchvision() -> ModuleType:
-    """The module torchvision, with its datasets, transforms and models; an installation that imports is left as it is.
+def import_torchvision() -> ModuleType:
+    """The module torchvision, with its datasets, transforms and models.
 
-    torchvision from PyPI does not load its compiled operators beside a CPU build of torch, and then stops at the first one that it
-    describes. Defining the schemas of those two is enough for all but the operators themselves.
+    torchvision from PyPI does not load its compiled operators beside a CPU build of torch, and its import then stops where it registers
+    the first of them. Only in that case the schemas of both operators are defined and the import is tried again: all but the operators
+    themselves works. Raises UserError where torchvision is missing or its import fails for another reason.
     """
     try:
         return importlib.import_module("torchvision")
@@ -30,27 +31,27 @@ def torchvision() -> ModuleType:
         raise UserError(f"torchvision cannot be imported: {error}", sys.executable, "pip install torchvision") from error
     except (ImportError, RuntimeError) as error:
         if "torchvision::nms does not exist" not in str(error):
-            raise _broken(error) from error
+            raise _mismatch(error) from error
     _define_operators()
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
-        raise _broken(error) from error
+        raise _mismatch(error) from error
 
 
 def _define_operators() -> None:
     import torch
 
     for name in [name for name in sys.modules if name == "torchvision" or name.startswith("torchvision.")]:
-        del sys.modules[name]  # the remains of the import that failed
+        del sys.modules[name]  # left by the import that failed
     library = torch.library.Library("torchvision", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
-    _defined.append(library)
+    _libraries.append(library)
 
 
-def _broken(error: Exception) -> UserError:
+def _mismatch(error: Exception) -> UserError:
     import torch
 
     what = f"torchvision does not import beside torch {torch.__version__}: {error}"
-    return UserError(what, sys.executable, "install the torchvision that was made for this torch")
+    return UserError(what, sys.executable, "install the torchvision release that belongs to this torch")
