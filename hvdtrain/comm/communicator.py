@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NoReturn, Protocol
 
+from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.core.exit import exit_now
@@ -14,6 +15,7 @@ Buffer = Any
 Op = Literal["sum", "min", "max", "adasum"]  # adasum: Horovod's alone
 
 NUMBER_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
+FEATURES: set[Feature] = {"device_memory", "bfloat16_sums"}  # of comm.engine=single
 
 
 class Handle(Protocol):
@@ -28,7 +30,8 @@ class Communicator(Protocol):
 
     `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
     order. The result may be x's own memory, overwritten: use the returned buffer. Its type (array or tensor), dtype and device are x's.
-    All NUMBER_TYPES are reduced and moved, and bool is moved; integers that overflow wrap around. All but Horovod sum bfloat16 too.
+    All NUMBER_TYPES are reduced and moved, and bool is moved; integers that overflow wrap around. What only some engines can do is in
+    `features`, bfloat16 for one.
     """
 
     name: str  # as in comm.engine=NAME
@@ -36,6 +39,7 @@ class Communicator(Protocol):
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
+    features: frozenset[Feature]  # comm/features.py
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         """Elementwise over all ranks; x has the same shape and dtype on every rank."""
@@ -69,7 +73,7 @@ class Communicator(Protocol):
         """Leaves in peace. Every rank calls it once, last."""
 
 
-class Done:
+class CompletedHandle:
     """The handle of a collective that is already over."""
 
     def __init__(self, result: Buffer) -> None:
@@ -84,12 +88,13 @@ class SingleProcessCommunicator:
 
     name = "single"
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    features: frozenset[Feature] = frozenset(FEATURES)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return x
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return Done(x)
+        return CompletedHandle(x)
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         return x
@@ -121,12 +126,14 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     return SingleProcessCommunicator()
 
 
-def accept(x: Buffer, engine: str, collective: str, name: str) -> None:
-    """Refuses, in one wording for all engines, what they cannot take."""
-    dtype, where = str(x.dtype).removeprefix("torch."), f"comm.engine={engine}, {collective} {name!r}"
-    moves = collective in ("broadcast", "allgather")
-    sums = collective == "allreduce" and engine != "horovod"  # which has no bfloat16
-    if dtype not in NUMBER_TYPES and not (moves and dtype == "bool") and not (sums and dtype == "bfloat16"):
+def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: str) -> None:
+    """Raises UserError, in one wording for all engines, where a collective cannot take x: its dtype, its memory layout or its shape."""
+    engine, dtype = communicator.name, str(x.dtype).removeprefix("torch.")
+    where = f"comm.engine={engine}, {collective} {name!r}"
+    extra = "bool" if collective in ("broadcast", "allgather") else ""
+    if collective == "allreduce" and "bfloat16_sums" in communicator.features:
+        extra = "bfloat16"
+    if dtype not in (*NUMBER_TYPES, extra):
         raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBER_TYPES)}")
     if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
         raise UserError(

@@ -7,13 +7,15 @@ import importlib
 import os
 from typing import Any, NoReturn
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, writable
+from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
+FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
 _BUILD = "python -m hvdtrain.cli.horovod"
 CPU_FUSION_MB = 4.0  # in host memory 100 MB take a sixth of the time that Horovod's own 128 MiB need: they stay in the cache
 _FIX = f"{_BUILD} builds Horovod for the MPI that is here; or comm.engine=mpi"
@@ -80,6 +82,8 @@ class HorovodCommunicator:
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._narrow = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
+        nccl: set[Feature] = {"nccl"} if has_nccl() else set()
+        self.features = frozenset(FEATURES | nccl)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         if place.launcher == NO_LAUNCHER.launcher:
             self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
@@ -127,7 +131,7 @@ class HorovodCommunicator:
 
     def _accepted(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, Any]:
         """x, or a copy if it is read-only, and its memory as a tensor."""
-        accept(x, self.name, collective, name)
+        check_buffer(self, x, collective, name)
         x = writable(x)
         return x, x.detach() if hasattr(x, "detach") else self._torch.from_numpy(x)
 

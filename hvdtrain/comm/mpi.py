@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from hvdtrain.comm.comm_thread import CommThread
-from hvdtrain.comm.communicator import Buffer, Communicator, Done, Handle, Op, accept, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, writable
+from hvdtrain.comm.features import Feature
 from hvdtrain.comm.half_sums import HALVES, adder
 from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
@@ -18,6 +19,7 @@ from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
+FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi"}
 PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the time of one call (benchmarks: docs/performance.md)
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
@@ -90,6 +92,8 @@ class MpiCommunicator:
             self.local_rank, self.local_size = host.rank, host.size
         threads = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
         self._courier = (CommThread(), world.Dup()) if threads and self.local_size < self.size else None
+        asynchronous: set[Feature] = {"asynchronous"} if self._courier else set()
+        self.features = frozenset(FEATURES | asynchronous)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         return self._reduce(self._comm, self._summand(x, "allreduce", name, op))
@@ -98,7 +102,7 @@ class MpiCommunicator:
         """Between hosts a thread does it. On one host all is done at once: a sum in memory is work for a core, which is busy anyway."""
         summand = self._summand(x, "allreduce", name, op)
         if self._courier is None:
-            return Done(self._reduce(self._comm, summand))
+            return CompletedHandle(self._reduce(self._comm, summand))
         comm_thread, comm = self._courier
         return comm_thread.start(lambda: self._reduce(comm, summand))
 
@@ -147,7 +151,7 @@ class MpiCommunicator:
         """Nothing: MPI ends at exit, where mpi4py finalizes it."""
 
     def _accepted(self, x: Buffer, collective: str, name: str) -> Buffer:
-        accept(x, self.name, collective, name)
+        check_buffer(self, x, collective, name)
         device = str(getattr(x, "device", "cpu"))
         if device != "cpu":
             where = f"comm.engine=mpi, {collective} {name!r}"

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, accept, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, writable
+from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -28,6 +29,7 @@ from hvdtrain.config.schema_run import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
+FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp"}
 LEAVE_S = 10.0  # for all ranks to say that they are done
 
 
@@ -145,6 +147,8 @@ class TorchDistCommunicator:
     def __init__(self, place: Placement, messenger: Communicator | None, board: StoreSideChannel | None) -> None:
         """One of the two speaks while main threads hang: MPI where it started the ranks, else the board."""
         self.rank, self.size = place.rank, place.size
+        nccl: set[Feature] = {"nccl"} if has_nccl() else set()
+        self.features = frozenset(FEATURES | nccl)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self._messenger, self._board = messenger, board
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -206,7 +210,7 @@ class TorchDistCommunicator:
 
     def _accepted(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, torch.Tensor]:
         """x, or a copy if it is read-only, and its memory as a tensor."""
-        accept(x, self.name, collective, name)
+        check_buffer(self, x, collective, name)
         x = writable(x)
         return x, x.detach() if hasattr(x, "detach") else torch.from_numpy(x)
 

@@ -19,6 +19,7 @@ from ranks import Job, mpirun, needs_mpirun, python
 from hvdtrain import errors
 from hvdtrain.cli.launch.by_hand import Nodes, take
 from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -150,26 +151,26 @@ def test_ranks_leave_a_board_together(how: str, code: int) -> None:
         assert (kept.returncode, kept.stderr, left.stderr) == (0, "", ""), (kept, left)
 
 
-def test_two_ranks_on_one_gpu_are_refused_where_nccl_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU here: what the others are, and this one's card, are said by the test."""
+class TwoRanks(SingleProcessCommunicator):
+    """Rank 0 of two, whose GPUs have these identities."""
 
-    class OfTwo(SingleProcessCommunicator):
-        name, size = "torchdist", 2
-        cards = ("a", "b")
+    size = 2
 
-        def allgather_object(self, thing: Any) -> list[Any]:
-            return [(thing[0], card, thing[2]) for card in self.cards]
+    def __init__(self, gpus: tuple[str, str], *, nccl: bool) -> None:
+        self._gpus = gpus
+        self.features = frozenset[Feature](("nccl",) if nccl else ())
 
-    provenance = configure(None, [])[1]
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))
-    monkeypatch.setattr("hvdtrain.comm.torchdist.has_nccl", lambda: True)
-    communicator, card = OfTwo(), torch.device("cuda", 0)
-    check_shared(card, communicator, provenance)
-    communicator.cards = ("a", "a")
+    def allgather_object(self, thing: Any) -> list[Any]:
+        return [(thing[0], gpu, thing[2]) for gpu in self._gpus]
+
+
+def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))  # there is no GPU here
+    provenance, gpu = configure(None, [])[1], torch.device("cuda", 0)
+    check_shared(gpu, TwoRanks(("a", "b"), nccl=True), provenance)
+    check_shared(gpu, TwoRanks(("a", "a"), nccl=False), provenance)
     with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):
-        check_shared(card, communicator, provenance)
-    communicator.name = "mpi"
-    check_shared(card, communicator, provenance)
+        check_shared(gpu, TwoRanks(("a", "a"), nccl=True), provenance)
 
 
 def test_two_ranks_on_one_gpu_are_named() -> None:

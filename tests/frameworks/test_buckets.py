@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import nn
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
 from hvdtrain.frameworks.torch.parallel.strategy import Named
@@ -26,7 +26,7 @@ class Twice(SingleProcessCommunicator):
         assert op == "sum"
         self.seen.append(name)
         self.sizes.append((len(x), x.dtype))
-        return Done(x * 2)
+        return CompletedHandle(x * 2)
 
 
 def layers(*sizes: int) -> nn.Sequential:
@@ -127,3 +127,10 @@ def test_gradients_lie_as_their_parameters_do() -> None:
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert p.grad.stride() == p.stride()
         torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_buckets_are_called_overlapped_only_where_the_engine_sums_while_the_caller_computes() -> None:
+    communicator = Twice()
+    assert Buckets(named(layers(3, 4)), communicator, 2**20).words == "gradients in 1 bucket"
+    communicator.features |= {"asynchronous"}
+    assert Buckets(named(layers(3, 4)), communicator, 2**20).words == "gradients in 1 overlapped bucket"

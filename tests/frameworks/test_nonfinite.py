@@ -19,7 +19,7 @@ from nonfinite_on_ranks import learner as learner_on
 from torch import nn
 from torch.nn import Parameter
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
@@ -47,7 +47,7 @@ class Twice(SingleProcessCommunicator):
         return x * 2
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return Done(self.allreduce(x, name, op))
+        return CompletedHandle(self.allreduce(x, name, op))
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         self.names.append(name)

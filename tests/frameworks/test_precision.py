@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op, SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
@@ -36,7 +36,7 @@ class Two(SingleProcessCommunicator):
         return x * 2
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return Done(x * 2)
+        return CompletedHandle(x * 2)
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing, thing]

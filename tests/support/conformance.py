@@ -23,7 +23,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, Op
+from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op
+from hvdtrain.comm.features import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
@@ -130,7 +131,16 @@ def places(communicator: Communicator, name: str) -> Claims:
     yield np.array(sizes), "numpy", np.full((2, communicator.size), communicator.size), "int64"
 
 
-def exchange(communicator: Communicator, name: str) -> Claims:
+def features(communicator: Communicator, name: str) -> Claims:
+    """A connected engine has all features of its file, none without a meaning, and returns early from start_allreduce() as it says."""
+    handle = communicator.start_allreduce(np.ones(1), name)
+    handle.wait()
+    asynchronous = not isinstance(handle, CompletedHandle)
+    known = features_of(communicator.name) <= communicator.features <= MEANINGS.keys()
+    yield np.array([known, asynchronous == ("asynchronous" in communicator.features)]), "numpy", np.ones(2), "bool"
+
+
+def allgather_object(communicator: Communicator, name: str) -> Claims:
     """Objects of uneven length, None, arrays, in rank order, again and again."""
     things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
     same = [str(communicator.allgather_object(things[communicator.rank])) == str(things) for _ in range(3)]
@@ -234,7 +244,13 @@ def refused(collective: str, x: Any, dtype: str, communicator: Communicator, nam
 
 
 def _table() -> dict[str, Check]:
-    checks: dict[str, Check] = {"places": places, "exchange": exchange, "many_steps": many_steps, "kept_inputs": kept_inputs}
+    checks: dict[str, Check] = {
+        "places": places,
+        "features": features,
+        "allgather_object": allgather_object,
+        "many_steps": many_steps,
+        "kept_inputs": kept_inputs,
+    }
     checks |= {"muster": muster, "muster_of_some": muster_of_some}
     for kind in ("numpy", "torch"):
         for dtype in (*NUMBER_TYPES, "bool"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, Done, Handle, Op
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
@@ -79,7 +79,7 @@ class Deaf:
         return x if name.startswith("gradient") else self._engine.allreduce(x, name, op)
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        return Done(x)
+        return CompletedHandle(x)
 
 
 def losses(words: str, communicator: object) -> dict[str, object]:

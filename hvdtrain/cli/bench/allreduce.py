@@ -70,7 +70,7 @@ def bench_allreduce(words: Sequence[str]) -> int:
 
 def _world(communicator: Communicator, place: Placement) -> Any | None:
     """MPI itself on all ranks, or on none: where the engine runs on it, by a communicator of our own."""
-    if communicator.name != "mpi" and not plain_mpi(communicator, place):
+    if "plain_mpi" not in communicator.features and not plain_mpi(communicator, place):
         return None
     from hvdtrain.comm import mpi
 
@@ -132,7 +132,7 @@ def _grouped(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
         yield Way(MPI, lambda: packed(by_mpi))
     yield Way("as one bucket", lambda: packed(lambda: communicator.start_allreduce(flat, "bench.packed").wait()))
     yield Way("each by its name", lambda: _together(communicator, parts, "bench.small"))
-    if communicator.name == "horovod":
+    if "horovod_api" in communicator.features:
         from hvdtrain.comm import horovod
 
         torch, hvd = horovod.load()

@@ -86,7 +86,7 @@ def load_libraries(communicator: Communicator) -> LibraryFacts:
     found: LibraryFacts = {"mpi4py": None, "horovod": None, "nccl": None}
     with contextlib.suppress(UserError):  # mpi4py or its MPI library is missing: the horovod and torchdist engines need neither
         found["mpi4py"] = library_name(mpi.load().Get_library_version())
-    if communicator.name == "horovod":
+    if "horovod_api" in communicator.features:
         from hvdtrain.comm import horovod
 
         found["horovod"] = horovod.library()

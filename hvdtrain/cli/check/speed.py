@@ -66,7 +66,7 @@ def _common_device(communicator: Communicator, facts: RankFacts) -> str:
     devices = [_RankDevice(*one) for one in everyone]
     distinct = len({(other.machine, other.id) for other in devices}) == len(devices)  # NCCL refuses two ranks on one GPU
     on_gpus = all(other.name.startswith("cuda") for other in devices)
-    return name if distinct and on_gpus and communicator.name != "mpi" else "cpu"
+    return name if distinct and on_gpus and "device_memory" in communicator.features else "cpu"
 
 
 def measure(communicator: Communicator, device: str) -> AllreduceSpeed:
@@ -101,7 +101,7 @@ def _ones(device: str, count: int) -> Any:
 
 def plain_mpi(communicator: Communicator, place: Placement) -> Communicator | None:
     """MPI beside an engine that is not MPI: on every rank, or None on every rank. A collective."""
-    if communicator.name in ("single", "mpi"):
+    if "several_ranks" not in communicator.features or "plain_mpi" in communicator.features:
         return None
     return _connect_mpi(communicator, place) if all(communicator.allgather_object(_mpi_is_usable())) else None
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
@@ -49,8 +48,7 @@ def check_shared(device: torch.device, communicator: Communicator, provenance: P
     if communicator.size == 1:
         return
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    uses_nccl = communicator.name in ("horovod", "torchdist") and bool(plugins.load("comm", communicator.name, "comm.engine").has_nccl())
-    everyone = communicator.allgather_object((socket.gethostname(), gpu, uses_nccl))
+    everyone = communicator.allgather_object((socket.gethostname(), gpu, "nccl" in communicator.features))
     shared = shared_gpu([place[:2] for place in everyone])
     if shared and any(place[2] for place in everyone):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"

@@ -34,7 +34,8 @@ class Buckets:
         self._started = 0
         self._last = False
         self.enter: Callable[[str], None] = lambda phase: None  # of the learner's stopwatch
-        self.words = f"gradients in {len(self._buckets)} overlapped bucket{'s' * (len(self._buckets) > 1)}"
+        overlapped = "overlapped " * ("asynchronous" in communicator.features)
+        self.words = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' * (len(self._buckets) > 1)}"
         self.words = "gradients by Adasum, each tensor by itself" if op == "adasum" else self.words
         self.words += f" as {str(wire).removeprefix('torch.')}" if wire else ""
         for p in self._bucket_of:

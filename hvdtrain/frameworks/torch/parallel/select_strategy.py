@@ -28,7 +28,7 @@ def select_strategy(
     refuse(config, provenance, communicator)
     own_ways = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # which buckets alone have
     why = "" if own_ways else fits_horovod(optimizer, named)
-    if kind == "distributed_optimizer" and (communicator.name != "horovod" or why):
+    if kind == "distributed_optimizer" and ("horovod_api" not in communicator.features or why):
         why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {communicator.name}"
         raise UserError(why, provenance.where("comm.reduce"), "comm.reduce=auto")
     if kind == "ddp":
@@ -37,11 +37,11 @@ def select_strategy(
         return optimizer, SingleProcess(named)
     if comm.local_steps > 1:
         return optimizer, LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20))
-    if communicator.name == "horovod" and kind != "bucket" and not why and not own_ways:
+    if "horovod_api" in communicator.features and kind != "bucket" and not why and not own_ways:
         optimizer = wrap_optimizer(optimizer, named)
         return optimizer, HorovodOptimizer(optimizer, named)
     strategy = _buckets(config, named, communicator)
-    strategy.words += f": {why}" if why and kind == "auto" and communicator.name == "horovod" else ""
+    strategy.words += f": {why}" if why and kind == "auto" and "horovod_api" in communicator.features else ""
     return optimizer, strategy
 
 

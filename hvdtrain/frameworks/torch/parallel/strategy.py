@@ -84,5 +84,5 @@ class SingleProcess:
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:
-    """Where tensors of a device are reduced: the mpi engine takes host memory only, so those of a GPU travel through it."""
-    return torch.device("cpu") if communicator.name == "mpi" else device
+    """Where tensors of a device are reduced: in host memory, unless the engine takes those of a GPU."""
+    return device if "device_memory" in communicator.features else torch.device("cpu")
