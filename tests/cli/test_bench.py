@@ -1,4 +1,4 @@
-"""python -m hvdtrain bench: what is measured is right before it is timed, sums are those of all ranks, and tables say what was found."""
+"""python -m hvdtrain bench: sums are checked before they are timed, measurements on real ranks, and the tables and JSON of results."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import numpy as np
 import pytest
 from ranks import mpirun, needs_horovod, needs_mpirun, python
 
-from hvdtrain.cli.bench.allreduce import SMALL, Ranks, Way, check, measure, read_sizes
-from hvdtrain.cli.bench.command import bench
-from hvdtrain.cli.bench.predict import Fleet, Link, Measured, StepModel
-from hvdtrain.cli.bench.scaling import link_points, read_ranks, step_seconds, wanted
-from hvdtrain.cli.bench.scaling_table import Study, Trial, curves, efficiency, predictions, text, tree
-from hvdtrain.cli.bench.tables import (
+from hvdtrain.cli.bench import allreduce_report, scaling_report
+from hvdtrain.cli.bench.allreduce import SMALL_TENSOR_SIZES, Method, Ranks, check_sum, measure
+from hvdtrain.cli.bench.allreduce_report import (
     COPY,
-    Row,
-    Timing,
-    allreduce_text,
-    as_fast,
+    AllreduceResult,
+    Host,
+    MethodTimes,
+    PayloadTimes,
     bus_bytes_per_s,
-    bytes_words,
-    crowded,
-    quartiles,
-    time_words,
+    count_hosts,
+    oversubscription_warning,
 )
+from hvdtrain.cli.bench.arguments import read_rank_counts, read_sizes
+from hvdtrain.cli.bench.command import bench
+from hvdtrain.cli.bench.cost_model import Cluster, Link, StepModel
+from hvdtrain.cli.bench.formatting import format_bytes, format_seconds
+from hvdtrain.cli.bench.scaling import link_points, plan_jobs, step_seconds
+from hvdtrain.cli.bench.scaling_report import Study, Trial, curves, efficiency, predictions
+from hvdtrain.cli.bench.timing import median_speedup, quartiles
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures.scaling_curve import draw
@@ -42,16 +44,16 @@ def test_allreduce_on_two_ranks(tmp_path: Path) -> None:
     tree = json.loads(out.read_text())
     assert (tree["engine"], tree["ranks"], tree["bucket_bytes"]) == ("mpi", 2, 1024)
     assert [host["ranks"] for host in tree["hosts"].values()] == [2]
-    ways = {row["what"]: [one["way"] for one in tree["rows"] if one["what"] == row["what"]] for row in tree["rows"]}
-    assert ways == {
+    methods = {row["what"]: [one["method"] for one in tree["rows"] if one["what"] == row["what"]] for row in tree["rows"]}
+    assert methods == {
         "3 B": ["plain MPI_Allreduce", "allreduce", "in 1 bucket", "copy of memory"],
         "4 KiB": ["plain MPI_Allreduce", "allreduce", "in 4 buckets", "copy of memory"],  # of 1 KiB
-        "160 small tensors": ["plain MPI_Allreduce", "as one bucket", "each by its name", "copy of memory"],
+        "160 small tensors": ["plain MPI_Allreduce", "as one bucket", "one allreduce each", "copy of memory"],
     }
     for row in tree["rows"]:
         assert row["n"] == len(row["seconds"]) >= 5 and min(row["seconds"]) > 0
         assert row["quartiles_s"] == pytest.approx(np.quantile(row["seconds"], [0.25, 0.5, 0.75]))
-        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / np.median(row["seconds"])), "2 (n - 1) / n is 1 of two ranks"
+        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / np.median(row["seconds"])), "2 (n - 1) / n is 1 for two ranks"
     assert "4 KiB              plain MPI_Allreduce" in result.stdout
     assert [size for size, _ in link_points(tree)] == [3, 4096]
 
@@ -63,22 +65,26 @@ def test_allreduce_of_horovod() -> None:
     result = mpirun(2, [*BENCH, "allreduce", "--sizes", "1KiB", "--budget", "0.1", "comm.engine=horovod", "--json", "-"])
     assert result.returncode == 0, result
     rows = json.loads(result.stdout)["rows"]
-    assert [row["way"] for row in rows if row["what"] == "160 small tensors"] == [
-        *("plain MPI_Allreduce", "as one bucket", "each by its name", "hvd.grouped_allreduce", "copy of memory"),
+    assert [row["method"] for row in rows if row["what"] == "160 small tensors"] == [
+        *("plain MPI_Allreduce", "as one bucket", "one allreduce each", "hvd.grouped_allreduce", "copy of memory"),
     ]
-    assert rows[0]["way"] == "plain MPI_Allreduce" and rows[0]["bytes"] == 1024
+    assert rows[0]["method"] == "plain MPI_Allreduce" and rows[0]["bytes"] == 1024
 
 
 def test_small_tensors_are_those_of_resnet50() -> None:
     """53 norms of 26,560 channels in all, a weight and a bias each; the first 54 tensors again, as far as 160."""
-    assert len(SMALL) == 160 and sum(SMALL[:106]) == 2 * 26560 and SMALL[106:] == SMALL[:54]
-    assert set(SMALL) == {64, 128, 256, 512, 1024, 2048}
+    assert (
+        len(SMALL_TENSOR_SIZES) == 160
+        and sum(SMALL_TENSOR_SIZES[:106]) == 2 * 26560
+        and SMALL_TENSOR_SIZES[106:] == SMALL_TENSOR_SIZES[:54]
+    )
+    assert set(SMALL_TENSOR_SIZES) == {64, 128, 256, 512, 1024, 2048}
 
 
-def test_one_process_measures_itself() -> None:
+def test_one_process_measures_the_copy_too() -> None:
     rows = measure(Ranks(SingleProcessCommunicator(), None, 4096), [64], 0.05)
-    assert [timing.name for timing in rows[0].timings] == ["allreduce", "in 1 bucket", "copy of memory"]
-    assert [row.size_bytes for row in rows] == [64, 4 * sum(SMALL)]
+    assert [times.method for times in rows[0].methods] == ["allreduce", "in 1 bucket", "copy of memory"]
+    assert [row.size_bytes for row in rows] == [64, 4 * sum(SMALL_TENSOR_SIZES)]
 
 
 class SecondOfThree(SingleProcessCommunicator):
@@ -94,26 +100,29 @@ def test_sums_are_checked(dtype: type) -> None:
     def triple() -> None:
         numbers[...] = numbers * dtype(3)
 
-    check(SecondOfThree(), numbers, Way("right", triple))
+    check_sum(SecondOfThree(), numbers, Method("right", triple))
     assert list(numbers[:8]) == [6, 12, 18, 24, 30, 36, 42, 6]  # (1 + 2 + 3) x (1 .. 7)
-    check(SecondOfThree(), numbers, Way(COPY, lambda: None))
-    with pytest.raises(UserError) as told:
-        check(SecondOfThree(), numbers, Way("lazy", lambda: None))
+    check_sum(SecondOfThree(), numbers, Method(COPY, lambda: None))
+    with pytest.raises(UserError) as error:
+        check_sum(SecondOfThree(), numbers, Method("unchanged", lambda: None))
     size = numbers.nbytes
-    assert str(told.value) == f"wrong sums on ranks [0]\n  where: lazy, comm.engine=single, {size} bytes\n  fix: python -m hvdtrain check"
+    assert (
+        str(error.value)
+        == f"wrong sums on ranks [0]\n  where: unchanged, comm.engine=single, {size} bytes\n  fix: python -m hvdtrain check"
+    )
 
 
-def test_what_is_typed() -> None:
-    assert read_sizes("100MB,1,1KiB,64b,1") == [1, 64, 1024, 10**8] and read_ranks("4,1,2,2") == [1, 2, 4]
+def test_options_and_their_errors() -> None:
+    assert read_sizes("100MB,1,1KiB,64b,1") == [1, 64, 1024, 10**8] and read_rank_counts("4,1,2,2") == [1, 2, 4]
     with pytest.raises(UserError, match="cannot read the size '5 apples'"):
         read_sizes("5 apples")
     with pytest.raises(UserError, match="cannot read the size '0'"):
         read_sizes("0")
     with pytest.raises(UserError, match="cannot read the numbers of ranks '1,,2'"):
-        read_ranks("1,,2")
+        read_rank_counts("1,,2")
     with pytest.raises(UserError, match="there is no bench scalling\n.*\n  fix: did you mean scaling?"):
         bench(["scalling"])
-    with pytest.raises(UserError, match="'0' is no count"):
+    with pytest.raises(UserError, match="'0' is not a count"):
         bench(["scaling", "--steps", "0"])
     with pytest.raises(UserError, match="cannot read the link 'fast'"):
         bench(["scaling", "--links", "fast"])
@@ -121,35 +130,47 @@ def test_what_is_typed() -> None:
         bench(["allreduce", "--sizes"])
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["--help"]) == 0 and bench([]) == 0
-    told = capsys.readouterr().out
-    assert "bench allreduce [key=value ...]" in told and "--per-node 8" in told
+    usage = capsys.readouterr().out
+    assert "bench allreduce [key=value ...]" in usage and "--per-node 8" in usage
 
 
-def test_numbers_in_words() -> None:
-    assert [time_words(seconds) for seconds in (4.2e-6, 1e-4, 1.234e-3, 0.5, 12.0)] == ["4.20 us", "100 us", "1.23 ms", "500 ms", "12.0 s"]
-    assert [bytes_words(size) for size in (1, 1000, 1024, 3 * 2**20, 10**8)] == ["1 B", "1000 B", "1 KiB", "3 MiB", "100 MB"]
+def test_numbers_and_statistics() -> None:
+    assert [format_seconds(seconds) for seconds in (4.2e-6, 1e-4, 1.234e-3, 0.5, 12.0)] == [
+        "4.20 us",
+        "100 us",
+        "1.23 ms",
+        "500 ms",
+        "12.0 s",
+    ]
+    assert [format_bytes(size) for size in (1, 1000, 1024, 3 * 2**20, 10**8)] == ["1 B", "1000 B", "1 KiB", "3 MiB", "100 MB"]
     assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0) and quartiles([7.0]) == (7.0, 7.0, 7.0)
-    assert as_fast([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
+    assert median_speedup([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 1.0
     assert bus_bytes_per_s("allreduce", 100, 4, 2.0) == 75.0 and bus_bytes_per_s(COPY, 100, 4, 2.0) == 50.0
-    assert crowded([{"ranks": 2, "cores": 2}]) == [] and "4 ranks on 2 cores" in crowded([{"ranks": 4, "cores": 2}])[0]
+    assert count_hosts([("n1", 2), ("n1", 2), ("n2", 4)]) == [Host("n1", 2, 2), Host("n2", 1, 4)]
+    assert oversubscription_warning([Host("n1", 2, 2)]) == []
+    assert "4 ranks on 2 cores" in oversubscription_warning([Host("n1", 4, 2)])[0]
 
 
 def test_table_of_allreduce() -> None:
-    ways = [Timing("plain MPI_Allreduce", [2e-3] * 5), Timing("as one bucket", [1e-3] * 5), Timing("hvd.grouped_allreduce", [4e-3] * 5)]
-    facts = {"engine": "horovod", "why": "as asked", "ranks": 2, "bucket_bytes": 2**22, "hosts": {"n1": {"ranks": 2, "cores": 2}}}
-    lines = allreduce_text(facts, [Row("160 small tensors", 1000, ways)])
+    methods = [
+        MethodTimes("plain MPI_Allreduce", [2e-3] * 5),
+        MethodTimes("as one bucket", [1e-3] * 5),
+        MethodTimes("hvd.grouped_allreduce", [4e-3] * 5),
+    ]
+    payloads = [PayloadTimes("160 small tensors", 1000, methods)]
+    lines = allreduce_report.to_text(AllreduceResult("horovod", "as asked", 2, 2**22, [Host("n1", 2, 2)], payloads))
     assert lines[:2] == ["hvdtrain bench allreduce: 2 ranks, engine horovod (as asked), buckets of 4 MiB", "n1: 2 ranks, 2 cores"]
     assert lines[5].split() == ["as", "one", "bucket", "5", "1.00", "ms", "1.00", "ms", "..", "1.00", "ms", "0.001", "2.00"]
-    assert lines[-1] == "160 small tensors, time / that of hvd.grouped_allreduce: plain MPI_Allreduce 0.50, as one bucket 0.25"
+    assert lines[-1] == "160 small tensors, time / time of hvd.grouped_allreduce: plain MPI_Allreduce 0.50, as one bucket 0.25"
 
 
 def test_seconds_of_steps() -> None:
-    """100 images at 50/s are 2 s a step; the first meeting is dropped, and so is what is no meeting."""
+    """100 images at 50/s are 2 s a step; the first sync point and other events are dropped."""
     events = [{"kind": "start"}, *({"kind": "step", "batch": 100, "images_per_s": rate} for rate in (1, 50, 25)), {"kind": "end"}]
     assert step_seconds([json.dumps(event) for event in events]) == [2.0, 4.0]
-    with pytest.raises(UserError, match="1 meeting of the job's ranks, and the first is warm-up"):
+    with pytest.raises(UserError, match="the job has 1 sync point, and the steps before the first one are warm-up"):
         step_seconds([json.dumps(event) for event in events[:2]])
 
 
@@ -163,7 +184,17 @@ def study(cores: int = 2) -> Study:
     ]
     link = Link("lan", 0.05, 1e12)
     model = StepModel(0.1, 0.05, 0.0, 1.0)
-    return Study(trials, [Measured(8, 1, 0, 0.5)], model, [0.01, -0.03], link, [], Fleet(link, link, 8), [8.0], cores, "1")
+    return Study(
+        trials=trials,
+        model=model,
+        step_errors=[0.01, -0.03],
+        link=link,
+        link_errors=[],
+        cluster=Cluster(link, link, 8),
+        buckets=[8.0],
+        cores=cores,
+        threads="1",
+    )
 
 
 def test_efficiency_and_prediction() -> None:
@@ -177,16 +208,16 @@ def test_efficiency_and_prediction() -> None:
     assert tree8.step_s == pytest.approx(0.15 + 6 * 0.05) and tree8.efficiency == pytest.approx(0.5 / 8 / 0.45)
 
 
-def test_words_of_scaling() -> None:
-    lines = text(study())
+def test_text_and_json_of_scaling() -> None:
+    lines = scaling_report.to_text(study())
     assert lines[4].split() == ["weak", "2", "16", "3", "625", "ms", "625", "ms", "..", "625", "ms", "26", "80.0%"]
     assert any("OVERSUBSCRIBED" in line for line in lines) and any("4 ranks on 2 cores" in line for line in lines)
-    assert not any("OVERSUBSCRIBED" in line for line in text(study(cores=4)))
+    assert not any("OVERSUBSCRIBED" in line for line in scaling_report.to_text(study(cores=4)))
     assert "error   steps left out of the fit: median 2.0%, largest 3.0%, n = 2" in lines
-    assert "error   allreduces: not known, too few points to leave one out" in lines
-    told = json.loads(json.dumps(tree(study())))
-    assert [trial["efficiency"] for trial in told["trials"]] == pytest.approx([1.0, 0.8, 1.0, 0.5])
-    assert told["predictions"][0]["ranks"] == 8 and told["fleet"]["per_node"] == 8
+    assert "error   allreduces: unknown, there are too few points to leave one out" in lines
+    result = json.loads(json.dumps(scaling_report.to_json(study())))
+    assert [trial["efficiency"] for trial in result["trials"]] == pytest.approx([1.0, 0.8, 1.0, 0.5])
+    assert result["predictions"][0]["ranks"] == 8 and result["fleet"]["per_node"] == 8
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -205,28 +236,30 @@ def test_scaling_of_real_jobs(tmp_path: Path) -> None:
     words += ["batch.size=8", "comm.engine=mpi", f"run={tmp_path}/never"]
     result = python([*BENCH, "scaling", "--ranks", "2", "--weak", "--steps", "12", "--repeat", "2", "--json", "-", *words])
     assert result.returncode == 0, result
-    told = json.loads(result.stdout)
-    assert [(trial["kind"], trial["ranks"], trial["batch"]) for trial in told["trials"]] == [("weak", 2, 8)]
-    assert all(len(trial["seconds"]) == 10 and min(trial["seconds"]) > 0 for trial in told["trials"]), "twice six meetings, less the first"
-    assert told["buckets"] == [170 * 4.0], "16 x 10 weights and 10 biases"
-    assert told["link"]["latency_s"] > 0 and not (tmp_path / "never").exists()
+    study = json.loads(result.stdout)
+    assert [(trial["kind"], trial["ranks"], trial["batch"]) for trial in study["trials"]] == [("weak", 2, 8)]
+    assert all(len(trial["seconds"]) == 10 and min(trial["seconds"]) > 0 for trial in study["trials"]), (
+        "twice six sync points, less the first"
+    )
+    assert study["buckets"] == [170 * 4.0], "16 x 10 weights and 10 biases"
+    assert study["link"]["latency_s"] > 0 and not (tmp_path / "never").exists()
 
 
-def test_which_jobs() -> None:
-    """Weak: 8 for each rank; strong: 8 for all; alone: what ranks 2 and 4 had of those; nothing where a rank would have no sample."""
-    assert wanted(["weak", "strong"], [1, 2, 4], 8) == [
+def test_planned_jobs() -> None:
+    """Weak: 8 for each rank; strong: 8 in all; alone: the share of a rank of 2 and of 4. No job where a rank would have no sample."""
+    assert plan_jobs(["weak", "strong"], [1, 2, 4], 8) == [
         *(("weak", 1, 8), ("weak", 2, 16), ("weak", 4, 32)),
         *(("strong", 1, 8), ("strong", 2, 8), ("strong", 4, 8)),
         *(("alone", 1, 4), ("alone", 1, 2)),
     ]
-    assert wanted(["strong"], [1, 16], 8) == [("strong", 1, 8)]
-    assert wanted(["weak"], [2, 4], 9) == [("weak", 2, 8), ("weak", 4, 16)], "4 for each of two; without one rank nobody is alone"
+    assert plan_jobs(["strong"], [1, 16], 8) == [("strong", 1, 8)]
+    assert plan_jobs(["weak"], [2, 4], 9) == [("weak", 2, 8), ("weak", 4, 16)], "4 for each of two; alone only where a job has one rank"
     with pytest.raises(UserError, match="batch 3 has no sample for each of 4 ranks"):
-        wanted(["weak"], [4], 3)
+        plan_jobs(["weak"], [4], 3)
 
 
 @needs_mpirun
-def test_job_that_fails() -> None:
+def test_scaling_reports_a_job_that_fails() -> None:
     words = ["framework=numpy", "model.name=linear", "data.root=/nowhere", "data.name=mnist", "data.download=false"]
     result = python([*BENCH, "scaling", "--ranks", "1", *words])
     assert result.returncode != 0 and "/nowhere" in result.stderr
@@ -240,7 +273,7 @@ STEP = ["data.name=synthetic", "data.samples=200", "batch.size=20", "model.width
 
 
 @needs_mpirun
-def test_step_on_two_ranks_tells_what_meeting_costs() -> None:
+def test_step_on_two_ranks_measures_exposed_communication() -> None:
     result = mpirun(2, [*BENCH, "step", *STEP, "--rounds", "2", "--steps", "3", "comm.engine=mpi"])
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
@@ -252,7 +285,7 @@ def test_step_on_two_ranks_tells_what_meeting_costs() -> None:
 
 
 def test_operations_are_those_of_the_formula() -> None:
-    """A linear model of 48 numbers and 10 classes: n 48 10 products and as many sums, forward, and again for the weights' gradient."""
+    """A linear model of 48 inputs and 10 classes: 480 products and sums a sample, and again for the weights' gradient."""
     data = ["data.name=synthetic", "data.samples=99", "data.shape=[4,4,3]", "data.classes=10", "batch.size=33", "model.name=linear"]
     result = python([*BENCH, "step", *data, "--rounds", "2", "--steps", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
@@ -264,10 +297,10 @@ def test_data_of_each_source_against_the_need() -> None:
     result = python([*BENCH, "data", *words, "--rounds", "2", "--json", "-"])
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout)
-    assert {"read", "feed", "step"} <= tree["images_per_s"].keys() and tree["samples"] == 100
+    assert {"read", "prefetch", "step"} <= tree["images_per_s"].keys() and tree["samples"] == 100
     assert all(low <= middle <= high and low > 0 for low, middle, high in tree["images_per_s"].values())
 
 
-def test_bench_of_a_frame_without_figures() -> None:
+def test_bench_step_of_a_framework_that_counts_no_operations() -> None:
     result = python([*BENCH, "step", "framework=numpy", "model.name=linear", "data.name=synthetic", "--rounds", "2", "--steps", "2"])
     assert result.returncode == 0 and "images/s" in result.stdout and "GFLOP" not in result.stdout, result

@@ -1,13 +1,11 @@
-"""bench allreduce: how fast the ranks add up numbers, against one plain MPI_Allreduce and a copy of memory, all in turn in one run.
+"""bench allreduce: how fast the ranks sum vectors, compared with one plain MPI_Allreduce and a copy of memory in the same run.
 
-Every way of doing it must first give the known sum of values that differ by rank. Its seconds are those of the slowest rank.
+Every method must first give the known sum of values that differ by rank. The seconds of a method are those of the slowest rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import socket
 import sys
 import time
@@ -16,9 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.bench import tables
-from hvdtrain.cli.bench.on_ranks import Parser, on_ranks
-from hvdtrain.cli.bench.tables import COPY, GROUPED, MPI, Row, Timing
+from hvdtrain.cli.bench.allreduce_report import (
+    COPY,
+    GROUPED,
+    MPI,
+    AllreduceResult,
+    MethodTimes,
+    PayloadTimes,
+    count_hosts,
+    to_json,
+    to_text,
+)
+from hvdtrain.cli.bench.arguments import BenchParser, read_sizes
+from hvdtrain.cli.bench.formatting import format_bytes, plural, print_result
+from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.check.speed import plain_mpi
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement, placement
@@ -26,50 +35,55 @@ from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 
 SIZES = "1,64,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB,100MB"
-ROUNDS, MOST_ROUNDS, WARM_UP = 5, 101, 2
-QUIET_S = 2.0  # a run that takes longer tells how far it is
-GROUP = "160 small tensors"
-# Channels of ResNet-50's 53 norms, in order: each has a weight and a bias; repeated up to 160 tensors of 64 to 2048 numbers.
+MIN_ROUNDS = 5
+MAX_ROUNDS = 101
+WARM_UP_ROUNDS = 2
+QUIET_S = 2.0  # after that, progress is printed
+SMALL_TENSORS = "160 small tensors"
+# Channels of ResNet-50's 53 norms, in order: each norm has a weight and a bias; repeated up to 160 tensors of 64 to 2048 elements.
 _BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))
 _NORMS = [64, *(n for width, blocks in _BLOCKS for n in (4 * width, *(width, width, 4 * width) * blocks))]
-SMALL = [_NORMS[place // 2 % len(_NORMS)] for place in range(160)]
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SMALL_TENSOR_SIZES = [_NORMS[index // 2 % len(_NORMS)] for index in range(160)]
 
 
-class Way(NamedTuple):
-    """One way to make `numbers` the sum over ranks, in place; the copy alone leaves them as they are."""
+class Method(NamedTuple):
+    """One method that makes a vector its sum over ranks, in place; the copy alone leaves it as it is."""
 
     name: str
-    act: Callable[[], object]
+    run: Callable[[], object]
 
 
 class Ranks(NamedTuple):
-    """Who adds up."""
+    """The ranks that sum."""
 
     communicator: Communicator
-    world: Any | None  # of mpi4py, where MPI runs
+    mpi_world: Any | None  # a communicator of mpi4py, where MPI runs
     bucket_bytes: int
 
 
-def bench_allreduce(words: Sequence[str]) -> int:
-    """The command behind `bench allreduce`; returns the exit code. Every rank calls it, rank 0 speaks."""
-    asked, rest = _parse(words)
-    given = configure(asked.config, rest)
+def bench_allreduce(arguments: Sequence[str]) -> int:
+    """The command behind `bench allreduce`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    parser = BenchParser("allreduce")
+    parser.add_argument("--sizes", type=read_sizes, default=SIZES)
+    parser.add_argument("--budget", type=float, default=40.0)
+    options, overrides = parser.parse_known_args(arguments)
+    config, provenance = configure(options.config, overrides)
 
-    def work(communicator: Communicator, why: str) -> None:
-        ranks = Ranks(communicator, _world(communicator, placement(os.environ)), max(4, int(given[0].comm.bucket_mb * 2**20)))
-        rows = measure(ranks, asked.sizes, asked.budget)
-        hosts = communicator.allgather_object((socket.gethostname(), len(os.sched_getaffinity(0))))
+    def work(communicator: Communicator, engine_reason: str) -> None:
+        bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))
+        ranks = Ranks(communicator, _connect_mpi(communicator, placement(os.environ)), bucket_bytes)
+        payloads = measure(ranks, options.sizes, options.budget)
+        host_of_rank = communicator.allgather_object((socket.gethostname(), len(os.sched_getaffinity(0))))
         if communicator.rank == 0:
-            facts = {"engine": communicator.name, "why": why, "ranks": communicator.size, "bucket_bytes": ranks.bucket_bytes}
-            facts |= tables.hosts_of(hosts)
-            tables.tell(asked.json, tables.allreduce_text(facts, rows), tables.allreduce_tree(facts, rows))
+            hosts = count_hosts(host_of_rank)
+            result = AllreduceResult(communicator.name, engine_reason, communicator.size, bucket_bytes, hosts, payloads)
+            print_result(options.json, to_text(result), to_json(result))
 
-    return on_ranks(given, work)
+    return run_on_ranks(config, provenance, work)
 
 
-def _world(communicator: Communicator, place: Placement) -> Any | None:
-    """MPI itself on all ranks, or on none: where the engine runs on it, by a communicator of our own."""
+def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:
+    """MPI itself on all ranks, as a communicator apart from the engine's; or None on all ranks."""
     if "plain_mpi" not in communicator.features and not plain_mpi(communicator, place):
         return None
     from hvdtrain.comm import mpi
@@ -77,138 +91,143 @@ def _world(communicator: Communicator, place: Placement) -> Any | None:
     return mpi.load().COMM_WORLD.Dup()
 
 
-def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[Row]:
-    """Every size in all ways, then many small tensors at once. Every rank calls it, and has the same numbers."""
-    share_s, began = budget_s / (len(sizes) + 1), time.perf_counter()
-    rows: list[Row] = []
-    for place, size in enumerate(sizes):
-        numbers = np.empty(*((size // 4, np.float32) if size % 4 == 0 else (size, np.uint8)))
-        rows.append(Row(tables.bytes_words(size), size, _times(ranks, numbers, list(_whole(ranks, numbers)), share_s)))
+def measure(ranks: Ranks, sizes: Sequence[int], budget_s: float) -> list[PayloadTimes]:
+    """One vector of each size in bytes, then many small tensors, by all methods. A collective; every rank gets the same times."""
+    payload_budget_s = budget_s / (len(sizes) + 1)
+    began = time.perf_counter()
+    payloads: list[PayloadTimes] = []
+    for size_bytes in sizes:
+        vector = np.empty(size_bytes // 4, np.float32) if size_bytes % 4 == 0 else np.empty(size_bytes, np.uint8)
+        times = _time_methods(ranks, vector, list(_methods_for_vector(ranks, vector)), payload_budget_s)
+        payloads.append(PayloadTimes(format_bytes(size_bytes), size_bytes, times))
         if ranks.communicator.rank == 0 and time.perf_counter() - began > QUIET_S:
-            print(f"bench allreduce: {rows[-1].name} done, {place + 1} of {len(sizes) + 1}", file=sys.stderr, flush=True)
-    numbers = np.empty(sum(SMALL), np.float32)
-    rows.append(Row(GROUP, numbers.nbytes, _times(ranks, numbers, list(_grouped(ranks, numbers)), share_s)))
-    return rows
+            print(f"bench allreduce: {payloads[-1].name} done, {len(payloads)} of {len(sizes) + 1}", file=sys.stderr, flush=True)
+    flat = np.empty(sum(SMALL_TENSOR_SIZES), np.float32)
+    times = _time_methods(ranks, flat, list(_methods_for_tensors(ranks, flat)), payload_budget_s)
+    payloads.append(PayloadTimes(SMALL_TENSORS, flat.nbytes, times))
+    return payloads
 
 
-def _whole(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
-    """The ways to add up one vector."""
-    communicator, other = ranks.communicator, np.empty_like(numbers)
-    name = f"bench.{numbers.nbytes}"
-    each = max(1, ranks.bucket_bytes // numbers.itemsize)
-    buckets = [numbers[start : start + each] for start in range(0, len(numbers), each)]
-    if (world := ranks.world) is not None:
-        from hvdtrain.comm import mpi
-
-        in_place = mpi.load().IN_PLACE
-        yield Way(MPI, lambda: world.Allreduce(in_place, numbers))
-    yield Way("allreduce", lambda: _keep(numbers, communicator.allreduce(numbers, name)))
-    yield Way(f"in {len(buckets)} bucket{'s' * (len(buckets) > 1)}", lambda: _together(communicator, buckets, name))
-    yield Way(COPY, lambda: np.copyto(other, numbers))
+def _methods_for_vector(ranks: Ranks, vector: np.ndarray) -> Iterator[Method]:
+    communicator = ranks.communicator
+    name = f"bench.{vector.nbytes}"
+    if ranks.mpi_world is not None:
+        mpi_allreduce = _mpi_allreduce(ranks.mpi_world)
+        yield Method(MPI, lambda: mpi_allreduce(vector))
+    yield Method("allreduce", lambda: _copy_unless_same(vector, communicator.allreduce(vector, name)))
+    bucket_elements = max(1, ranks.bucket_bytes // vector.itemsize)
+    buckets = [vector[start : start + bucket_elements] for start in range(0, len(vector), bucket_elements)]
+    yield Method(f"in {plural(len(buckets), 'bucket')}", lambda: _allreduce_all(communicator, buckets, name))
+    target = np.empty_like(vector)
+    yield Method(COPY, lambda: np.copyto(target, vector))
 
 
-def _grouped(ranks: Ranks, numbers: np.ndarray) -> Iterator[Way]:
-    """The ways to add up many small tensors: those that fill one buffer copy them in and out, which counts."""
-    communicator, flat = ranks.communicator, np.empty_like(numbers)
-    parts = np.split(numbers, np.cumsum(SMALL)[:-1])
-    rooms = np.split(flat, np.cumsum(SMALL)[:-1])
+def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
+    """MPI_Allreduce in place."""
+    from hvdtrain.comm import mpi
 
-    def packed(reduce: Callable[[], np.ndarray]) -> None:
-        for room, part in zip(rooms, parts, strict=True):
-            room[...] = part
-        _keep(flat, reduce())
-        for room, part in zip(rooms, parts, strict=True):
-            part[...] = room
+    in_place = mpi.load().IN_PLACE
+    return lambda vector: mpi_world.Allreduce(in_place, vector)
 
-    if (world := ranks.world) is not None:
-        from hvdtrain.comm import mpi
 
-        in_place = mpi.load().IN_PLACE
+def _methods_for_tensors(ranks: Ranks, flat: np.ndarray) -> Iterator[Method]:
+    """Methods for many small tensors, which are views of `flat`. Those that reduce one bucket copy the tensors in and out, timed too."""
+    communicator = ranks.communicator
+    bucket = np.empty_like(flat)
+    tensors = np.split(flat, np.cumsum(SMALL_TENSOR_SIZES)[:-1])
+    slices = np.split(bucket, np.cumsum(SMALL_TENSOR_SIZES)[:-1])
 
-        def by_mpi() -> np.ndarray:
-            world.Allreduce(in_place, flat)
-            return flat
+    def copy_in() -> None:
+        for slice_, tensor in zip(slices, tensors, strict=True):
+            slice_[...] = tensor
 
-        yield Way(MPI, lambda: packed(by_mpi))
-    yield Way("as one bucket", lambda: packed(lambda: communicator.start_allreduce(flat, "bench.packed").wait()))
-    yield Way("each by its name", lambda: _together(communicator, parts, "bench.small"))
+    def copy_out() -> None:
+        for slice_, tensor in zip(slices, tensors, strict=True):
+            tensor[...] = slice_
+
+    if ranks.mpi_world is not None:
+        mpi_allreduce = _mpi_allreduce(ranks.mpi_world)
+
+        def by_mpi() -> None:
+            copy_in()
+            mpi_allreduce(bucket)
+            copy_out()
+
+        yield Method(MPI, by_mpi)
+
+    def by_bucket() -> None:
+        copy_in()
+        _copy_unless_same(bucket, communicator.start_allreduce(bucket, "bench.packed").wait())
+        copy_out()
+
+    yield Method("as one bucket", by_bucket)
+    yield Method("one allreduce each", lambda: _allreduce_all(communicator, tensors, "bench.small"))
     if "horovod_api" in communicator.features:
         from hvdtrain.comm import horovod
 
         torch, hvd = horovod.load()
-        tensors = [torch.from_numpy(part) for part in parts]
-        yield Way(GROUPED, lambda: hvd.grouped_allreduce_(tensors, name="bench.grouped", op=hvd.Sum))
-    yield Way(COPY, lambda: np.copyto(flat, numbers))
+        torch_tensors = [torch.from_numpy(tensor) for tensor in tensors]
+        yield Method(GROUPED, lambda: hvd.grouped_allreduce_(torch_tensors, name="bench.grouped", op=hvd.Sum))
+    yield Method(COPY, lambda: np.copyto(bucket, flat))
 
 
-def _together(communicator: Communicator, parts: Sequence[np.ndarray], name: str) -> None:
-    """All started, then waited for."""
-    handles = [communicator.start_allreduce(part, f"{name}.{place}") for place, part in enumerate(parts)]
-    for part, handle in zip(parts, handles, strict=True):
-        _keep(part, handle.wait())
+def _allreduce_all(communicator: Communicator, arrays: Sequence[np.ndarray], name: str) -> None:
+    """Starts an allreduce of each array, then waits for all."""
+    handles = [communicator.start_allreduce(array, f"{name}.{index}") for index, array in enumerate(arrays)]
+    for array, handle in zip(arrays, handles, strict=True):
+        _copy_unless_same(array, handle.wait())
 
 
-def _keep(room: np.ndarray, result: np.ndarray) -> None:
-    """An engine may give other memory than it got."""
-    if result is not room:
-        room[...] = result
+def _copy_unless_same(target: np.ndarray, result: np.ndarray) -> None:
+    """An engine may return other memory than it was given."""
+    if result is not target:
+        target[...] = result
 
 
-def _times(ranks: Ranks, numbers: np.ndarray, ways: Sequence[Way], share_s: float) -> list[Timing]:
-    """Seconds of each way, the slowest rank's of each round: all ways once in a round, each round beginning with another."""
-    for way in ways:
-        check(ranks.communicator, numbers, way)
-    numbers.fill(0)  # sums stay in place and would grow without end: only zeros stay what they are
+def _time_methods(ranks: Ranks, vector: np.ndarray, methods: Sequence[Method], budget_s: float) -> list[MethodTimes]:
+    """The slowest rank's seconds of each method in each round. A round runs all methods once, starting with another one each time."""
+    for method in methods:
+        check_sum(ranks.communicator, vector, method)
+    vector.fill(0)  # repeated sums in place would overflow; zeros stay zeros
     began = time.perf_counter()
-    for _ in range(WARM_UP):
-        _round(ranks, ways, 0)
-    round_s = float(ranks.communicator.allreduce(np.array([(time.perf_counter() - began) / WARM_UP]), "bench.round", "max")[0])
-    rounds = int(min(MOST_ROUNDS, max(ROUNDS, share_s / round_s)))  # the same on every rank, for round_s is
-    mine = np.array([_round(ranks, ways, turn) for turn in range(rounds)])
-    slowest = ranks.communicator.allreduce(mine, "bench.slowest", "max")  # (rounds, ways)
-    return [Timing(way.name, [float(s) for s in slowest[:, place]]) for place, way in enumerate(ways)]
+    for _ in range(WARM_UP_ROUNDS):
+        _run_round(ranks, methods, first=0)
+    local_round_s = np.array([(time.perf_counter() - began) / WARM_UP_ROUNDS])
+    round_s = float(ranks.communicator.allreduce(local_round_s, "bench.round", "max")[0])
+    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, budget_s / round_s)))  # equal on all ranks, as round_s is
+    local_seconds = np.array([_run_round(ranks, methods, first=number % len(methods)) for number in range(rounds)])
+    slowest = ranks.communicator.allreduce(local_seconds, "bench.slowest", "max")  # (rounds, methods)
+    return [MethodTimes(method.name, slowest[:, index].tolist()) for index, method in enumerate(methods)]
 
 
-def _round(ranks: Ranks, ways: Sequence[Way], turn: int) -> list[float]:
-    seconds = [0.0] * len(ways)
-    for step in range(len(ways)):
-        place = (turn + step) % len(ways)
-        if ranks.world is not None:
-            ranks.world.Barrier()
+def _run_round(ranks: Ranks, methods: Sequence[Method], first: int) -> list[float]:
+    """Seconds of each method on this rank; the ranks start each method together."""
+    seconds = [0.0] * len(methods)
+    order = [*range(first, len(methods)), *range(first)]
+    for index in order:
+        if ranks.mpi_world is not None:
+            ranks.mpi_world.Barrier()
         else:
             ranks.communicator.allreduce(np.zeros(1, np.float32), "bench.barrier")
         began = time.perf_counter()
-        ways[place].act()
-        seconds[place] = time.perf_counter() - began
+        methods[index].run()
+        seconds[index] = time.perf_counter() - began
     return seconds
 
 
-def check(communicator: Communicator, numbers: np.ndarray, way: Way) -> None:
-    """Rank r's number i is (r + 1) x (i % 7 + 1): its sum over n ranks is n (n + 1) / 2 x (i % 7 + 1)."""
-    pattern = (np.arange(len(numbers)) % 7 + 1).astype(numbers.dtype)
-    numbers[...] = pattern * numbers.dtype.type((communicator.rank + 1) % 256)
-    way.act()
-    factor = communicator.rank + 1 if way.name == COPY else communicator.size * (communicator.size + 1) // 2
-    expected = pattern * numbers.dtype.type(factor % 256 if numbers.dtype == np.uint8 else factor)
-    wrong = int((numbers != expected).sum())
-    if any(told := communicator.allgather_object(wrong)):
-        where = f"{way.name}, comm.engine={communicator.name}, {numbers.nbytes} bytes"
-        raise UserError(f"wrong sums on ranks {[rank for rank, count in enumerate(told) if count]}", where, "python -m hvdtrain check")
+def check_sum(communicator: Communicator, vector: np.ndarray, method: Method) -> None:
+    """Raises UserError on every rank where the method gives a wrong sum on any rank.
 
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser("allreduce")
-    parser.add_argument("--sizes", type=read_sizes, default=SIZES)
-    parser.add_argument("--budget", type=float, default=40.0)
-    return parser.parse_known_args(words)
-
-
-def read_sizes(text: str) -> list[int]:
-    """ "1KiB,100MB" -> [1024, 100000000]"""
-    sizes = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)\s*(|B|[KMG]i?B)", part.strip(), re.ASCII | re.IGNORECASE)
-        if not match or not (size := int(match[1]) * _UNITS[match[2].upper() or "B"]):
-            raise UserError(f"cannot read the size {part!r}", "--sizes", "bytes, as in --sizes 64,1KiB,4MiB,100MB")
-        sizes.append(size)
-    return sorted(set(sizes))
+    Element i of rank r is (r + 1) x (i % 7 + 1), so its sum over n ranks is n (n + 1) / 2 x (i % 7 + 1); modulo 256 in uint8.
+    """
+    dtype = vector.dtype.type
+    pattern = (np.arange(len(vector)) % 7 + 1).astype(dtype)
+    vector[...] = pattern * dtype((communicator.rank + 1) % 256)
+    method.run()
+    factor = communicator.rank + 1 if method.name == COPY else communicator.size * (communicator.size + 1) // 2
+    expected = pattern * dtype(factor % 256 if dtype is np.uint8 else factor)
+    wrong_elements = communicator.allgather_object(int((vector != expected).sum()))
+    if any(wrong_elements):
+        ranks = [rank for rank, count in enumerate(wrong_elements) if count]
+        where = f"{method.name}, comm.engine={communicator.name}, {vector.nbytes} bytes"
+        raise UserError(f"wrong sums on ranks {ranks}", where, "python -m hvdtrain check")

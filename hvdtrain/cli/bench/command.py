@@ -1,9 +1,8 @@
-"""python -m hvdtrain bench: how fast this machine does what a job consists of; nothing is kept."""
+"""python -m hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is kept."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,36 +12,35 @@ from hvdtrain.errors import DONE, UserError
 
 USAGE = """\
 python -m hvdtrain bench step       [--config FILE] [key=value ...]   images/s, and where the time of a step goes; under mpirun too
-    --rounds 7 --steps 20     rounds of so many steps
-mpirun -np 2 python -m hvdtrain bench allreduce [key=value ...]       how fast the ranks add up, against plain MPI and a copy of memory
-    --sizes 1KiB,4MiB,100MB   bytes of a vector; where left out, ten sizes from 1 B to 100 MB
-    --budget 40               seconds in all; at least 5 rounds of each size all the same
-python -m hvdtrain bench data       [--config FILE] [key=value ...]   how fast samples are read
-python -m hvdtrain bench scaling    [--config FILE] [key=value ...]   real jobs on more and more ranks, and a prediction for many
-    --ranks 1,2,4             how many
-    --weak, --strong          batch.per_rank stays, or batch.size does; where left out, both
-    --steps 60                of each job; the first sixth is warm-up
-    --repeat 1                times that all of them are done, in turn
-    --links nvlink:5us:300GB/s,ib:2us:25GB/s --per-node 8   what to predict for; where left out, the link that was measured here
+    --rounds 7                timed rounds
+    --steps 20                steps of a round
+mpirun -np 2 python -m hvdtrain bench allreduce [key=value ...]       how fast the ranks sum, against plain MPI and a copy of memory
+    --sizes 1KiB,4MiB,100MB   bytes of a vector; default: ten sizes from 1 B to 100 MB
+    --budget 40               seconds in all; at least 5 rounds of each size in any case
+python -m hvdtrain bench data       [--config FILE] [key=value ...]   how fast samples are read, against how fast a step uses them
+    --rounds 5                timed rounds
+python -m hvdtrain bench scaling    [--config FILE] [key=value ...]   real jobs on 1, 2, 4 ranks, and a prediction for many ranks
+    --ranks 1,2,4             numbers of ranks
+    --weak, --strong          keep batch.per_rank, or keep batch.size; default: both
+    --steps 60                steps of each job; the first sixth is warm-up
+    --repeat 1                runs of each job; all jobs run in turn
+    --links nvlink:5us:300GB/s,ib:2us:25GB/s   links inside a node and between nodes to predict for; default: the link measured here
+    --per-node 8              ranks on a node, for the prediction
     --limit 300               seconds that one job may take
-    --png FILE                efficiency and prediction as a picture
-with all of them: --json FILE, or - for the standard output, instead of the text"""
+    --png FILE                a picture of efficiency and prediction
+each of them: --json FILE writes the result as JSON; --json - prints it instead of the text"""
 NAMES = ("step", "allreduce", "data", "scaling")
 
 
-def bench(words: Sequence[str]) -> int:
-    """The command behind `bench`; returns the exit code."""
-    if not words or {"-h", "--help"} & set(words):
+def bench(arguments: Sequence[str]) -> int:
+    """The command behind `bench`; returns the exit code. Raises UserError for an unknown bench or option."""
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    name, *rest = words
+    name, *rest = arguments
     if name not in NAMES:
         raise UserError(f"there is no bench {short(name)}", "command line of bench", nearest(name, NAMES))
-    module = f"hvdtrain.cli.bench.{name}"
-    if importlib.util.find_spec(module) is None:
-        there = [other for other in NAMES if importlib.util.find_spec(f"hvdtrain.cli.bench.{other}")]
-        raise UserError(f"this hvdtrain comes without bench {name}", "command line of bench", f"there are: {', '.join(there)}")
-    command: Callable[[list[str]], int] = getattr(importlib.import_module(module), f"bench_{name}")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hvdtrain.cli.bench.{name}"), f"bench_{name}")
     return command(rest)
 
 

@@ -1,128 +1,150 @@
-"""bench data: how fast samples come, alone, against how fast the step uses them. Every rank reads its own; rank 0 tells of itself."""
+"""bench data: how fast samples are read and prefetched, compared with how fast the step uses them. Rank 0 prints its own numbers."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.cli.bench import tables
-from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
-from hvdtrain.cli.bench.tables import quartiles
+from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
+from hvdtrain.cli.bench.formatting import align_columns, plural, print_result
+from hvdtrain.cli.bench.on_ranks import run_on_ranks
+from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Batch
-from hvdtrain.core.progress import Hyper
+from hvdtrain.data.source import Source
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.input.prefetch import Prefetcher
 from hvdtrain.train.job import prepare
 
-MOST_STEPS = 20  # of one block
+MAX_STEPS = 20  # of one block
 
 
-def bench_data(words: Sequence[str]) -> int:
-    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 speaks."""
-    asked, rest = _parse(words)
-    config, provenance = configure(asked.config, rest)
+def bench_data(arguments: Sequence[str]) -> int:
+    """The command behind `bench data`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    parser = BenchParser("data")
+    parser.add_argument("--rounds", type=two_or_more, default=5)
+    options, overrides = parser.parse_known_args(arguments)
+    config, provenance = configure(options.config, overrides)
 
-    def work(communicator: Communicator, why: str) -> None:
+    def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:
-            tree = measure(config, provenance, communicator, signals, asked.rounds)
+            result = measure(config, provenance, communicator, signals, options.rounds)
         if communicator.rank == 0:
-            tables.tell(asked.json, text(tree), tree)
+            print_result(options.json, to_text(result), result)
 
-    return on_ranks((config, provenance), work)
+    return run_on_ranks(config, provenance, work)
 
 
 def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
-    """Every rank calls it. All ways in turn in each round, the first of which warms up."""
+    """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
-    parts = prepare(config, provenance)
-    tree: dict[str, Any] = {"prepared_s": time.perf_counter() - began, "samples": len(parts.train), "shape": list(parts.train.shape)}
-    trainer = Trainer(config, provenance, communicator, signals, parts)
-    batch = trainer.job.recipe.at(trainer.now.progress).batch
-    share = max(1, batch // communicator.size)
-    steps = max(1, min(MOST_STEPS, len(parts.train) // share))
-    feeds = {"feed": trainer.prefetcher}
-    others = {f"feed, {n} reader{'s' * (n > 1)}": n for n in (1, 2) if n != trainer.prefetcher.readers or not trainer.prefetcher.ahead}
-    for name, readers in others.items() if not trainer.prefetcher.cached_on_device else ():
-        data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
-        changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
-        feeds[name] = Prefetcher(changed, communicator, trainer.job.recipe, parts.train, trainer.job.learner)
-    ways: dict[str, Callable[[], object]] = {"read": lambda: _read(parts.train, share, steps)}
-    ways |= {name: lambda prefetcher=prefetcher: _take(prefetcher, trainer, steps) for name, prefetcher in feeds.items()}  # type: ignore[misc]
-    ready = trainer.prefetcher.prepare(trainer.now.progress)
-    ways["step"] = lambda: _train(trainer.job.learner, ready, steps)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        if communicator.rank == 0 and turn:
-            print(f"bench data: round {turn} of {rounds}", file=sys.stderr, flush=True)
-        for name, act in ways.items():
-            communicator.allgather_object(None)
-            start = time.perf_counter()
-            act()
-            seconds[name].append((time.perf_counter() - start) / (steps * share))
-            for prefetcher in feeds.values():
-                prefetcher.drain()
-    for prefetcher in feeds.values():
+    datasets = prepare(config, provenance)
+    prepared_s = time.perf_counter() - began
+    trainer = Trainer(config, provenance, communicator, signals, datasets)
+    samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // communicator.size)
+    steps = max(1, min(MAX_STEPS, len(datasets.train) // samples_per_step))
+    prefetchers = _prefetchers(config, communicator, trainer)
+    stages = _stages(trainer, prefetchers, samples_per_step, steps)
+    seconds = _time_stages(stages, list(prefetchers.values()), communicator, rounds)
+    for prefetcher in prefetchers.values():
         prefetcher.close()
-    rows = {name: [1 / s for s in reversed(quartiles(found[1:]))] for name, found in seconds.items()}
-    return tree | {
-        "images_per_s": rows,
+    images_per_s = {}
+    for name, block_seconds in seconds.items():
+        low_s, median_s, high_s = quartiles(block_seconds)
+        images = steps * samples_per_step
+        images_per_s[name] = [images / high_s, images / median_s, images / low_s]
+    return {
+        "prepared_s": prepared_s,
+        "samples": len(datasets.train),
+        "shape": list(datasets.train.shape),
+        "images_per_s": images_per_s,
         "rounds": rounds,
-        "batch_of_a_rank": share,
+        "batch_of_a_rank": samples_per_step,
         "ranks": communicator.size,
-        "feed": trainer.prefetcher.summary,
+        "prefetch": trainer.prefetcher.summary,
     }
 
 
-def _read(source: Any, share: int, steps: int) -> None:
-    """Random rows, as a shuffle gives them."""
-    order = np.random.default_rng(0).permutation(len(source))
-    for step in range(steps):
-        source.read(order[step * share : (step + 1) * share])
+def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -> dict[str, Prefetcher]:
+    """The job's own, and those of one and two readers where the job's is different; by the name in the table."""
+    prefetchers = {"prefetch": trainer.prefetcher}
+    if trainer.prefetcher.cached_on_device:
+        return prefetchers
+    for readers in (1, 2):
+        if trainer.prefetcher.ahead and trainer.prefetcher.readers == readers:
+            continue
+        data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
+        changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
+        name = f"prefetch, {plural(readers, 'reader')}"
+        prefetchers[name] = Prefetcher(changed, communicator, trainer.job.recipe, trainer.data.train, trainer.job.learner)
+    return prefetchers
 
 
-def _take(prefetcher: Prefetcher, trainer: Trainer, steps: int) -> None:
-    """Samples as they come to the step: read, drawn for, on the device."""
-    p = trainer.now.progress
-    for _ in range(steps):
-        hyper, _ = prefetcher.take(p)
-        p = p.advance(hyper.batch)
+def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int) -> dict[str, Callable[[], None]]:
+    """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples of `steps` steps."""
+    order = np.random.default_rng(0).permutation(len(trainer.data.train))  # as a shuffle gives the rows
+    hyper, micro_batches = trainer.prefetcher.prepare(trainer.now.progress)
+    learner: Any = trainer.job.learner
+
+    def read(source: Source = trainer.data.train) -> None:
+        for step in range(steps):
+            source.read(order[step * samples_per_step : (step + 1) * samples_per_step])
+
+    def prefetch(prefetcher: Prefetcher) -> None:
+        progress = trainer.now.progress
+        for _ in range(steps):
+            step_hyper, _ = prefetcher.take(progress)
+            progress = progress.advance(step_hyper.batch)
+
+    def train() -> None:
+        for step in range(steps):
+            sums = learner.step(micro_batches, hyper, step)
+        float(sums["loss"])  # waits for the device
+
+    stages: dict[str, Callable[[], None]] = {"read": read}
+    for name, prefetcher in prefetchers.items():
+        stages[name] = functools.partial(prefetch, prefetcher)
+    stages["step"] = train
+    return stages
 
 
-def _train(learner: Any, ready: tuple[Hyper, list[Batch]], steps: int) -> None:
-    """The step on samples that are there already."""
-    for step in range(steps):
-        sums = learner.step(ready[1], ready[0], step)
-    float(sums["loss"])  # waits for the device
+def _time_stages(
+    stages: Mapping[str, Callable[[], None]], prefetchers: Sequence[Prefetcher], communicator: Communicator, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each stage in each round; a round runs all stages in turn, and one more round before them warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in stages}
+    for number in range(rounds + 1):
+        if communicator.rank == 0 and number > 0:
+            print(f"bench data: round {number} of {rounds}", file=sys.stderr, flush=True)
+        for name, run in stages.items():
+            communicator.allgather_object(None)  # all ranks start together
+            began = time.perf_counter()
+            run()
+            if number > 0:
+                seconds[name].append(time.perf_counter() - began)
+            for prefetcher in prefetchers:
+                prefetcher.drain()
+    return seconds
 
 
-def text(tree: dict[str, Any]) -> list[str]:
-    """For people."""
-    need = tree["images_per_s"]["step"][1]
-    where = f"{tree['samples']:,} samples of {'x'.join(map(str, tree['shape']))}"
-    lines = [
-        f"{where}, {tree['batch_of_a_rank']} a step on each of {tree['ranks']}, {tree['feed']}; prepared in {tree['prepared_s']:.1f} s"
-    ]
-    table = [["", "images/s", "quartiles", "x the step's need"]]
-    for name, (low, middle, high) in tree["images_per_s"].items():
-        table.append([name, f"{middle:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{middle / need:.2f}"])
+def to_text(result: Mapping[str, Any]) -> list[str]:
+    """The lines for people."""
+    shape = "x".join(map(str, result["shape"]))
+    needed = result["images_per_s"]["step"][1]
+    rows = [["", "images/s", "quartiles", "x the step's need"]]
+    for name, (low, median, high) in result["images_per_s"].items():
+        rows.append([name, f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median / needed:.2f}"])
     return [
-        *lines,
-        *tables.aligned(table),
-        f"of one rank, median and quartiles of {tree['rounds']} rounds; a feed reads, draws and brings to the device",
+        f"{result['samples']:,} samples of {shape}, {result['batch_of_a_rank']} a step on each of {plural(result['ranks'], 'rank')}, "
+        f"{result['prefetch']}; prepared in {result['prepared_s']:.1f} s",
+        *align_columns(rows),
+        f"of one rank, median and quartiles of {result['rounds']} rounds; prefetching reads, augments and copies to the device",
     ]
-
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser("data")
-    parser.add_argument("--rounds", type=rounds_of, default=5)
-    return parser.parse_known_args(words)

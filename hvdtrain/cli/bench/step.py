@@ -1,20 +1,20 @@
-"""bench step: images/s of training, where a step's time goes, and how much of what the processor can do it is.
+"""bench step: images/s of training, where the time of a step goes, and how much of the processor's peak it reaches.
 
-With several ranks the same step is also timed on each rank alone, all at once: what the ranks' meeting adds is the exposed communication.
+With several ranks the same step is also timed on each rank alone, on all ranks at once: the difference is the exposed communication.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.cli.bench import tables
-from hvdtrain.cli.bench.on_ranks import Parser, on_ranks, rounds_of
-from hvdtrain.cli.bench.tables import quartiles
+from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
+from hvdtrain.cli.bench.formatting import plural, print_result
+from hvdtrain.cli.bench.on_ranks import run_on_ranks
+from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
@@ -25,133 +25,147 @@ from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.train.health.signals import Signals
 
 
-def bench_step(words: Sequence[str]) -> int:
-    """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 speaks."""
-    asked, rest = _parse(words)
-    config, provenance = configure(asked.config, [*rest, f"log.every_steps={asked.steps}"])
+def bench_step(arguments: Sequence[str]) -> int:
+    """The command behind `bench step`; returns the exit code. Every rank calls it, rank 0 prints. Raises UserError."""
+    parser = BenchParser("step")
+    parser.add_argument("--rounds", type=two_or_more, default=7)
+    parser.add_argument("--steps", type=two_or_more, default=20)
+    options, overrides = parser.parse_known_args(arguments)
+    config, provenance = configure(options.config, [*overrides, f"log.every_steps={options.steps}"])
 
-    def work(communicator: Communicator, why: str) -> None:
+    def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:
-            tree = measure(config, provenance, communicator, signals, (asked.rounds, asked.steps))
+            result = measure(config, provenance, communicator, signals, options.rounds, options.steps)
         if communicator.rank == 0:
-            tables.tell(asked.json, text(tree | {"why": why}), tree)
+            print_result(options.json, to_text(result), result)
 
-    return on_ranks((config, provenance), work)
+    return run_on_ranks(config, provenance, work)
 
 
-class Alone(SingleProcessCommunicator):
-    """One rank's own engine, on the cores and the device that it has beside the others."""
+class OneRank(SingleProcessCommunicator):
+    """A communicator of one rank, on the cores and the device that the rank has among the others of its host."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.local_rank, self.local_size = communicator.local_rank, communicator.local_size
-        self.allgather_object = communicator.allgather_object  # type: ignore[method-assign]  # for fair_threads(): all ranks build theirs together
+        self.local_rank = communicator.local_rank
+        self.local_size = communicator.local_size
+        self._all_ranks = communicator
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        """Over all ranks: fair_threads() shares the cores of a host, and all ranks build their learners at the same time."""
+        return self._all_ranks.allgather_object(thing)
 
 
-def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, turns: tuple[int, int]) -> dict[str, Any]:
-    """Every rank calls it; what it tells is rank 0's."""
-    rounds, steps = turns
-    together = Trainer(config, provenance, communicator, signals)
-    ones = {"together": together}
+def measure(
+    config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int, steps: int
+) -> dict[str, Any]:
+    """The result, as --json prints it; rank 0's counts. A collective: every rank calls it."""
+    trainer = Trainer(config, provenance, communicator, signals)
+    trainers = {"together": trainer}
     if communicator.size > 1:
-        ones["alone"] = Trainer(*_of_one_rank(config, provenance, communicator), Alone(communicator), signals, together.data)
-    times: dict[str, list[float]] = {name: [] for name in ones}
-    for turn in range(rounds + 1):  # the first round warms up
-        if communicator.rank == 0 and turn:
-            print(f"bench step: round {turn} of {rounds}", file=sys.stderr, flush=True)
-        for name in list(ones)[:: 1 if turn % 2 else -1]:
-            communicator.allgather_object(None)
-            times[name].append(ones[name].block(steps) / steps)
-        if not turn:
-            together.prefetcher.waited_s = 0.0
-    seconds = times["together"][1:]
-    low, middle, high = quartiles(seconds)
-    batch = together.job.recipe.at(together.now.progress).batch
-    tree: dict[str, Any] = {
-        "images_per_s": batch / middle,
+        own_share = _config_of_one_rank(config, communicator.size)
+        trainers["alone"] = Trainer(own_share, provenance, OneRank(communicator), signals, trainer.data)
+    seconds = _time_blocks(trainers, communicator, rounds, steps)
+    low, step_s, high = quartiles(seconds["together"])
+    batch = trainer.job.recipe.at(trainer.now.progress).batch
+    result: dict[str, Any] = {
+        "images_per_s": batch / step_s,
         "images_per_s_quartiles": [batch / high, batch / low],
-        "ms_per_step": 1e3 * middle,
+        "ms_per_step": 1e3 * step_s,
         "rounds": rounds,
         "steps_per_round": steps,
         "batch": batch,
         "ranks": communicator.size,
         "engine": communicator.name,
-        "model": together.job.learner.describe(),
-        "feed": together.prefetcher.summary,
-        "data_wait_ms": 1e3 * together.prefetcher.waited_s / (rounds * steps),
+        "model": trainer.job.learner.describe(),
+        "prefetch": trainer.prefetcher.summary,
+        "data_wait_ms": 1e3 * trainer.prefetcher.waited_s / (rounds * steps),
     }
-    if communicator.size > 1:
-        apart = [a - b for a, b in zip(seconds, times["alone"][1:], strict=True)]
-        tree |= {
-            "alone_ms_per_step": 1e3 * statistics.median(times["alone"][1:]),
-            "exposed_communication_ms": 1e3 * statistics.median(apart),
-        }
-    return tree | _figures(config, together, steps, middle)
+    if "alone" in trainers:
+        exposed_s = [together - alone for together, alone in zip(seconds["together"], seconds["alone"], strict=True)]
+        result["alone_ms_per_step"] = 1e3 * statistics.median(seconds["alone"])
+        result["exposed_communication_ms"] = 1e3 * statistics.median(exposed_s)
+    return result | _phases_and_operations(config, trainer, steps, step_s)
 
 
-def _of_one_rank(config: Config, provenance: Provenance, communicator: Communicator) -> tuple[Config, Provenance]:
-    """The same step of this rank without the others: its share of the batch, nothing about meeting."""
-    share = -(-config.batch.size // communicator.size) if config.batch.per_rank is None else config.batch.per_rank
-    changed = dataclasses.replace(
+def _time_blocks(trainers: Mapping[str, Trainer], communicator: Communicator, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step in each round, by trainer; every second round runs them in reverse order."""
+    names = list(trainers)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        is_warm_up = number == 0
+        if communicator.rank == 0 and not is_warm_up:
+            print(f"bench step: round {number} of {rounds}", file=sys.stderr, flush=True)
+        for name in names if number % 2 else reversed(names):
+            communicator.allgather_object(None)  # all ranks start together
+            block_s = trainers[name].block(steps)
+            if not is_warm_up:
+                seconds[name].append(block_s / steps)
+        if is_warm_up:
+            trainers["together"].prefetcher.waited_s = 0.0
+    return seconds
+
+
+def _config_of_one_rank(config: Config, size: int) -> Config:
+    """The same step on one rank without the others: its share of the batch, and nothing that needs several ranks."""
+    share = -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
+    norm_kind = "batch" if config.norm.kind == "sync" else config.norm.kind
+    return dataclasses.replace(
         config,
         batch=dataclasses.replace(config.batch, size=share, per_rank=None),
         comm=CommConfig(engine="single"),
-        norm=config.norm if config.norm.kind != "sync" else dataclasses.replace(config.norm, kind="batch"),
+        norm=dataclasses.replace(config.norm, kind=norm_kind),
         log=dataclasses.replace(config.log, noise_scale=False),
     )
-    return changed, provenance
 
 
-def _figures(config: Config, trainer: Trainer, steps: int, step_s: float) -> dict[str, Any]:
-    """Seconds by phase and operations, where the framework tells them."""
+def _phases_and_operations(config: Config, trainer: Trainer, steps: int, step_s: float) -> dict[str, Any]:
+    """Milliseconds by phase, and floating-point operations; nothing where the framework does not count them."""
     framework = plugins.load("frameworks", config.framework, "framework")
     if not hasattr(framework, "figures"):
         return {}
+    figures = framework.figures()
     learner: Any = trainer.job.learner
-    figures, prefetcher = framework.figures(), trainer.prefetcher
-    watch, p = figures.patient(learner.device), trainer.now.progress
-    learner.stopwatch = watch
+    progress = trainer.now.progress
+    stopwatch = figures.patient(learner.device)
+    learner.stopwatch = stopwatch
     for _ in range(steps):
-        watch.enter("data")
-        hyper, micro = prefetcher.take(p)
-        learner.step(micro, hyper, p.step)
-        p = p.advance(hyper.batch)
-    phases = total(watch.read())
-    hyper, micro = prefetcher.take(p)
-    flops, peak = figures.step_flops(learner, micro, hyper), figures.peak_flops(learner)
+        stopwatch.enter("data")
+        hyper, micro_batches = trainer.prefetcher.take(progress)
+        learner.step(micro_batches, hyper, progress.step)
+        progress = progress.advance(hyper.batch)
+    phases = total(stopwatch.read())
+    hyper, micro_batches = trainer.prefetcher.take(progress)
+    flops = figures.step_flops(learner, micro_batches, hyper)
+    peak_flops = figures.peak_flops(learner)
     return {
         "phases_ms": {phase: 1e3 * seconds / steps for phase, seconds in phases.items()},
         "gflop_per_step_of_a_rank": flops / 1e9,
         "gflop_per_s_of_a_rank": flops / step_s / 1e9,
-        "matmul_gflop_per_s": peak / 1e9,
-        "share_of_matmul": flops / step_s / peak,
+        "matmul_gflop_per_s": peak_flops / 1e9,
+        "share_of_matmul": flops / step_s / peak_flops,
     }
 
 
-def text(tree: dict[str, Any]) -> list[str]:
-    """For people."""
-    low, high = tree["images_per_s_quartiles"]
-    turns = f"{tree['rounds']} rounds of {tree['steps_per_round']} steps"
-    ranks = f"{tree['ranks']} rank{'s' * (tree['ranks'] > 1)}, engine {tree['engine']}"
+def to_text(result: Mapping[str, Any]) -> list[str]:
+    """The lines for people."""
+    low, high = result["images_per_s_quartiles"]
+    rounds = f"{result['rounds']} rounds of {result['steps_per_round']} steps"
+    ranks = f"{plural(result['ranks'], 'rank')}, engine {result['engine']}"
     lines = [
-        f"{tree['images_per_s']:.1f} images/s (quartiles {low:.1f} to {high:.1f}, {turns})",
-        f"  {tree['ms_per_step']:.2f} ms a step of {tree['batch']} images on {ranks}",
-        f"  model {tree['model']}",
-        f"  samples {tree['feed']}: {tree['data_wait_ms']:.2f} ms of waiting a step",
+        f"{result['images_per_s']:.1f} images/s (quartiles {low:.1f} to {high:.1f}, {rounds})",
+        f"  {result['ms_per_step']:.2f} ms a step of {result['batch']} images on {ranks}",
+        f"  model {result['model']}",
+        f"  samples {result['prefetch']}: {result['data_wait_ms']:.2f} ms of waiting a step",
     ]
-    if "exposed_communication_ms" in tree:
-        words = f"{tree['exposed_communication_ms']:.2f} ms a step; each rank alone, all at once: {tree['alone_ms_per_step']:.2f} ms"
-        lines.append(f"  exposed communication {words}")
-    if "phases_ms" in tree:
-        total = sum(tree["phases_ms"].values())
+    if "exposed_communication_ms" in result:
+        alone = f"a step of each rank alone, all at once: {result['alone_ms_per_step']:.2f} ms"
+        lines.append(f"  exposed communication {result['exposed_communication_ms']:.2f} ms a step; {alone}")
+    if "phases_ms" in result:
         lines += ["  phases, one after the other:"]
-        lines += [f"    {phase:24} {ms:8.2f} ms {ms / total:6.1%}" for phase, ms in tree["phases_ms"].items()]
-        did = f"{tree['gflop_per_step_of_a_rank']:.1f} GFLOP a step of a rank: {tree['gflop_per_s_of_a_rank']:.0f} GFLOP/s"
-        lines.append(f"  {did}, {tree['share_of_matmul']:.1%} of a matrix product's {tree['matmul_gflop_per_s']:.0f}")
+        all_ms = sum(result["phases_ms"].values())
+        lines += [f"    {phase:24} {ms:8.2f} ms {ms / all_ms:6.1%}" for phase, ms in result["phases_ms"].items()]
+        lines.append(
+            f"  {result['gflop_per_step_of_a_rank']:.1f} GFLOP a step of a rank: {result['gflop_per_s_of_a_rank']:.0f} GFLOP/s, "
+            f"{result['share_of_matmul']:.1%} of the {result['matmul_gflop_per_s']:.0f} of a matrix product"
+        )
     return lines
-
-
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Parser("step")
-    parser.add_argument("--rounds", type=rounds_of, default=7)
-    parser.add_argument("--steps", type=rounds_of, default=20)
-    return parser.parse_known_args(words)

@@ -1,0 +1,232 @@
+"""What a step would cost on more ranks: an alpha-beta model of allreduce and a model of a step, fitted to measurements. Arithmetic only.
+
+alpha is the latency of a message, beta the seconds of a byte (Hockney 1994).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+BACKWARD = 2 / 3  # share of a step's computing: two matrix products for each one of the forward pass
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LINK = re.compile(r"([\w.-]+):(\d+(?:\.\d+)?(?:e-?\d+)?)(ns|us|ms|s):(\d+(?:\.\d+)?)([KMGT]?)B/s", re.ASCII)
+
+
+class Link(NamedTuple):
+    """The connection from one rank to another; each rank has its own, none is shared."""
+
+    name: str
+    latency_s: float  # alpha, of one message
+    bytes_per_s: float  # 1 / beta; summing what arrives is part of it
+
+
+class Cluster(NamedTuple):
+    """The links of a cluster whose nodes are filled with ranks one after the other."""
+
+    inside: Link  # between ranks of one node
+    between: Link  # between nodes
+    per_node: int  # ranks
+
+
+class MeasuredAllreduce(NamedTuple):
+    size_bytes: float
+    seconds: float
+
+
+class MeasuredStep(NamedTuple):
+    """A step of a job that ran."""
+
+    samples: float  # of one rank
+    oversubscription: float  # ranks / cores, at least 1: computing takes this many times as long
+    comm_s: float  # of all gradients with nothing hidden behind computing; 0 on one rank
+    step_s: float
+
+
+class StepModel(NamedTuple):
+    """Seconds of a step: oversubscription x (fixed + per_sample x samples) x (1 + contention) + exposed communication."""
+
+    fixed_s: float
+    per_sample_s: float
+    contention: float  # of two ranks or more: computing takes 1 + this times as long (memory, caches, readers, the slowest rank)
+    exposed: float  # share of the communication that computing does not hide, 0 to 1
+
+    def compute_s(self, samples: float, alone: bool = False) -> float:
+        """Seconds of computing; `alone` is one rank without others beside it."""
+        seconds = self.fixed_s + self.per_sample_s * samples
+        return seconds if alone else seconds * (1 + self.contention)
+
+
+def ring_s(ranks: int, size_bytes: float, link: Link) -> float:
+    """Reduce-scatter and all-gather round a ring: 2 (n - 1) messages of B / n."""
+    return 2 * (ranks - 1) * (link.latency_s + size_bytes / ranks / link.bytes_per_s)
+
+
+def tree_s(ranks: int, size_bytes: float, link: Link) -> float:
+    """Up a binomial tree and down again, with the whole vector each time."""
+    return 2 * math.ceil(math.log2(ranks)) * (link.latency_s + size_bytes / link.bytes_per_s)
+
+
+def halving_doubling_s(ranks: int, size_bytes: float, link: Link) -> float:
+    """Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005, section 3.3).
+
+    Ranks beyond a power of two send their vector first and receive the sum last: two more messages of the whole vector.
+    """
+    power = 2 ** int(math.log2(ranks))
+    beyond_s = 2 * (link.latency_s + size_bytes / link.bytes_per_s) if power < ranks else 0.0
+    latency_s = 2 * math.log2(power) * link.latency_s
+    transfer_s = 2 * (power - 1) / power * size_bytes / link.bytes_per_s
+    return latency_s + transfer_s + beyond_s
+
+
+def flat_s(cost: Callable[[int, float, Link], float], ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    """An algorithm that ignores nodes: on two nodes or more, the slower of the two links determines its time."""
+    if ranks <= cluster.per_node:
+        return cost(ranks, size_bytes, cluster.inside)
+    return max(cost(ranks, size_bytes, link) for link in (cluster.inside, cluster.between))
+
+
+def hierarchical_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    """Rings inside nodes; between nodes each rank's share of the vector goes round a ring, all shares at the same time."""
+    local_ranks = min(ranks, cluster.per_node)
+    nodes = math.ceil(ranks / cluster.per_node)
+    return ring_s(local_ranks, size_bytes, cluster.inside) + ring_s(nodes, size_bytes / local_ranks, cluster.between)
+
+
+def hierarchical_tree_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    """Trees inside nodes; between nodes one rank of each node sends the whole vector up and down a tree."""
+    local_ranks = min(ranks, cluster.per_node)
+    nodes = math.ceil(ranks / cluster.per_node)
+    return tree_s(local_ranks, size_bytes, cluster.inside) + tree_s(nodes, size_bytes, cluster.between)
+
+
+def _flat_ring_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    return flat_s(ring_s, ranks, size_bytes, cluster)
+
+
+def _flat_tree_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    return flat_s(tree_s, ranks, size_bytes, cluster)
+
+
+def _flat_halving_doubling_s(ranks: int, size_bytes: float, cluster: Cluster) -> float:
+    return flat_s(halving_doubling_s, ranks, size_bytes, cluster)
+
+
+ALGORITHMS: Mapping[str, Callable[[int, float, Cluster], float]] = {
+    "ring": _flat_ring_s,
+    "tree": _flat_tree_s,
+    "halving-doubling": _flat_halving_doubling_s,
+    "hierarchical ring": hierarchical_ring_s,
+    "hierarchical tree": hierarchical_tree_s,
+}
+
+
+def comm_s(algorithm: str, ranks: int, bucket_bytes: Sequence[float], cluster: Cluster) -> float:
+    """Seconds of one step's allreduces, one bucket after the other."""
+    if ranks == 1:
+        return 0.0
+    return sum(ALGORITHMS[algorithm](ranks, size, cluster) for size in bucket_bytes)
+
+
+def step_s(model: StepModel, samples: float, comm: float, oversubscription: float = 1.0) -> float:
+    """Seconds of one step with `comm` seconds of communication, 0 for one rank alone. The backward pass hides at most its own length."""
+    compute = oversubscription * model.compute_s(samples, alone=not comm)
+    return compute + max(model.exposed * comm, comm - BACKWARD * compute)
+
+
+def fit_link(points: Sequence[MeasuredAllreduce], ranks: int, name: str = "measured") -> Link:
+    """Latency and bandwidth of ring allreduces, by the least sum of squared relative errors."""
+    rows = np.array([[2 * (ranks - 1), 2 * (ranks - 1) / ranks * point.size_bytes] for point in points])
+    latency, beta = _least_squares(rows, np.array([point.seconds for point in points]))
+    return Link(name, latency, 1 / beta if beta else math.inf)
+
+
+def fit_step(points: Sequence[MeasuredStep]) -> StepModel:
+    """Least sums of squared relative errors: computing from single ranks, then contention and exposed communication from the others.
+
+    Where the points cannot separate parameters: fixed_s is 0 if all have the same number of samples; contention is 0 if no rank ran
+    alone; exposed is 1 if there was no communication. Time beyond all communication counts as contention, not as the link's.
+    """
+    alone = [point for point in points if not point.comm_s]
+    together = [point for point in points if point.comm_s]
+    fixed_s, per_sample_s, exposed = _fit_compute(alone or together)
+    if not together:
+        return StepModel(fixed_s, per_sample_s, contention=0.0, exposed=1.0)
+    if not alone:
+        return StepModel(fixed_s, per_sample_s, contention=0.0, exposed=exposed)
+    compute = np.array([point.oversubscription * (fixed_s + per_sample_s * point.samples) for point in together])
+    communication = np.array([point.comm_s for point in together])
+    seconds = np.array([point.step_s for point in together])
+    slowdown, exposed = _least_squares(np.stack([compute, communication], axis=1), seconds)
+    if exposed > 1:
+        (slowdown,) = _least_squares(compute[:, None], seconds, known=communication)
+        exposed = 1.0
+    return StepModel(fixed_s, per_sample_s, contention=slowdown - 1, exposed=exposed)
+
+
+def _fit_compute(points: Sequence[MeasuredStep]) -> list[float]:
+    """[fixed_s, per_sample_s, exposed]"""
+    samples_vary = len({point.samples for point in points}) > 1
+    rows = [[point.oversubscription * samples_vary, point.oversubscription * point.samples, point.comm_s] for point in points]
+    return _least_squares(np.array(rows), np.array([point.step_s for point in points]))
+
+
+def _least_squares(rows: np.ndarray, seconds: np.ndarray, known: np.ndarray | float = 0.0) -> list[float]:
+    """Factors x >= 0 with rows x + known = seconds, by relative errors. A column whose factor would be negative is left out."""
+    kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
+    while kept:
+        relative = rows[:, kept] / seconds[:, None]
+        norms = np.linalg.norm(relative, axis=0)  # bytes and messages are nine powers of ten apart
+        normalized = np.linalg.lstsq(relative / norms, (seconds - known) / seconds, rcond=None)[0]
+        if normalized.min() >= 0:
+            factors = dict(zip(kept, normalized / norms, strict=True))
+            return [float(factors.get(column, 0.0)) for column in range(rows.shape[1])]
+        kept.pop(int(normalized.argmin()))
+    return [0.0] * rows.shape[1]
+
+
+def link_errors(points: Sequence[MeasuredAllreduce], ranks: int) -> list[float]:
+    """Relative error of each allreduce, predicted from all others."""
+    errors = []
+    for index, point in enumerate(points):
+        link = fit_link([*points[:index], *points[index + 1 :]], ranks)
+        errors.append(ring_s(ranks, point.size_bytes, link) / point.seconds - 1)
+    return errors
+
+
+def step_errors(points: Sequence[MeasuredStep]) -> list[float]:
+    """Relative error of each step, predicted from all others; empty where fewer than four others remain, for four parameters."""
+    if len(points) < 5:
+        return []
+    errors = []
+    for index, point in enumerate(points):
+        model = fit_step([*points[:index], *points[index + 1 :]])
+        errors.append(step_s(model, point.samples, point.comm_s, point.oversubscription) / point.step_s - 1)
+    return errors
+
+
+def split_buckets(total_bytes: int, bucket_bytes: float) -> list[float]:
+    """Bytes of each bucket."""
+    full_buckets, rest = divmod(total_bytes, bucket_bytes)
+    return [float(bucket_bytes)] * int(full_buckets) + ([float(rest)] if rest else [])
+
+
+def read_links(text: str) -> tuple[Link, Link]:
+    """ "nvlink:5us:300GB/s,ib:2us:25GB/s" -> the links inside a node and between nodes; one link is both. Raises UserError."""
+    links = []
+    for item in text.split(","):
+        match = _LINK.fullmatch(item.strip())
+        if not match or not float(match[4]):
+            fix = "NAME:LATENCY:BANDWIDTH, inside a node and between nodes: --links nvlink:5us:300GB/s,ib:2us:25GB/s"
+            raise UserError(f"cannot read the link {item!r}", "--links", fix)
+        links.append(Link(match[1], float(match[2]) * _SECONDS[match[3]], float(match[4]) * _PREFIXES[match[5]]))
+    if len(links) > 2:
+        raise UserError(f"{len(links)} links, at most two are possible: inside a node, between nodes", "--links", "leave the others out")
+    return links[0], links[-1]

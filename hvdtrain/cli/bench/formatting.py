@@ -1,0 +1,60 @@
+"""Numbers and tables as people read them, and where the result of a bench is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UserError
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits: 4.21 us, 183 ms"""
+    if seconds >= 1:
+        unit, factor = "s", 1.0
+    elif seconds >= 1e-3:
+        unit, factor = "ms", 1e3
+    else:
+        unit, factor = "us", 1e6
+    return f"{seconds * factor:#.3g}".rstrip(".") + f" {unit}"
+
+
+def format_bytes(size: int) -> str:
+    """1024 -> 1 KiB, 100000000 -> 100 MB, 1000 -> 1000 B"""
+    for unit, factor in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6), ("KiB", 2**10)):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 rank, 2 ranks"""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each row; the first two columns are aligned to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if column < 2 else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[str, Any]) -> None:
+    """On rank 0: prints the text and writes the JSON file; with "-" as the path, prints the JSON instead of the text.
+
+    Raises UserError where the file cannot be written.
+    """
+    as_json = json.dumps(result)
+    print(as_json if json_path == "-" else "\n".join(lines), flush=True)
+    if json_path is not None and json_path != "-":
+        try:
+            Path(json_path).write_text(as_json + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {json_path}: {error.strerror}", "--json", "give a file that can be written, or -") from None
