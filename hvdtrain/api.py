@@ -60,11 +60,11 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
 
     With step_times those of single steps (log.step_times) too. The job may run, be over, or have been killed.
     """
-    from hvdtrain.report.dataframe import frame
-    from hvdtrain.report.run import read_record
+    from hvdtrain.report.dataframe import to_dataframe
+    from hvdtrain.report.run import read_run
 
     folder = run.folder if isinstance(run, Run) else Path(os.path.expanduser(run))
-    return frame(read_record(folder, step_times))
+    return to_dataframe(read_run(folder, step_times))
 
 
 def _words(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""python -m hvdtrain report: what became of one run or of several, as a page and pictures."""
+"""python -m hvdtrain report: one run, or several side by side, as an HTML page and pictures."""
 
 from __future__ import annotations
 
@@ -7,112 +7,130 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hvdtrain.config.read import nearest
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.report import summary
 from hvdtrain.report.figures import draw, files
-from hvdtrain.report.page import Image, page
-from hvdtrain.report.run import read_record
+from hvdtrain.report.page import PageImage, render_page
+from hvdtrain.report.run import read_run
 
 USAGE = """\
 python -m hvdtrain report RUN [RUN ...] [--to FOLDER]
-  RUN    a run folder, which has events.jsonl: of a job that is over, that goes on, or that was killed; several are compared
-  --to   the folder for report.html, one file that needs nothing else, and report-*.png;
-         where left out RUN itself, and ./report for several"""
-_CALL = USAGE.partition("\n")[0]
-_WHERE = "command line of report"
-PATIENCE_S = 2.0  # before a line says how far it is
+  RUN    a run folder, which has events.jsonl: of a job that is done, that is running, or that was killed; several are compared
+  --to   the folder for report.html, one file that needs no other, and report-*.png;
+         default: RUN itself for one run, ./report for several"""
+_SYNTAX = USAGE.partition("\n")[0]
+_COMMAND_LINE = "command line of report"
+PROGRESS_S = 2.0  # between two lines of progress
 
 
-def report(words: Sequence[str]) -> int:
-    """The command behind `report`; returns the exit code."""
-    if not words or {"-h", "--help"} & set(words):
+class _Options(NamedTuple):
+    runs: list[Path]  # each run folder once
+    to: Path  # the folder for the page and the pictures
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Runs `report`; returns the exit code. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    runs, to = _parse(words)
-    records = [read_record(run) for run in runs]
-    _make(to)
-    labels = summary.labels(records)
-    progress = _Progress()
-    pictures = draw.draw(records, labels, progress)
-    images, pngs = [], {}
-    for place, picture in enumerate(pictures, 1):
-        progress(f"writing: {place} of {len(pictures)}")
-        pngs[f"report-{picture.name}.png"] = png = files.png(picture.figure)
-        images.append(Image(picture.title, picture.about, files.address(files.svg(picture.figure), png)))
-    html = page(records, labels, images, shlex.join(["python", "-m", "hvdtrain", "report", *words]))
-    _write(to, {"report.html": html.encode("utf-8", "replace")} | pngs)
-    print(f"page: {to / 'report.html'}")
-    print(f"pictures: {len(pngs)} in {to}")
+    options = _parse(arguments)
+    runs = [read_run(folder) for folder in options.runs]
+    _make_folder(options.to)  # before seconds are spent on drawing
+    labels = summary.labels(runs)
+    progress = Progress()
+    images: list[PageImage] = []
+    pictures: dict[str, bytes] = {}  # file name -> PNG
+    drawn = draw.draw_all(runs, labels, progress)
+    for number, (kind, figure) in enumerate(drawn, start=1):
+        progress(f"writing: {number} of {len(drawn)}")
+        png = files.png(figure)
+        pictures[_picture_name(kind)] = png
+        images.append(PageImage(kind.title, kind.description, files.data_url(files.svg(figure), png)))
+    command = shlex.join(["python", "-m", "hvdtrain", "report", *arguments])
+    html = render_page(runs, labels, images, command)
+    _remove_old_pictures(options.to, keep=set(pictures))
+    for name, data in {"report.html": html.encode("utf-8", "replace"), **pictures}.items():
+        _write_whole(options.to / name, data)
+    print(f"page: {options.to / 'report.html'}")
+    print(f"pictures: {len(pictures)} in {options.to}")
     return DONE
 
 
-class _Progress:
-    """A line on the standard error from time to time, for those who wait."""
+class Progress:
+    """Prints a line to the standard error if PROGRESS_S have passed since the last one."""
 
-    def __init__(self) -> None:
-        self._spoken = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s = clock()
 
-    def __call__(self, words: str) -> None:
-        if time.monotonic() - self._spoken >= PATIENCE_S:
-            self._spoken = time.monotonic()
-            print(words, file=sys.stderr, flush=True)
+    def __call__(self, line: str) -> None:
+        if self._clock() - self._last_s >= PROGRESS_S:
+            self._last_s = self._clock()
+            print(line, file=sys.stderr, flush=True)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, _WHERE, _CALL)
+        raise UserError(message, _COMMAND_LINE, _SYNTAX)
 
 
-def _parse(words: Sequence[str]) -> tuple[list[Path], Path]:
-    """The run folders, each once, and where to write."""
+def _parse(arguments: Sequence[str]) -> _Options:
+    """Raises UserError where the command line is not as USAGE says."""
     parser = _Parser(prog="python -m hvdtrain report", add_help=False, allow_abbrev=False)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--to")
-    asked, rest = parser.parse_known_intermixed_args(words)
-    if rest:
-        raise UserError(f"cannot read the word '{short(rest[0])}'", _WHERE, f"{nearest(rest[0].partition('=')[0], ['--to'])}; {_CALL}")
-    if not asked.runs:
-        raise UserError("RUN is missing", _WHERE, _CALL)
-    runs = list({os.path.realpath(run): run for run in map(_path, asked.runs)}.values())
-    return runs, _path(asked.to) if asked.to else runs[0] if len(runs) == 1 else Path("report")
+    parsed, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        suggestion = nearest(unknown[0].partition("=")[0], ["--to"])
+        raise UserError(f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, f"{suggestion}; {_SYNTAX}")
+    if not parsed.runs:
+        raise UserError("RUN is missing", _COMMAND_LINE, _SYNTAX)
+    folders = [Path(os.path.expanduser(run)) for run in parsed.runs]
+    runs = list({os.path.realpath(folder): folder for folder in folders}.values())
+    if parsed.to:
+        return _Options(runs, Path(os.path.expanduser(parsed.to)))
+    return _Options(runs, runs[0] if len(runs) == 1 else Path("report"))
 
 
-def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))
-
-
-def _make(folder: Path) -> None:
-    """Before seconds are spent on drawing."""
+def _make_folder(folder: Path) -> None:
+    """Raises UserError where it cannot be made or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot(folder, error) from None
+        raise _cannot_write(folder, error) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise _cannot(folder, PermissionError(0, "permission denied"))
+        raise _cannot_write(folder, PermissionError(0, "permission denied"))
 
 
-def _write(to: Path, files: dict[str, bytes]) -> None:
-    """Each whole or not there; the pictures of an earlier report that have nothing to show any more are removed."""
-    for path in (to / f"report-{name}.png" for name, *_ in draw.ALL if f"report-{name}.png" not in files):
+def _picture_name(kind: draw.FigureKind) -> str:
+    return f"report-{kind.name}.png"
+
+
+def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
+    """Pictures of an earlier report that are not part of this one; the user's own files stay."""
+    for name in {_picture_name(kind) for kind in draw.KINDS} - keep:
         try:
-            path.unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         except OSError as error:
-            raise _cannot(path, error) from None
-    for name, data in files.items():
-        unfinished = to / f".{name}.{os.getpid()}.unfinished"
-        try:
-            unfinished.write_bytes(data)
-            unfinished.replace(to / name)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise _cannot(to / name, error) from None
+            raise _cannot_write(folder / name, error) from None
 
 
-def _cannot(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write {path}: {error.strerror or error}", "--to", "give a folder that can be written, with room")
+def _write_whole(path: Path, data: bytes) -> None:
+    """Writes the file, or leaves it as it was and raises UserError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}", "--to", "give a folder that can be written and has room")

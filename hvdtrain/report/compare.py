@@ -1,50 +1,52 @@
-"""Runs side by side: the keys in which they differ, and what more ranks brought, over seeds."""
+"""Runs side by side: the configuration keys in which they differ, and how they scale over ranks, with the spread over seeds."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from hvdtrain.report import summary
-from hvdtrain.report.run import Fields, Record, number
+from hvdtrain.report.run import Fields, RunRecord, number
 
-_PLACE = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")  # not what is trained
-_WATCH = ("log.", "guard.", "checkpoint.", "profile.")
-_OF_START = ("ranks", "engine", "device")  # what each start tells of its place
-_OF_RANKS = ("batch.size", "batch.per_rank")  # a job on more ranks keeps either the whole batch or that of a rank
+# Keys that do not change what is trained: where data and files are, and how ranks find each other.
+_LOCATION_KEYS = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")
+_OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
+_BATCH_KEYS = ("batch.size", "batch.per_rank")  # more ranks keep either the batch over all ranks or the batch of each rank
+_START_FIELDS = ("ranks", "engine", "device")
 
 
 class Spread(NamedTuple):
-    """Some measurements of the same thing; NaN for what is not known."""
+    """Repeated measurements of one quantity; NaN for what is not known."""
 
     mean: float
     sd: float  # of the sample; NaN for one value
     n: int
 
 
-class Row(NamedTuple):
-    """All runs of a comparison on so many ranks, against those on the fewest."""
+class ScalingRow(NamedTuple):
+    """All runs of a comparison on one number of ranks, relative to those on the fewest ranks."""
 
     ranks: int
     seeds: str
     images_per_s: Spread
     speed_up: float
-    efficiency: float  # speed-up by ranks
+    efficiency: float  # speed-up divided by the ratio of the ranks
     seconds: Spread  # of the jobs that reached their end
-    accuracy: Spread  # the last, of those too
+    accuracy: Spread  # the last one, of those jobs too
     joules_per_image: Spread
     energy_ratio: float
 
 
-class Comparison(NamedTuple):
-    """Runs of one configuration on two numbers of ranks or more; rows by ranks."""
+class ScalingComparison(NamedTuple):
+    """Runs of one configuration on at least two numbers of ranks; rows by ranks."""
 
-    batch: str  # which batch they have in common
-    rows: list[Row]
-    records: list[Record]
+    batch: str  # the batch that they have in common, for people
+    rows: list[ScalingRow]
+    runs: list[RunRecord]
 
 
 def spread(values: list[float]) -> Spread:
@@ -52,101 +54,126 @@ def spread(values: list[float]) -> Spread:
     return Spread(fmean(known) if known else math.nan, stdev(known) if len(known) > 1 else math.nan, len(known))
 
 
-def differing(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
-    """(key, the value of each run) where they are not all equal; None where a run has no such key. Where it was written is no key."""
-    keys = dict.fromkeys(key for record in records for key in record.config if key != "run")
-    rows = [(key, [record.config.get(key) for record in records]) for key in keys]
-    return [(key, values) for key, values in rows if len({_text(value) for value in values}) > 1]
+def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """(key, its value in each run) of the keys whose values are not all equal, but for `run`; None where a run lacks the key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run")
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return [(key, of_runs) for key, of_runs in values.items() if len({_json(value) for value in of_runs}) > 1]
 
 
-def comparisons(records: Sequence[Record]) -> list[Comparison]:
-    """Of the same batch over all ranks (strong scaling), and of the same batch on each rank (weak scaling).
+def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
+    """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of each rank (weak scaling).
 
-    A job that went on in another place is of no number of ranks. Of an unknown configuration nothing can be said.
+    Runs are left out whose configuration or ranks are not known, or that changed ranks, engine or device on the way.
     """
-    families: dict[str, list[Record]] = {}
-    for record in records:
-        if record.config and record.ranks and not changed_places(record):
-            families.setdefault(_trained(record), []).append(record)
-    return [one for family in families.values() for way in _ways(family) for kind in _KINDS for one in _compared(way, *kind)]
-
-
-def changed_places(record: Record) -> str:
-    """What a job that goes on has changed, as "ranks 1, then 2"; empty where nothing. A start whose steps were all done again is none."""
-    starts: list[Fields] = []
-    for start in record.of("start"):
-        starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
-    told = {name: list(dict.fromkeys(str(start[name]) for start in starts if start.get(name) is not None)) for name in _OF_START}
-    return "; ".join(f"{name} {', then '.join(values)}" for name, values in told.items() if len(values) > 1)
-
-
-def _trained(record: Record) -> str:
-    """What is trained, whatever the seed, the ranks and how they talk."""
-    config = record.config
-    kept = {key: config[key] for key in config if key not in (*_PLACE, *_OF_RANKS, "seed") and not key.startswith(("comm.", *_WATCH))}
-    energy = record.start.get("energy")
-    gpus = isinstance(energy, dict) and "gpu" in energy  # speed.device=auto takes what the machine has
-    return _text([sorted(kept.items()), record.start.get("device"), gpus])
-
-
-def _ways(family: list[Record]) -> list[list[Record]]:
-    """One list for each way in which ranks talk, with the jobs on one rank in each of them: those talk to nobody."""
-    alone = [record for record in family if record.ranks == 1]
-    ways: dict[str, list[Record]] = {}
-    for record in family:
-        if record.ranks != 1:
-            keys = {key: value for key, value in record.config.items() if key.startswith("comm.") and key not in _PLACE}
-            ways.setdefault(_text([record.start.get("engine"), sorted(keys.items())]), []).append(record)
-    return [alone + way for way in ways.values()]
-
-
-def batch_of(record: Record) -> float:
-    """Over all ranks, of the first step where the configuration does not tell."""
-    first_step = next(iter(record.steps()), {})
-    return summary.first(number({"size": record.config.get("batch.size")}, "size"), number(first_step, "batch"))
-
-
-def _per_rank(record: Record) -> float:
-    return batch_of(record) / (record.ranks or 1)
-
-
-_KINDS: tuple[tuple[str, Callable[[Record], float]], ...] = (
-    ("{:g} over all ranks (strong scaling)", batch_of),
-    ("{:g} on each rank (weak scaling)", _per_rank),
-)
-
-
-def _compared(way: list[Record], words: str, batch: Callable[[Record], float]) -> list[Comparison]:
-    by_batch: dict[float, list[Record]] = {}
-    for record in way:
-        if math.isfinite(size := batch(record)):
-            by_batch.setdefault(size, []).append(record)
+    comparable = [run for run in runs if run.config and run.ranks and not changes_between_starts(run)]
     return [
-        Comparison(words.format(size), _rows(same), same) for size, same in sorted(by_batch.items()) if len({one.ranks for one in same}) > 1
+        comparison
+        for same_training in _groups(comparable, _training_key)
+        for same_communication in _by_communication(same_training)
+        for scaling in _SCALINGS
+        for comparison in _at_constant_batch(same_communication, scaling)
     ]
 
 
-def _rows(records: list[Record]) -> list[Row]:
-    by_ranks: dict[int, list[Record]] = {}
-    for record in records:
-        by_ranks.setdefault(record.ranks or 1, []).append(record)
-    rows: list[Row] = []
-    for ranks, same in sorted(by_ranks.items()):
-        done = [record for record in same if record.end.get("kind") == "end"]
-        speed, joules = (spread(list(map(of, same))) for of in (summary.images_per_s, summary.joules_per_image))
-        base_ranks, base_speed, base_joules = (
-            (rows[0].ranks, rows[0].images_per_s, rows[0].joules_per_image) if rows else (ranks, speed, joules)
-        )
-        row = Row(
+def changes_between_starts(run: RunRecord) -> str:
+    """What a resumed job changed, as "ranks 1, then 2"; empty where nothing. A start whose steps were all repeated does not count."""
+    starts: list[Fields] = []
+    for start in run.events_of("start"):
+        starts = [*(old for old in starts if number(old, "step") < number(start, "step")), start]
+    changes = []
+    for field in _START_FIELDS:
+        values = list(dict.fromkeys(str(start[field]) for start in starts if start.get(field) is not None))
+        if len(values) > 1:
+            changes.append(f"{field} {', then '.join(values)}")
+    return "; ".join(changes)
+
+
+def global_batch(run: RunRecord) -> float:
+    """Samples of a step over all ranks: batch.size, else that of the first step event; NaN where neither is known."""
+    first_step = next(iter(run.step_events()), {})
+    return summary.first_finite(number({"size": run.config.get("batch.size")}, "size"), number(first_step, "batch"))
+
+
+def _batch_of_rank(run: RunRecord) -> float:
+    return global_batch(run) / (run.ranks or 1)
+
+
+class _Scaling(NamedTuple):
+    """What stays constant while the ranks change."""
+
+    description: str  # with {:g} for the batch
+    batch: Callable[[RunRecord], float]
+
+
+_SCALINGS = (
+    _Scaling("{:g} over all ranks (strong scaling)", global_batch),
+    _Scaling("{:g} on each rank (weak scaling)", _batch_of_rank),
+)
+
+
+def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[list[RunRecord]]:
+    """Runs of equal keys together, in the order in which the keys appear."""
+    groups: dict[Any, list[RunRecord]] = defaultdict(list)
+    for run in runs:
+        groups[key(run)].append(run)
+    return list(groups.values())
+
+
+def _training_key(run: RunRecord) -> str:
+    """Equal for runs that train the same, whatever their seed, ranks and communication."""
+    ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
+    ignored_prefixes = ("comm.", *_OBSERVATION_PREFIXES)
+    config = {key: value for key, value in run.config.items() if key not in ignored_keys and not key.startswith(ignored_prefixes)}
+    energy = run.start_event.get("energy")
+    on_gpus = isinstance(energy, dict) and "gpu" in energy  # speed.device=auto takes what the machine has
+    return _json([sorted(config.items()), run.start_event.get("device"), on_gpus])
+
+
+def _communication_key(run: RunRecord) -> str:
+    """Equal for runs whose ranks communicate alike."""
+    config = {key: value for key, value in run.config.items() if key.startswith("comm.") and key not in _LOCATION_KEYS}
+    return _json([run.start_event.get("engine"), sorted(config.items())])
+
+
+def _by_communication(runs: list[RunRecord]) -> list[list[RunRecord]]:
+    """A group for each way of communication; runs on one rank, which do not communicate, are in every group."""
+    single = [run for run in runs if run.ranks == 1]
+    several = [run for run in runs if run.ranks != 1]
+    return [single + group for group in _groups(several, _communication_key)]
+
+
+def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[ScalingComparison]:
+    """In ascending order of the batch; batches with one number of ranks only are left out."""
+    known = [run for run in runs if math.isfinite(scaling.batch(run))]
+    groups = sorted(_groups(known, scaling.batch), key=lambda group: scaling.batch(group[0]))
+    return [
+        ScalingComparison(scaling.description.format(scaling.batch(group[0])), _scaling_rows(group), group)
+        for group in groups
+        if len({run.ranks for run in group}) > 1
+    ]
+
+
+def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
+    """A row for each number of ranks, the fewest first: that row is what the others are compared with."""
+    rows: list[ScalingRow] = []
+    for group in sorted(_groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1):
+        ranks = group[0].ranks or 1
+        finished = [run for run in group if run.end_event.get("kind") == "end"]
+        images_per_s = spread([summary.images_per_s(run) for run in group])
+        joules_per_image = spread([summary.joules_per_image(run) for run in group])
+        base_ranks = rows[0].ranks if rows else ranks
+        speed_up = _ratio(images_per_s.mean, (rows[0].images_per_s if rows else images_per_s).mean)
+        row = ScalingRow(
             ranks=ranks,
-            seeds=", ".join(sorted({_text(record.config.get("seed")) for record in same})),
-            images_per_s=speed,
-            speed_up=_ratio(speed.mean, base_speed.mean),
-            efficiency=_ratio(speed.mean, base_speed.mean) * base_ranks / ranks,
-            seconds=spread(list(map(summary.job_seconds, done))),
-            accuracy=spread(list(map(summary.last_accuracy, done))),
-            joules_per_image=joules,
-            energy_ratio=_ratio(joules.mean, base_joules.mean),
+            seeds=", ".join(sorted({_json(run.config.get("seed")) for run in group})),
+            images_per_s=images_per_s,
+            speed_up=speed_up,
+            efficiency=speed_up * base_ranks / ranks,
+            seconds=spread([summary.job_seconds(run) for run in finished]),
+            accuracy=spread([summary.last_accuracy(run) for run in finished]),
+            joules_per_image=joules_per_image,
+            energy_ratio=_ratio(joules_per_image.mean, (rows[0].joules_per_image if rows else joules_per_image).mean),
         )
         rows.append(row)
     return rows
@@ -156,5 +183,5 @@ def _ratio(value: float, base: float) -> float:
     return value / base if base else math.nan
 
 
-def _text(value: Any) -> str:
+def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""What a run came to, in numbers and in words: speed, accuracy, time, energy, and the rank that the others wait for."""
+"""The key figures of a run: speed, accuracy, time, energy, and its slowest rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from hvdtrain.report.run import Fields, Record, number, numbers
+from hvdtrain.report.run import Fields, RunRecord, number, numbers
 
-LONGEST = 40  # characters of a run's name in a legend
-OWN_WORK = 1.1  # a rank whose own work takes so many times the median holds the others up
+LONGEST_LABEL = 40  # characters of a run's name in a legend
+SLOW = 1.1  # times the median of the ranks' own work; a rank above that holds the others up
+_ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
 class Target(NamedTuple):
-    """An accuracy that was reached; NaN for what is not known."""
+    """An accuracy that was reached, and what it took; NaN for what is not known."""
 
     accuracy: float
     seconds: float
@@ -27,117 +28,143 @@ class Straggler(NamedTuple):
     """The rank with the most work of its own in a step."""
 
     rank: int
-    host: str
-    ms: float
-    median_ms: float
+    host: str  # empty where it is not known
+    work_ms: float
+    median_ms: float  # of all ranks
+
+
+class _WeightedRate(NamedTuple):
+    """Images per second during some seconds, or joules per image of some images."""
+
+    rate: float
+    weight: float
 
 
 def finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def first(*values: float) -> float:
-    """The first that is known."""
+def first_finite(*values: float) -> float:
+    """NaN where none is."""
     return next(iter(finite(values)), math.nan)
 
 
-def images_per_s(record: Record) -> float:
-    """Of training, over the whole job: images by seconds, not a mean of rates."""
-    epochs = [(number(event, "images_per_s"), number(event, "epoch_s")) for event in record.epochs()]
-    steps = [(number(event, "images_per_s"), first(number(event, "window_s"), 1.0)) for event in record.steps()]
-    return first(number(record.end, "images_per_s"), _rate(epochs), _rate(steps))
+def images_per_s(run: RunRecord) -> float:
+    """Of training, over the whole job: all images by all seconds, not a mean of rates."""
+    epochs = [_WeightedRate(number(event, "images_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
+    steps = [_WeightedRate(number(event, "images_per_s"), first_finite(number(event, "window_s"), 1.0)) for event in run.step_events()]
+    return first_finite(number(run.end_event, "images_per_s"), _weighted_mean(epochs), _weighted_mean(steps))
 
 
-def _rate(parts: list[tuple[float, float]]) -> float:
-    """The mean of rates, from (images a second, seconds) or (joules an image, images)."""
-    parts = [part for part in parts if all(map(math.isfinite, part))]
-    seconds = sum(part[1] for part in parts)
-    return sum(rate * part for rate, part in parts) / seconds if seconds else math.nan
+def _weighted_mean(rates: list[_WeightedRate]) -> float:
+    """NaN where no rate and its weight are known."""
+    known = [one for one in rates if math.isfinite(one.rate) and math.isfinite(one.weight)]
+    total = sum(one.weight for one in known)
+    return sum(one.rate * one.weight for one in known) / total if total else math.nan
 
 
-def last_accuracy(record: Record) -> float:
-    return next(iter(finite(number(event, "val_accuracy") for event in reversed(record.epochs()))), math.nan)
+def last_accuracy(run: RunRecord) -> float:
+    """Of the last evaluation; NaN without one."""
+    return first_finite(*(number(event, "val_accuracy") for event in reversed(run.epoch_events())))
 
 
-def best_accuracy(record: Record) -> float:
-    return max(
-        finite([number(record.end, "best_accuracy"), *(number(event, "val_accuracy") for event in record.epochs())]), default=math.nan
-    )
+def best_accuracy(run: RunRecord) -> float:
+    """Of all evaluations; NaN without one."""
+    evaluated = [number(event, "val_accuracy") for event in run.epoch_events()]
+    return max(finite([number(run.end_event, "best_accuracy"), *evaluated]), default=math.nan)
 
 
-def epochs_done(record: Record) -> float:
-    last = record.steps()[-1] if record.steps() else {}
-    of_epochs = [number(event, "epoch") for event in record.epochs()]
-    return first(number(record.end, "epochs"), number(last, "epochs"), *reversed(of_epochs))
+def epochs_done(run: RunRecord) -> float:
+    steps = run.step_events()
+    of_last_step = number(steps[-1], "epochs") if steps else math.nan
+    of_evaluations = [number(event, "epoch") for event in reversed(run.epoch_events())]
+    return first_finite(number(run.end_event, "epochs"), of_last_step, *of_evaluations)
 
 
-def job_seconds(record: Record) -> float:
-    """Up to the last event that tells of it."""
-    told = [number(event, "seconds") for event in record.events if event["kind"] not in ("target", "start")]
-    return first(*reversed(told), record.seconds(record.events[-1]))
+def job_seconds(run: RunRecord) -> float:
+    """Up to the last event that has `seconds`; else up to the last event."""
+    known = [number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")]
+    return first_finite(*reversed(known), run.seconds_at(run.events[-1]))
 
 
-def joules_per_image(record: Record) -> float:
-    """Of the job; while it has no end, of its epochs by their images: of those that count the same hardware as the last."""
-    epochs = [event for event in record.epochs() if math.isfinite(number(event, "joules_per_image"))]
-    alike = [event for event in epochs if counted(event) == counted(epochs[-1])]
-    images = [first(number(event, "images_per_s") * number(event, "epoch_s"), 1.0) for event in alike]
-    rates = [number(event, "joules_per_image") for event in alike]
-    return first(number(record.end, "joules_per_image"), _rate(list(zip(rates, images, strict=True))))
+def joules_per_image(run: RunRecord) -> float:
+    """Of the job; while it has no end, the mean of the epochs that measured the same hardware as the last one, weighted by images."""
+    of_job = number(run.end_event, "joules_per_image")
+    if math.isfinite(of_job):
+        return of_job
+    measured = [event for event in run.epoch_events() if math.isfinite(number(event, "joules_per_image"))]
+    rates = []
+    for event in measured:
+        if measured_hardware(event) == measured_hardware(measured[-1]):
+            images = first_finite(number(event, "images_per_s") * number(event, "epoch_s"), 1.0)
+            rates.append(_WeightedRate(number(event, "joules_per_image"), images))
+    return _weighted_mean(rates)
 
 
-def counted(event: Fields) -> set[str] | None:
-    """The kinds of hardware whose joules an event tells; None where it does not say."""
+def measured_hardware(event: Fields) -> set[str] | None:
+    """The kinds of hardware (gpu, cpu) whose joules an event has; None where it does not say which."""
     joules = event.get("joules")
     if not isinstance(joules, dict) or (not joules and math.isfinite(number(event, "joules_per_image"))):
         return None
     return set(map(str, joules))
 
 
-def energy_words(record: Record) -> str:
-    """Joules per image and what they are of, or why there are none."""
-    told = record.start.get("energy")
-    if not isinstance(told, dict):
+def energy_summary(run: RunRecord) -> str:
+    """Joules per image and of which hardware, or why there are none: 0.6 J (GPUs); not measured: processors: no counter"""
+    energy = run.start_event.get("energy")  # kind of hardware -> empty where it is measured, else why not
+    if not isinstance(energy, dict):
         return "not recorded"
-    names = {kind: {"gpu": "GPUs", "cpu": "processors"}.get(str(kind), str(kind)) for kind in told}
-    last = next((kinds for event in (record.end, *reversed(record.epochs())) if (kinds := counted(event)) is not None), set(told))
-    lost = "a counter failed during the job" if len(record.of("start")) == 1 else "not counted in every start of the job"
-    whys = {kind: why or (lost if kind not in last else "") for kind, why in told.items()}
-    absent = "; ".join(f"{names[kind]}: {why}" for kind, why in whys.items() if why)
-    measured = " and ".join(names[kind] for kind, why in whys.items() if not why)
-    joules = joules_per_image(record)
+    lost = _lost_counters(run, set(energy))
+    measured, missing = [], []
+    for kind, reason in energy.items():
+        name = _ENERGY_NAMES.get(str(kind), str(kind))
+        why = reason or lost.get(kind, "")
+        if why:
+            missing.append(f"{name}: {why}")
+        else:
+            measured.append(name)
+    joules = joules_per_image(run)
     if not math.isfinite(joules):
-        return f"not measured: {absent or 'no epoch has ended'}"
-    return f"{joules:.3g} J ({measured or 'of what was measured'})" + (f"; not measured: {absent}" if absent else "")
+        return f"not measured: {'; '.join(missing) or 'no epoch has ended'}"
+    of = " and ".join(measured) or "of what was measured"
+    return f"{joules:.3g} J ({of})" + (f"; not measured: {'; '.join(missing)}" if missing else "")
 
 
-def targets(record: Record) -> list[Target]:
-    """In the order of the accuracies."""
-    found = {
-        number(event, "target"): Target(
-            number(event, "target"), record.seconds(event), number(event, "epochs"), number(event, "images"), number(event, "joules")
-        )
-        for event in reversed(record.of("target"))  # the first time that it was reached counts
-    }
-    return [found[accuracy] for accuracy in sorted(found) if math.isfinite(accuracy)]
+def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
+    """Kinds of hardware that the job's last energy figure no longer includes -> why."""
+    newest_first = (run.end_event, *reversed(run.epoch_events()))
+    included = next((hardware for event in newest_first if (hardware := measured_hardware(event)) is not None), kinds)
+    why = "a counter failed during the job" if len(run.events_of("start")) == 1 else "not counted in every start of the job"
+    return dict.fromkeys(kinds - included, why)
 
 
-def rank_work_ms(record: Record) -> list[float]:
-    """For each rank the mean over the epochs of the last start; empty where no epoch tells."""
-    rows = [row for event in record.epochs() if (row := numbers(event, "rank_work_ms"))]
-    rows = [row for row in rows if len(row) == len(rows[-1])]  # a job that goes on on fewer ranks has other ranks
-    means = [finite(column) for column in zip(*rows, strict=True)]
-    return [sum(column) / len(column) if column else math.nan for column in means]
+def targets(run: RunRecord) -> list[Target]:
+    """In ascending order of accuracy; of each the first time that it was reached."""
+    reached: dict[float, Target] = {}
+    for event in run.events_of("target"):
+        accuracy = number(event, "target")
+        target = Target(accuracy, run.seconds_at(event), number(event, "epochs"), number(event, "images"), number(event, "joules"))
+        if math.isfinite(accuracy):
+            reached.setdefault(accuracy, target)
+    return [reached[accuracy] for accuracy in sorted(reached)]
 
 
-def straggler(record: Record) -> Straggler | None:
+def rank_work_ms(run: RunRecord) -> list[float]:
+    """Own work in a step of each rank, the mean over the epochs on the last number of ranks; empty where no epoch has it."""
+    rows = [row for event in run.epoch_events() if (row := numbers(event, "rank_work_ms"))]
+    rows = [row for row in rows if len(row) == len(rows[-1])]  # a resumed job may have fewer ranks
+    known = [finite(rank) for rank in zip(*rows, strict=True)]
+    return [sum(epochs) / len(epochs) if epochs else math.nan for epochs in known]
+
+
+def straggler(run: RunRecord) -> Straggler | None:
     """None on one rank, and where nothing was measured."""
-    work = rank_work_ms(record)
-    known = finite(work)
+    work_ms = rank_work_ms(run)
+    known = finite(work_ms)
     if len(known) < 2:
         return None
-    rank = max(range(len(work)), key=lambda rank: work[rank] if math.isfinite(work[rank]) else -math.inf)
-    return Straggler(rank, host_of(record.start, rank), work[rank], median(known))
+    rank = work_ms.index(max(known))
+    return Straggler(rank, host_of(run.start_event, rank), work_ms[rank], median(known))
 
 
 def host_of(start: Fields, rank: int) -> str:
@@ -146,44 +173,55 @@ def host_of(start: Fields, rank: int) -> str:
     return str(hosts[rank]) if isinstance(hosts, list) and rank < len(hosts) else ""
 
 
-def straggler_words(record: Record) -> str:
-    """One sentence; empty where there is nothing to say."""
-    if not (found := straggler(record)):
+def straggler_summary(run: RunRecord) -> str:
+    """One sentence; empty on one rank, and where nothing was measured."""
+    slowest = straggler(run)
+    if not slowest:
         return ""
-    on = f" on {found.host}" if found.host else ""
-    line = f"rank {found.rank}{on} is slowest: {found.ms:.3g} ms of own work a step, median {found.median_ms:.3g}"
-    return line if found.ms > OWN_WORK * found.median_ms else f"{line}: the ranks are even"
+    host = f" on {slowest.host}" if slowest.host else ""
+    line = f"rank {slowest.rank}{host} is slowest: {slowest.work_ms:.3g} ms of own work a step, median {slowest.median_ms:.3g}"
+    return line if slowest.work_ms > SLOW * slowest.median_ms else f"{line}: the ranks are even"
 
 
 def duration(seconds: float) -> str:
-    """1.42 s, 3 min 20 s, 2 h 05 min."""
+    """1.42 s, 3 min 20 s, 2 h 05 min; empty for NaN."""
     if not math.isfinite(seconds):
         return ""
+    if seconds < 59.95:  # above, .3g rounds to 60
+        return f"{seconds:.3g} s"
     if seconds < 60:
-        return f"{seconds:.3g} s" if seconds < 59.95 else "1 min 00 s"
+        return "1 min 00 s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def labels(records: Sequence[Record]) -> list[str]:
-    """A short name for each run: what its path has and the others' paths have not."""
-    parts = [record.folder.absolute().parts for record in records]
-    if len(parts) == 1:
-        return [_short(parts[0][-1])]
-    same = _alike(parts)
-    tail = _alike([one[:same:-1] for one in parts])
-    names = ["/".join(one[same : len(one) - tail]) for one in parts]
-    head = names[0][: _alike(names)]
-    cut = max(head.rfind(mark) for mark in "-_/ ") + 1  # whole words only
-    names = [_short(name[cut:] or name or "/".join(one)) for name, one in zip(names, parts, strict=True)]
-    return names if len(set(names)) == len(names) else [f"{place}: {name}" for place, name in enumerate(names, 1)]
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A short name for each run: the part of its path in which it differs from the others."""
+    paths = [run.folder.absolute().parts for run in runs]
+    if len(paths) == 1:
+        return [_shortened(paths[0][-1])]
+    head = _common_prefix(paths)
+    tail = _common_prefix([path[:head:-1] for path in paths])
+    names = ["/".join(path[head : len(path) - tail]) for path in paths]
+    same_letters = names[0][: _common_prefix(names)]
+    cut = max(same_letters.rfind(separator) for separator in "-_/ ") + 1  # whole words only
+    names = [_shortened(name[cut:] or name or "/".join(path)) for name, path in zip(names, paths, strict=True)]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{index}: {name}" for index, name in enumerate(names, start=1)]
 
 
-def _alike(sequences: Sequence[Sequence[str]]) -> int:
+def _common_prefix(sequences: Sequence[Sequence[str]]) -> int:
     """How many of their first elements are equal."""
-    return next((place for place, ones in enumerate(zip(*sequences, strict=False)) if len(set(ones)) > 1), min(map(len, sequences)))
+    length = 0
+    for elements in zip(*sequences, strict=False):
+        if len(set(elements)) > 1:
+            break
+        length += 1
+    return length
 
 
-def _short(name: str) -> str:
+def _shortened(name: str) -> str:
+    """At most LONGEST_LABEL printable characters."""
     name = "".join(letter if letter.isprintable() else "?" for letter in name)
-    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}...{name[-LONGEST // 2 + 3 :]}"
+    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL // 2]}...{name[-LONGEST_LABEL // 2 + 3 :]}"

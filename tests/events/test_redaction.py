@@ -16,9 +16,9 @@ from hvdtrain.events.rank_log import LOGGER, rank_log, tagged_warnings
 from hvdtrain.events.redaction import HIDDEN, is_secret_key, redact, redact_urls
 from hvdtrain.events.trackers.settings import flat_config
 from hvdtrain.events.trackers.tensorboard import build
-from hvdtrain.report.page import page
+from hvdtrain.report.page import render_page
 from hvdtrain.report.page_tables import differing, settings
-from hvdtrain.report.run import read_record
+from hvdtrain.report.run import read_run
 from hvdtrain.train.checkpoint.resume import changes
 
 
@@ -87,9 +87,9 @@ def test_a_report_shows_reasons_without_logins(tmp_path: Path) -> None:
     kinds = ("start", "checkpoint_failed", "failed")
     events = [{"time": 1, "kind": kind, "step": 0} | ({} if kind == "start" else {"reason": why}) for kind in kinds]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    record = read_record(tmp_path)
+    record = read_run(tmp_path)
     assert record.ending == f"failed: RuntimeError: cannot reach https://{HIDDEN}@hub.example/x"
-    text = page([record], ["a"], [], "command")
+    text = render_page([record], ["a"], [], "command")
     assert "hunter2" not in text and text.count(f"https://{HIDDEN}@hub.example/x") == 5  # lead, ending, warning, two events
 
 
@@ -99,7 +99,7 @@ def test_a_report_shows_no_secret(tmp_path: Path) -> None:
         run.mkdir()
         (run / "events.jsonl").write_text('{"time": 1, "kind": "start", "step": 0}\n')
         (run / "config.yaml").write_text(f"model:\n  hub_token: hf_{name}\n  name: mlp\ndata:\n  root: https://joe:{name}@host/x\n")
-    records = [read_record(tmp_path / name) for name in ("one", "two")]
+    records = [read_run(tmp_path / name) for name in ("one", "two")]
     rows = dict(settings(records[0]).rows)
     assert (rows["model.hub_token"], rows["data.root"], rows["model.name"]) == (HIDDEN, f"https://{HIDDEN}@host/x", "mlp")
     keys = [(key, [record.config[key] for record in records]) for key in ("model.hub_token", "data.root")]

@@ -1,4 +1,4 @@
-"""A report's page in a real browser: it says nothing on the console, and nothing leaves the page."""
+"""A report's page in a real browser: nothing on its console, and no request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from cluster_packages import need
 from PIL import Image
-from test_report import EVIL, FULL
+from test_report import FULL, SCRIPT
 from test_report_run import CONFIG, write
 
 from hvdtrain.__main__ import main
 
-OUTSIDE = "http://127.0.0.1:9/x.png"  # nobody listens there
+OUTSIDE = "http://127.0.0.1:9/x.png"  # no server listens there
 
 
 class Seen(NamedTuple):
@@ -29,11 +29,16 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
     """What Chromium does with a page."""
     folder.mkdir()
     quiet = ["quic", "background-networking", "component-update", "sync", "gpu"]
-    own = {"user-data-dir": folder, "enable-logging": "stderr", "log-net-log": folder / "net.json", "screenshot": folder / "page.png"}
-    words = [*(f"--disable-{name}" for name in quiet), *(f"--{name}={value}" for name, value in own.items())]
-    words += ["--no-sandbox", "--no-first-run", f"--window-size={width},4000"]
+    options = {"user-data-dir": folder, "enable-logging": "stderr", "log-net-log": folder / "net.json", "screenshot": folder / "page.png"}
+    arguments = [*(f"--disable-{name}" for name in quiet), *(f"--{name}={value}" for name, value in options.items())]
+    arguments += ["--no-sandbox", "--no-first-run", f"--window-size={width},4000"]
     ran = subprocess.run(
-        ["chromium-headless-shell", *words, page.absolute().as_uri()], capture_output=True, text=True, timeout=60, check=True, cwd=folder
+        ["chromium-headless-shell", *arguments, page.absolute().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=folder,
     )
     log = json.loads((folder / "net.json").read_text())
     request = log["constants"]["logSourceType"]["URL_REQUEST"]
@@ -49,9 +54,9 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
 
 @pytest.mark.cluster
 def test_the_page_in_chromium(tmp_path: Path) -> None:
-    """Without a word or a request, at two widths, its pictures shown; pages that do otherwise are caught."""
+    """At two widths: pictures shown, console empty, no request. Pages that do otherwise are caught."""
     need("chromium-headless-shell")
-    run = write(tmp_path / EVIL.replace("/", "_"), FULL, CONFIG | {"model.name": EVIL})
+    run = write(tmp_path / SCRIPT.replace("/", "_"), FULL, CONFIG | {"model.name": SCRIPT})
     assert main(["report", str(run), "--to", str(tmp_path / "to")]) == 0
     page = tmp_path / "to" / "report.html"
     for width in (420, 1280):
@@ -65,7 +70,7 @@ def test_the_page_in_chromium(tmp_path: Path) -> None:
     seen = shown(loud, tmp_path / "loud", 420)
     assert seen.requests == {OUTSIDE} and any("a mistake" in line for line in seen.console)
 
-    broken_out = tmp_path / "broken_out.html"  # had a text got past the escaping, the policy would still hold it
+    broken_out = tmp_path / "broken_out.html"  # had text escaped the escaping, the content security policy would still stop it
     broken_out.write_text(page.read_text().replace("</main>", f'<img src="{OUTSIDE}"><script>console.error("a mistake")</script></main>'))
     seen = shown(broken_out, tmp_path / "broken_out", 420)
     assert seen.requests == set() and not any("a mistake" in line for line in seen.console)

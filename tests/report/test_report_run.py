@@ -1,4 +1,4 @@
-"""A run read back, against numbers worked out by hand: crashes, jobs that go on, old files, strange lines, and the table of it all."""
+"""A run read back, against numbers worked out by hand: crashes, resumed jobs, old files, malformed lines, and the DataFrame."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from hvdtrain.errors import UserError
 from hvdtrain.report import summary
-from hvdtrain.report.compare import changed_places, comparisons, differing
-from hvdtrain.report.dataframe import frame
-from hvdtrain.report.run import Record, number, numbers, read_record
+from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons
+from hvdtrain.report.dataframe import to_dataframe
+from hvdtrain.report.run import RunRecord, number, numbers, read_run
 
 Fields = dict[str, Any]
 CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.compression": "same", "log.every_steps": 10}
@@ -22,14 +22,14 @@ CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.compression": 
 
 def start(step: int = 0, **fields: Any) -> Fields:
     ranks = fields.get("ranks", 2)
-    told = {
+    shape = {
         "ranks": ranks,
         "hosts": ["n1", "n2"][:ranks],
         "host_of_rank": ["n1", "n2", "n2", "n2"][:ranks],
         "engine": "mpi",
         "seconds": 0.0,
     }
-    return {"time": 1000.0 + step, "kind": "start", "step": step, "schema": 1, **told, "energy": {"cpu": "no counter"}, **fields}
+    return {"time": 1000.0 + step, "kind": "start", "step": step, "schema": 1, **shape, "energy": {"cpu": "no counter"}, **fields}
 
 
 def step(number: int, **fields: Any) -> Fields:
@@ -65,23 +65,23 @@ def write(folder: Path, events: list[Fields], config: Fields | None = None, torn
     return folder
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
-    record = read_record(write(tmp_path / "run", WHOLE, CONFIG))
+def test_a_complete_run(tmp_path: Path) -> None:
+    record = read_run(write(tmp_path / "run", WHOLE, CONFIG))
     assert record.config == CONFIG
-    assert [event["step"] for event in record.steps()] == [5, 10, 15, 20] and len(record.epochs()) == 2
+    assert [event["step"] for event in record.step_events()] == [5, 10, 15, 20] and len(record.epoch_events()) == 2
     assert (record.ranks, record.ending) == (2, "done: epochs=2")
     assert (summary.best_accuracy(record), summary.last_accuracy(record)) == (0.7, 0.6)
     assert (summary.job_seconds(record), summary.epochs_done(record)) == (4.25, 2.0)
 
 
-def test_a_crash_tears_the_last_line(tmp_path: Path) -> None:
-    record = read_record(write(tmp_path / "run", WHOLE[:5], torn='{"time": 1020.0, "kind": "step", "st'))
+def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
+    record = read_run(write(tmp_path / "run", WHOLE[:5], torn='{"time": 1020.0, "kind": "step", "st'))
     assert len(record.events) == 5 and record.config == {}
     assert record.ending == "no end: it is running, or was killed; last event 1970-01-01 00:16:55 UTC"
 
 
-def test_a_job_that_goes_on_does_steps_again(tmp_path: Path) -> None:
-    """From the checkpoint of step 10: the steps 15 and 20 of before do not count, nor does the target; what was done by step 10 does."""
+def test_events_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
+    """Resumed at step 10: the first steps 15 and 20 and the target do not count; what came before step 10 does."""
     first = [
         start(),
         step(10),
@@ -92,26 +92,26 @@ def test_a_job_that_goes_on_does_steps_again(tmp_path: Path) -> None:
         {**end(20), "kind": "target", "target": 0.8},
     ]
     again = [start(10, ranks=1, seconds=3.0), step(15, loss=1.0), {**end(15), "kind": "stop", "reason": "a signal"}]
-    record = read_record(write(tmp_path / "run", first + again))
-    assert [(event["step"], event["loss"]) for event in record.steps()] == [(10, 1.0), (15, 1.0)]
-    assert [event["epoch"] for event in record.epochs()] == [1] and summary.targets(record) == []
-    assert (record.ranks, record.ending, len(record.of("start"))) == (1, "stopped: a signal", 2)
-    assert read_record(write(tmp_path / "on", [*first, end(20), start(20)])).ending.startswith("no end: it is running")
+    record = read_run(write(tmp_path / "run", first + again))
+    assert [(event["step"], event["loss"]) for event in record.step_events()] == [(10, 1.0), (15, 1.0)]
+    assert [event["epoch"] for event in record.epoch_events()] == [1] and summary.targets(record) == []
+    assert (record.ranks, record.ending, len(record.events_of("start"))) == (1, "stopped: a signal", 2)
+    assert read_run(write(tmp_path / "on", [*first, end(20), start(20)])).ending.startswith("no end: it is running")
 
 
-def test_a_job_that_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
-    """The new start stands in one line with what the crash tore, and counts all the same."""
+def test_a_start_after_a_torn_line_is_read(tmp_path: Path) -> None:
+    """The resumed job appends its start to the torn line."""
     torn = '{"time": 1016.0, "kind": "step", "ste' + json.dumps(start(10)) + "\n" + json.dumps(step(15, loss=1.0)) + "\n"
-    record = read_record(write(tmp_path / "run", [start(), step(10), step(15)], torn=torn))
+    record = read_run(write(tmp_path / "run", [start(), step(10), step(15)], torn=torn))
     assert [(event["kind"], event["step"]) for event in record.events] == [("start", 0), ("step", 10), ("start", 10), ("step", 15)]
 
 
-def test_a_job_that_goes_on_behind_the_torn_line_of_a_single_step(tmp_path: Path) -> None:
+def test_a_start_after_a_torn_step_times_line_is_read(tmp_path: Path) -> None:
     """Without the start steps 15 and 20 would be there twice."""
     torn = '{"time": 1016.0, "kind": "step_times", "step": 16, "phase_ms": {"forw' + json.dumps(start(10)) + "\n"
     folder = write(tmp_path / "run", [start(), step(10), step(15), step(20)], torn=torn + json.dumps(step(15, loss=1.0)) + "\n")
     for step_times in (False, True):
-        events = read_record(folder, step_times).events
+        events = read_run(folder, step_times).events
         assert [(event["kind"], event["step"]) for event in events] == [("start", 0), ("step", 10), ("start", 10), ("step", 15)]
 
 
@@ -119,13 +119,13 @@ def test_a_job_that_goes_on_behind_the_torn_line_of_a_single_step(tmp_path: Path
                                   "[" * 100000,
                                   '{"time": 1, "kind": ["step"], "step": 1}', '{"time": 1, "kind": "step", "step": true}',
                                   '{"time": 1e12, "kind": "step", "step": 1}', '{"time": 1, "kind": "step", "step": -1}'])  # fmt: skip
-def test_what_is_no_event_is_passed_over(tmp_path: Path, line: str) -> None:
+def test_malformed_lines_are_skipped(tmp_path: Path, line: str) -> None:
     folder = write(tmp_path / "run", WHOLE[:2], torn=f"{line}\n" + json.dumps(WHOLE[2]) + "\n")
     (folder / "events.jsonl").write_bytes(b"\xff\xfe\n" + (folder / "events.jsonl").read_bytes())
-    assert read_record(folder).events == WHOLE[:3]
+    assert read_run(folder).events == WHOLE[:3]
 
 
-def test_numbers_that_are_none() -> None:
+def test_fields_that_are_no_numbers_are_nan() -> None:
     event = {"a": None, "b": "1", "c": True, "h": 10**400, "d": {"e": 2, "f": [1]}, "g": [1, None, "x", 4.5]}
     assert [math.isnan(number(event, name)) for name in ("a", "b", "c", "h", "d", "d.f", "d.e.x", "z")] == [True] * 8
     assert number(event, "d.e") == 2.0
@@ -134,22 +134,22 @@ def test_numbers_that_are_none() -> None:
 
 def refused(folder: Path) -> str:
     with pytest.raises(UserError) as error:
-        read_record(folder)
+        read_run(folder)
     return str(error.value)
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     assert refused(tmp_path / "none").startswith(f"there is no run folder {tmp_path / 'none'}\n  where: RUN\n  fix: give the folder that")
     assert refused(tmp_path).startswith(f"{tmp_path} has no events.jsonl\n  where: RUN\n  fix: give a run folder: it has config.yaml and")
     folder = write(tmp_path / "run", [], torn='{"time": 1')
-    assert refused(folder).startswith(f"{folder / 'events.jsonl'} holds no event\n  where: RUN\n  fix: the job had not begun")
+    assert refused(folder).startswith(f"{folder / 'events.jsonl'} has no event\n  where: RUN\n  fix: the job has not started yet")
     (tmp_path / "folder" / "events.jsonl").mkdir(parents=True)
     assert refused(tmp_path / "folder").startswith(
         f"cannot read {tmp_path / 'folder' / 'events.jsonl'}: Is a directory\n  where: RUN\n  fix: "
     )
 
 
-def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     assert refused(tmp_path / ("x" * 300)).startswith(
         f"cannot read {tmp_path / ('x' * 300)}/events.jsonl: File name too long\n  where: RUN\n"
     )
@@ -157,15 +157,15 @@ def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
     (tmp_path / "closed").chmod(0)
     try:
         if user == 0:
-            os.seteuid(65534)  # root may look everywhere
+            os.seteuid(65534)  # root may read everything
         assert refused(run).startswith(f"cannot read {run}/events.jsonl: Permission denied\n  where: RUN\n")
     finally:
         os.seteuid(user)
         (tmp_path / "closed").chmod(0o700)
 
 
-def record_of(events: list[Fields], **config: Any) -> Record:
-    return Record(Path("run"), CONFIG | config, events)
+def record_of(events: list[Fields], **config: Any) -> RunRecord:
+    return RunRecord(Path("run"), CONFIG | config, events)
 
 
 def test_speed_is_images_by_seconds() -> None:
@@ -178,16 +178,16 @@ def test_speed_is_images_by_seconds() -> None:
     assert math.isnan(summary.images_per_s(record_of([start()])))
 
 
-def test_energy_or_why_there_is_none() -> None:
+def test_the_energy_summary() -> None:
     both = record_of(
         [start(energy={"gpu": "", "cpu": "no counter"}), epoch(1, 0.5, joules_per_image=2.0), epoch(2, 0.5, joules_per_image=4.0)]
     )
-    assert summary.energy_words(both) == "3 J (GPUs); not measured: processors: no counter"
+    assert summary.energy_summary(both) == "3 J (GPUs); not measured: processors: no counter"
     measured = record_of([start(energy={"gpu": "", "cpu": ""}), end(1, joules_per_image=0.25)])
-    assert summary.energy_words(measured) == "0.25 J (GPUs and processors)"
-    assert summary.energy_words(record_of([start()])) == "not measured: processors: no counter"
-    assert summary.energy_words(record_of([start(energy={"cpu": ""})])) == "not measured: no epoch has ended"
-    assert summary.energy_words(record_of([start(energy=None)])) == "not recorded"
+    assert summary.energy_summary(measured) == "0.25 J (GPUs and processors)"
+    assert summary.energy_summary(record_of([start()])) == "not measured: processors: no counter"
+    assert summary.energy_summary(record_of([start(energy={"cpu": ""})])) == "not measured: no epoch has ended"
+    assert summary.energy_summary(record_of([start(energy=None)])) == "not recorded"
 
 
 def test_the_slowest_rank() -> None:
@@ -195,15 +195,15 @@ def test_the_slowest_rank() -> None:
     rows = [[50.0, 50.0], [10.0, 9.0, 10.0, 12.0], [10.0, 9.0, None, 13.0]]
     record = record_of([start(ranks=4), *(epoch(i, 0.5, rank_work_ms=row) for i, row in enumerate(rows, 1))])
     assert summary.rank_work_ms(record) == [10.0, 9.0, 10.0, 12.5]
-    assert summary.straggler_words(record) == "rank 3 on n2 is slowest: 12.5 ms of own work a step, median 10"
+    assert summary.straggler_summary(record) == "rank 3 on n2 is slowest: 12.5 ms of own work a step, median 10"
     even = record_of([start(), epoch(1, 0.5, rank_work_ms=[10.0, 10.5])])
-    assert summary.straggler_words(even) == "rank 1 on n2 is slowest: 10.5 ms of own work a step, median 10.2: the ranks are even"
-    assert summary.straggler_words(record_of([start(ranks=1), epoch(1, 0.5, rank_work_ms=[10.0])])) == ""
+    assert summary.straggler_summary(even) == "rank 1 on n2 is slowest: 10.5 ms of own work a step, median 10.2: the ranks are even"
+    assert summary.straggler_summary(record_of([start(ranks=1), epoch(1, 0.5, rank_work_ms=[10.0])])) == ""
 
 
-def test_names_of_runs() -> None:
+def test_labels_of_runs() -> None:
     def of(*paths: str) -> list[str]:
-        return summary.labels([Record(Path(path), {}, []) for path in paths])
+        return summary.labels([RunRecord(Path(path), {}, []) for path in paths])
 
     assert of("/a/runs/mlp-1") == ["mlp-1"]
     assert of("/a/mlp-r1-s1", "/a/mlp-r1-s2", "/a/mlp-r4-s1") == ["r1-s1", "r1-s2", "r4-s1"]
@@ -213,22 +213,22 @@ def test_names_of_runs() -> None:
     assert of("/a/\x1b[31mred") == ["?[31mred"]
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.298, "0.298 s"), (59.9, "59.9 s"), (59.97, "1 min 00 s"), (200, "3 min 20 s"),
+@pytest.mark.parametrize(("seconds", "duration"), [(0.298, "0.298 s"), (59.9, "59.9 s"), (59.97, "1 min 00 s"), (200, "3 min 20 s"),
                                                 (3599.8, "1 h 00 min"), (7500, "2 h 05 min"), (math.nan, "")])  # fmt: skip
-def test_durations(seconds: float, words: str) -> None:
-    assert summary.duration(seconds) == words
+def test_durations(seconds: float, duration: str) -> None:
+    assert summary.duration(seconds) == duration
 
 
-def run_on(ranks: int, speed: float, seed: int = 1, batch: int = 64, joules: float = 1.0, **config: Any) -> Record:
+def run_on(ranks: int, speed: float, seed: int = 1, batch: int = 64, joules: float = 1.0, **config: Any) -> RunRecord:
     last = end(20, images_per_s=speed, seconds=1000.0 / speed, joules_per_image=joules)
     return record_of([start(ranks=ranks), epoch(1, 0.8 + seed / 100), last], **{"seed": seed, "batch.size": batch, **config})
 
 
-def test_more_ranks_of_the_same_batch() -> None:
+def test_strong_scaling() -> None:
     """1 rank: 90, 100, 110 images/s are 100 with a deviation of 10. 4 ranks: 310 and 330 are 320: 3.2 times, 80% of 4. Joules 1.5 / 1.2."""
     alone = [run_on(1, speed, seed, joules=1.2, **{"comm.compression": "fp16"}) for seed, speed in ((1, 90.0), (2, 100.0), (3, 110.0))]
     many = [run_on(4, 310.0, 1, joules=1.4), run_on(4, 330.0, 2, joules=1.6), run_on(4, 999.0, 1, **{"model.name": "other"})]
-    (found,) = comparisons([*many, *alone])
+    (found,) = scaling_comparisons([*many, *alone])
     one, four = found.rows
     assert (found.batch, one.ranks, four.ranks, one.seeds, four.seeds) == ("64 over all ranks (strong scaling)", 1, 4, "1, 2, 3", "1, 2")
     assert one.images_per_s == pytest.approx((100.0, 10.0, 3)) and four.images_per_s == pytest.approx((320.0, math.sqrt(200.0), 2))
@@ -237,52 +237,52 @@ def test_more_ranks_of_the_same_batch() -> None:
     assert one.accuracy == pytest.approx((0.82, 0.01, 3)) and four.accuracy == pytest.approx((0.815, math.sqrt(0.5) / 100, 2))
 
 
-def test_more_ranks_of_the_same_batch_on_each() -> None:
+def test_weak_scaling() -> None:
     """Against the fewest, 2: 150 / 100 = 1.5 times on twice as many ranks. A run without an end has a speed, but no last accuracy."""
     two, four = run_on(2, 100.0, batch=32), run_on(4, 150.0, batch=64)
     going = record_of([start(ranks=4), epoch(1, 0.1, images_per_s=150.0)])
-    (found,) = comparisons([four, two, going])
+    (found,) = scaling_comparisons([four, two, going])
     assert found.batch == "16 on each rank (weak scaling)"
     assert [(row.ranks, row.images_per_s.n, row.accuracy.n) for row in found.rows] == [(2, 1, 1), (4, 2, 1)]
     assert (found.rows[1].speed_up, found.rows[1].efficiency) == (1.5, 0.75)
 
 
-def test_other_engines_and_wires_are_no_repetitions() -> None:
-    """Two comparisons, both with the job on one rank, whose own wire says nothing; none without a configuration or with one rank count."""
+def test_runs_with_other_communication_are_compared_apart() -> None:
+    """Two comparisons, both with the job on one rank; none without a configuration or with one number of ranks."""
     alone, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.compression": "fp16"})
-    assert [found.rows[1].speed_up for found in comparisons([alone, same, half])] == [1.8, 1.9]
+    assert [found.rows[1].speed_up for found in scaling_comparisons([alone, same, half])] == [1.8, 1.9]
     assert (
-        comparisons([run_on(2, 1.0), run_on(2, 2.0, seed=2)])
+        scaling_comparisons([run_on(2, 1.0), run_on(2, 2.0, seed=2)])
         == []
-        == comparisons([Record(Path("a"), {}, one.events) for one in (alone, same)])
+        == scaling_comparisons([RunRecord(Path("a"), {}, one.events) for one in (alone, same)])
     )
 
 
-def test_a_job_that_went_on_on_other_ranks_is_in_no_comparison() -> None:
-    """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing of 2. Done again from step 0 it does."""
+def test_a_job_resumed_on_other_ranks_is_not_compared() -> None:
+    """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing about 2. Repeated from step 0 it does."""
     one, moved = run_on(1, 100.0), run_on(2, 120.0)
     alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
     events = moved.events[1:]
-    assert changed_places(Record(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
-    assert comparisons([one, Record(Path("a"), CONFIG, [alone, *events, again])]) == []
+    assert changes_between_starts(RunRecord(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
+    assert scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [alone, *events, again])]) == []
     assert (
-        changed_places(Record(Path("a"), CONFIG, [start(device="CPU A"), *events, other]))
+        changes_between_starts(RunRecord(Path("a"), CONFIG, [start(device="CPU A"), *events, other]))
         == "engine mpi, then torchdist; device CPU A, then CPU B"
     )
-    (found,) = comparisons([one, Record(Path("a"), CONFIG, [alone, start(), *events])])
-    assert found.rows[1].speed_up == pytest.approx(1.2) and not changed_places(moved)
+    (found,) = scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [alone, start(), *events])])
+    assert found.rows[1].speed_up == pytest.approx(1.2) and not changes_between_starts(moved)
 
 
-def test_keys_that_differ() -> None:
+def test_differing_keys() -> None:
     first, second = record_of([start()], run="a", seed=1), record_of([start()], run="b", seed=2)
     del second.config["comm.compression"]
-    assert differing([first, second]) == [("seed", [1, 2]), ("comm.compression", ["same", None])]
+    assert differing_keys([first, second]) == [("seed", [1, 2]), ("comm.compression", ["same", None])]
 
 
-def test_the_table_of_a_run(tmp_path: Path) -> None:
+def test_a_run_as_a_dataframe(tmp_path: Path) -> None:
     target = {**end(10), "kind": "target", "target": 0.6, "images": 640, "joules": None}
-    record = read_record(write(tmp_path / "run", [*WHOLE[:4], target, step(15, loss=None)], CONFIG))
-    table = frame(record)
+    record = read_run(write(tmp_path / "run", [*WHOLE[:4], target, step(15, loss=None)], CONFIG))
+    table = to_dataframe(record)
     assert list(table.index) == [0, 1, 2, 3, 4] and list(table.columns[:3]) == ["time", "kind", "step"]
     assert list(table["kind"]) == ["step", "step", "epoch", "target", "step"] and list(table["step"]) == [5, 10, 10, 10, 15]
     assert table["phase_ms.backward"].tolist()[:2] == [5.0, 5.0] and table["work_ms.max"].tolist()[0] == 9.0
@@ -291,15 +291,15 @@ def test_the_table_of_a_run(tmp_path: Path) -> None:
     assert table.attrs == {"run": str(tmp_path / "run"), "config": CONFIG}
 
 
-def test_single_steps_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_single_steps_are_read_on_request(tmp_path: Path) -> None:
     one = {"time": 1001.0, "kind": "step_times", "step": 1, "phase_ms": {"forward": 2.5}, "work_ms": [1, 2, 3]}
     folder = write(tmp_path / "run", [WHOLE[0], one, WHOLE[1]])
-    assert [event["kind"] for event in read_record(folder).events] == ["start", "step"]
-    assert frame(read_record(folder, step_times=True))["phase_ms.forward"].tolist() == [2.5, 2.0]
+    assert [event["kind"] for event in read_run(folder).events] == ["start", "step"]
+    assert to_dataframe(read_run(folder, step_times=True))["phase_ms.forward"].tolist() == [2.5, 2.0]
 
 
 def test_no_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(UserError) as error:
-        frame(record_of(WHOLE))
-    assert str(error.value) == "pandas is not installed\n  where: a run as a table\n  fix: pip install 'hvdtrain[notebook]'"
+        to_dataframe(record_of(WHOLE))
+    assert str(error.value) == "pandas is not installed\n  where: hvdtrain.read()\n  fix: pip install 'hvdtrain[notebook]'"

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.report import summary
-from hvdtrain.report.run import Record
+from hvdtrain.report.run import RunRecord
 from hvdtrain.train.telemetry import energy
 from hvdtrain.train.telemetry.energy import Claim, Counter, Energy, measure, words
 
@@ -317,8 +317,8 @@ def test_words() -> None:
     assert words({"cpu": ""}) == "energy  processors by RAPL"
 
 
-def told(*events: dict[str, Any], **energy: str) -> Record:
-    return Record(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
+def told(*events: dict[str, Any], **energy: str) -> RunRecord:
+    return RunRecord(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
 
 
 def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
@@ -329,15 +329,15 @@ def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
 
 def test_a_counter_that_failed_is_named_in_the_report() -> None:
     failed = "a counter failed during the job"
-    assert summary.energy_words(told(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
-    assert summary.energy_words(told(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
+    assert summary.energy_summary(told(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
+    assert summary.energy_summary(told(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
     both, left = epoch({"gpu": 30.0, "cpu": 60.0}, 10), epoch({"gpu": 50.0}, 10)
-    assert summary.energy_words(told(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
+    assert summary.energy_summary(told(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
     ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_image": 4.0}
-    assert summary.energy_words(told(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
+    assert summary.energy_summary(told(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
     again = {"time": 1.5, "kind": "start", "step": 1, "energy": {"cpu": ""}}
     other = "not measured: processors: not counted in every start of the job"
-    assert summary.energy_words(told({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
+    assert summary.energy_summary(told({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
 
 
 def test_joules_per_image_while_a_job_runs_are_joules_by_images() -> None:

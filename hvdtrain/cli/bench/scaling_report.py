@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hvdtrain.cli.bench.cost_model import ALGORITHMS, Cluster, Link, StepModel, comm_s, step_s
 from hvdtrain.cli.bench.formatting import align_columns, format_bytes, format_seconds, plural
 from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.report.figures.scaling_curve import Line
+from hvdtrain.report.figures.scaling_curve import EfficiencyLine
 
 SCALING_KINDS = ("weak", "strong")
 PREDICTED_RANKS = [2**power for power in range(3, 14)]
@@ -50,7 +50,7 @@ class CurveFigure(NamedTuple):
     """The title and the lines of the picture."""
 
     title: str
-    lines: list[Line]
+    lines: list[EfficiencyLine]
 
 
 def efficiency(trial: Trial, trials: Sequence[Trial]) -> float:
@@ -218,12 +218,12 @@ def curves(study: Study, model: str) -> CurveFigure:
     for kind in _measured_kinds(study):
         trials = [trial for trial in study.trials if trial.kind == kind]
         efficiencies = [efficiency(trial, study.trials) for trial in trials]
-        lines.append(Line(kind, "measured", [trial.ranks for trial in trials], efficiencies, measured=True))
+        lines.append(EfficiencyLine(kind, "measured", [trial.ranks for trial in trials], efficiencies, measured=True))
         for algorithm in ALGORITHMS:
             points = [prediction for prediction in predicted if prediction.kind == kind and prediction.algorithm == algorithm]
             if points:
                 efficiencies = [point.efficiency for point in points]
-                lines.append(Line(kind, algorithm, [point.ranks for point in points], efficiencies, measured=False))
+                lines.append(EfficiencyLine(kind, algorithm, [point.ranks for point in points], efficiencies, measured=False))
     cluster = study.cluster
     title = f"{model}: {_link_text(cluster.inside)} inside, {_link_text(cluster.between)} between nodes of {cluster.per_node}"
     return CurveFigure(title, lines)

@@ -21,7 +21,7 @@ from hvdtrain.frameworks.learner import Task, build_rule
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
-from hvdtrain.report.figures.recipe_curves import Curve, draw
+from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
 from hvdtrain.train.build import build_source, unstaged
 
 _POINTS = 2000  # of a curve
@@ -129,7 +129,7 @@ def _none(rows: list[Impossible]) -> UserError:
     return UserError(f"no number of ranks fits:{reasons}", rows[0].error.where, "other --ranks, or another batch")
 
 
-def _curve(group: list[Forecast]) -> Curve:
+def _curve(group: list[Forecast]) -> RecipeCurve:
     """Steps of the job that those ranks do alike: all of them, or about as many as a picture can show."""
     row = group[0]
     steps = sorted({point * row.steps // _POINTS for point in range(_POINTS)} | {s.step for s in row.stretches})
@@ -137,7 +137,7 @@ def _curve(group: list[Forecast]) -> Curve:
     hypers.append(hypers[-1])  # which holds up to the end of the job
     label = f"{ranks_words(group)}: batch {batch_of(row)}, lr {from_config.peak_lr(row.config):g}"
     epochs = [*(row.progress(step).epochs for step in steps), row.epochs]
-    return Curve(label, epochs, [h.lr for h in hypers], [h.batch for h in hypers])
+    return RecipeCurve(label, epochs, [h.lr for h in hypers], [h.batch for h in hypers])
 
 
 def _title(config: Config, samples: int, row: Forecast) -> str:

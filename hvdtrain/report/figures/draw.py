@@ -1,4 +1,4 @@
-"""All figures of a report in their order, as SVG and as PNG."""
+"""All figures of a report, in their order."""
 
 from __future__ import annotations
 
@@ -7,47 +7,51 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures import ranks, speed, training
-from hvdtrain.report.figures.style import new
-from hvdtrain.report.run import Record
+from hvdtrain.report.figures.style import new_figure
+from hvdtrain.report.run import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_Draw = Callable[[Sequence[Record], Sequence[str]], "Figure | None"]
+_Draw = Callable[[Sequence[RunRecord], Sequence[str]], "Figure | None"]  # of runs and their labels; None where there is nothing to show
 
 
-class Picture(NamedTuple):
-    """A figure with something in it."""
-
+class FigureKind(NamedTuple):
     name: str  # of its file: report-NAME.png
     title: str
-    about: str  # what it shows: a sentence for those who do not see it too
+    description: str  # one sentence; the alternative text too
+    draw: _Draw
+
+
+class DrawnFigure(NamedTuple):
+    kind: FigureKind
     figure: Figure
 
 
-ALL: tuple[tuple[str, str, str, _Draw], ...] = (
-    ("loss", "Loss", "Training and validation loss over the epochs.", training.loss),
-    ("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", training.accuracy),
-    ("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", training.rates),
-    ("throughput", "Throughput", "Training images a second over the time of the job.", speed.throughput),
-    ("phases", "Where a step's time goes", "Milliseconds of a step; communication is waiting for gradients.", speed.phases),
-    ("ranks", "Ranks", "Each rank's own work in a step, without communication, and the slowest rank.", ranks.own_work),
-    ("scaling", "More ranks", "Speed-up, efficiency and energy against the fewest ranks.", ranks.scaling),
-    ("noise", "Noise scale", "The gradient noise scale: batches far above it save few steps.", training.noise_scale),
-    ("memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory),
-    ("power", "Power and energy", "Watts over the time of the job, and joules per image of each epoch.", speed.power),
-)  # fmt: skip
+KINDS = (
+    FigureKind("loss", "Loss", "Training and validation loss over the epochs.", training.loss),
+    FigureKind("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", training.accuracy),
+    FigureKind("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", training.rates),
+    FigureKind("throughput", "Throughput", "Training images per second over the time of the job.", speed.throughput),
+    FigureKind("phases", "Time of a step", "Milliseconds of a step by phase; communication is waiting for gradients.", speed.phases),
+    FigureKind("ranks", "Ranks", "Each rank's own work in a step, without communication, and the slowest rank.", ranks.own_work),
+    FigureKind("scaling", "More ranks", "Speed-up, efficiency and energy relative to the fewest ranks.", ranks.scaling),
+    FigureKind("noise", "Noise scale", "The gradient noise scale: batches far above it save few steps.", training.noise_scale),
+    FigureKind("memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory),
+    FigureKind("power", "Power and energy", "Watts over the time of the job, and joules per image of each epoch.", speed.power),
+)
 
 
-def draw(records: Sequence[Record], labels: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> list[Picture]:
-    """Those that have something to show. `tell` hears how far it is. Raises UserError where matplotlib is missing."""
+def draw_all(runs: Sequence[RunRecord], labels: Sequence[str], progress: Callable[[str], None] = lambda _: None) -> list[DrawnFigure]:
+    """The figures that have something to show. `progress` receives a line before each. Raises UserError where matplotlib is missing."""
     try:
-        new()
+        new_figure()
     except ModuleNotFoundError:
         raise UserError("matplotlib is not installed", "report", "pip install 'hvdtrain[report]'") from None
-    pictures: list[Picture] = []
-    for place, (name, title, about, function) in enumerate(ALL, 1):
-        tell(f"drawing: {place} of {len(ALL)}")
-        if figure := function(records, labels):
-            pictures.append(Picture(name, title, about, figure))
-    return pictures
+    drawn: list[DrawnFigure] = []
+    for number, kind in enumerate(KINDS, start=1):
+        progress(f"drawing: {number} of {len(KINDS)}")
+        figure = kind.draw(runs, labels)
+        if figure:
+            drawn.append(DrawnFigure(kind, figure))
+    return drawn

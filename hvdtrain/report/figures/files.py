@@ -1,4 +1,4 @@
-"""Figures as bytes, and as a file."""
+"""Figures as SVG, as PNG, and as files."""
 
 from __future__ import annotations
 
@@ -15,50 +15,53 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-MOST_SVG_BYTES = 400_000  # in a page a larger figure is a PNG
-# Letters as paths: the page looks alike where the font is missing. No LaTeX, whatever the user's matplotlibrc says.
+LARGEST_SVG_BYTES = 400_000  # in a page a larger figure is a PNG
+# Letters as paths: the page looks the same where the font is missing. No LaTeX, whatever the user's matplotlibrc says.
 _SETTINGS: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "hvdtrain", "text.usetex": False}
 
 
-def save(path: Path, draw: Callable[[], Figure]) -> str:
-    """Writes a PNG, and gives the line that says so, or that says why there is none."""
+def save_png(path: Path, draw: Callable[[], Figure]) -> str:
+    """Writes the figure that `draw()` returns; returns a line for people: where it is, or that matplotlib is missing.
+
+    Raises UserError where the file cannot be written.
+    """
     try:
-        picture = png(draw())
+        data = png(draw())
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         return "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
     try:
-        path.write_bytes(picture)
+        path.write_bytes(data)
     except OSError as error:
         raise UserError(f"cannot write the picture: {error}", "--png", "give a file that can be written") from None
     return f"picture: {path}"
 
 
 def svg(figure: Figure) -> bytes:
-    """The same bytes for the same run."""
+    """The same bytes for the same run: without a date."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    return _written(lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None}))
+    return _render(lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None}))
 
 
 def png(figure: Figure) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    return _written(lambda out: FigureCanvasAgg(figure).print_figure(out, format="png", dpi=DPI))
+    return _render(lambda out: FigureCanvasAgg(figure).print_figure(out, format="png", dpi=DPI))
 
 
-def _written(write: Callable[[io.BytesIO], None]) -> bytes:
+def _render(print_to: Callable[[io.BytesIO], None]) -> bytes:
     import matplotlib
 
     out = io.BytesIO()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a run named in letters that the font has not: they become boxes
-        write(out)
+        warnings.simplefilter("ignore", UserWarning)  # letters of a run's name that the font lacks: they become boxes
+        print_to(out)
     return out.getvalue()
 
 
-def address(picture: bytes, rendered_png: bytes) -> str:
-    """A data: address of the SVG, or of the PNG where that is much smaller."""
-    kind, data = ("svg+xml", picture) if len(picture) <= MOST_SVG_BYTES else ("png", rendered_png)
+def data_url(svg_data: bytes, png_data: bytes) -> str:
+    """A data: URL of the SVG, or of the PNG where the SVG is larger than LARGEST_SVG_BYTES."""
+    kind, data = ("svg+xml", svg_data) if len(svg_data) <= LARGEST_SVG_BYTES else ("png", png_data)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,4 +1,4 @@
-"""The efficiency of more and more ranks, measured and predicted, as a picture."""
+"""The figure of `bench scaling`: efficiency over the number of ranks, measured and predicted."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.report.figures.files import save
-from hvdtrain.report.figures.style import look, new
+from hvdtrain.report.figures.files import save_png
+from hvdtrain.report.figures.style import new_figure, run_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Line(NamedTuple):
-    """Efficiencies, at most 1 of a perfect job, of some numbers of ranks."""
+class EfficiencyLine(NamedTuple):
+    """Efficiencies (1: ideal) by number of ranks."""
 
-    panel: str  # lines of one name share a plot
+    panel: str  # strong, weak; lines of the same panel share a plot
     label: str
     ranks: Sequence[int]
     efficiency: Sequence[float]
     measured: bool
 
 
-def draw(path: Path, title: str, lines: Sequence[Line]) -> str:
-    """Writes a PNG, and gives the line that says so, or that says why there is none."""
-    return save(path, lambda: _figure(title, lines))
+def draw(path: Path, title: str, lines: Sequence[EfficiencyLine]) -> str:
+    """Writes a PNG; returns a line for people: where it is, or that matplotlib is missing. Raises UserError as save_png()."""
+    return save_png(path, lambda: _figure(title, lines))
 
 
-def _figure(title: str, lines: Sequence[Line]) -> Figure:
+def _figure(title: str, lines: Sequence[EfficiencyLine]) -> Figure:
     panels = list(dict.fromkeys(line.panel for line in lines))
-    figure, places = new(1, len(panels), height=4.6, width=4.8 * len(panels), sharey=True)
-    for axes, panel in zip(places, panels, strict=True):
-        mine = [line for line in lines if line.panel == panel]
-        for line in (line for line in mine if line.measured):
+    figure, all_axes = new_figure(1, len(panels), height=4.6, width=4.8 * len(panels), sharey=True)
+    for axes, panel in zip(all_axes, panels, strict=True):
+        measured = [line for line in lines if line.panel == panel and line.measured]
+        predicted = [line for line in lines if line.panel == panel and not line.measured]
+        for line in measured:
             axes.plot(line.ranks, line.efficiency, "o", color="#000000", label=line.label)
-        for place, line in enumerate(line for line in mine if not line.measured):
-            axes.plot(line.ranks, line.efficiency, linewidth=1.8, label=f"predicted: {line.label}", **look(place))
+        for index, line in enumerate(predicted):
+            axes.plot(line.ranks, line.efficiency, linewidth=1.8, label=f"predicted: {line.label}", **run_style(index))
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ranks")
         axes.set_title(f"{panel} scaling", fontsize=10)

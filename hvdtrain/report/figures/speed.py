@@ -1,148 +1,196 @@
-"""The figures of speed: images a second, where a step's time went, each rank's own work, memory, power."""
+"""The figures of speed: images per second, where the time of a step goes, memory, power."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.report.figures.style import COLOURS, GREY, HEIGHT, clock, from_zero, legend, line, look, new, plain, runs
-from hvdtrain.report.run import Fields, Record, number
-from hvdtrain.report.summary import finite, first, job_seconds
+from hvdtrain.report.figures.style import (
+    COLOURS,
+    GREY,
+    HEIGHT,
+    LegendEntry,
+    LineStyle,
+    draw_line,
+    legend,
+    literal,
+    new_figure,
+    run_entries,
+    run_style,
+    scale_from_zero,
+    time_unit,
+)
+from hvdtrain.report.run import Fields, RunRecord, number
+from hvdtrain.report.summary import finite, first_finite, job_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PHASES = {  # in the order of a step; "communication" is what is waited for gradients
-    "data": "#56B4E9", "forward": "#0072B2", "backward": "#009E73", "compute": "#009E73",
-    "communication": "#D55E00", "update": "#E69F00", "other": "#999999",
-}  # fmt: skip
+PHASES = {  # in the order of a step; communication: waiting for gradients
+    "data": "#56B4E9",
+    "forward": "#0072B2",
+    "backward": "#009E73",
+    "compute": "#009E73",
+    "communication": "#D55E00",
+    "update": "#E69F00",
+    "other": "#999999",
+}
 _MOST_BARS = 60
+_MOST_BAR_LABELS = 12
 
 
-def throughput(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Images a second between meetings of the ranks."""
-    figure, (axes,) = new()
-    step_look: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.8}
-    if not _over_time([axes], records, [(0, "images_per_s", "steps", step_look)]):
+class _Series(NamedTuple):
+    """A field of events that is drawn over the time of the job."""
+
+    field: str
+    events_of: Callable[[RunRecord], list[Fields]]
+    style: LineStyle
+
+    def has_values(self, runs: Sequence[RunRecord]) -> bool:
+        return bool(finite(number(event, self.field) for run in runs for event in self.events_of(run)))
+
+
+def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Images per second of every step event."""
+    series = _Series("images_per_s", RunRecord.step_events, {"linewidth": 1.0, "alpha": 0.8})
+    if not series.has_values(runs):
         return None
+    figure, (axes,) = new_figure()
+    _draw_over_time(axes, runs, [series])
     axes.set_ylabel("images/s")
     axes.yaxis.set_major_formatter("{x:,g}")
-    legend(figure, runs(labels))
+    legend(figure, run_entries(labels))
     return figure
 
 
-def memory(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Of the largest rank."""
-    figure, (axes,) = new()
-    alone = len(records) == 1
-    gpu = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | ({"color": COLOURS[1]} if alone else {})
-    names = [(0, "memory_mb", "steps", {"linewidth": 1.6, "linestyle": "-"}), (0, "gpu_memory_mb", "steps", gpu)]
-    if not _over_time([axes], records, names):
+def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Of the rank that uses most."""
+    single = len(runs) == 1
+    gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | ({"color": COLOURS[1]} if single else {})
+    host = _Series("memory_mb", RunRecord.step_events, {"linewidth": 1.6, "linestyle": "-"})
+    gpu = _Series("gpu_memory_mb", RunRecord.step_events, gpu_style)
+    drawn = [series for series in (host, gpu) if series.has_values(runs)]
+    if not drawn:
         return None
+    figure, (axes,) = new_figure()
+    _draw_over_time(axes, runs, drawn)
     axes.set_ylabel("MB, largest rank")
     axes.yaxis.set_major_formatter("{x:,g}")
-    grey: dict[str, Any] = {"color": GREY}
-    kinds = [("host memory", (grey if not alone else {"color": COLOURS[0]})), ("GPU memory, peak", grey | gpu)]
-    has = [any(finite(number(event, name) for record in records for event in record.steps())) for _, name, _, _ in names]
-    legend(figure, [*runs(labels, linestyle="-"), *(kind for kind, there in zip(kinds, has, strict=True) if there)])
+    entries: list[LegendEntry] = []
+    if host in drawn:
+        entries.append(("host memory", {"color": COLOURS[0] if single else GREY}))
+    if gpu in drawn:
+        entries.append(("GPU memory, peak", {"color": GREY} | gpu_style))
+    legend(figure, [*run_entries(labels, linestyle="-"), *entries])
     return figure
 
 
-def power(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Watts between meetings, and joules per image of each epoch: of what was measured."""
-    names = [("watts", "steps", "W"), ("joules_per_image", "epochs", "J per image")]
-    events: dict[str, Callable[[Record], list[Fields]]] = {"steps": Record.steps, "epochs": Record.epochs}
-    there = [part for part in names if finite(number(event, part[0]) for record in records for event in events[part[1]](record))]
-    if not there:
+def power(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Watts of every step event, and joules per image of each epoch, where they were measured."""
+    style: LineStyle = {"linewidth": 1.4}
+    panels = [
+        ("W", _Series("watts", RunRecord.step_events, style)),
+        ("J per image", _Series("joules_per_image", RunRecord.epoch_events, style)),
+    ]
+    panels = [(unit, series) for unit, series in panels if series.has_values(runs)]
+    if not panels:
         return None
-    figure, places = new(len(there), sharex=True, height=HEIGHT + 0.8 * (len(there) - 1))
-    kind: dict[str, Any] = {"linewidth": 1.4}
-    _over_time(places, records, [(row, name, of, kind) for row, (name, of, _) in enumerate(there)])
-    for axes, (_, _, unit) in zip(places, there, strict=True):
+    figure, all_axes = new_figure(len(panels), sharex=True, height=HEIGHT + 0.8 * (len(panels) - 1))
+    for axes, (unit, series) in zip(all_axes, panels, strict=True):
+        _draw_over_time(axes, runs, [series])
         axes.set_ylabel(unit)
         axes.yaxis.set_major_formatter("{x:,g}")
+        axes.label_outer()  # the time axis is labelled once, at the bottom
     figure.align_ylabels()
-    legend(figure, runs(labels))
+    legend(figure, run_entries(labels))
     return figure
 
 
-def _over_time(places: Sequence[Axes], records: Sequence[Record], names: Sequence[tuple[int, str, str, dict[str, Any]]]) -> bool:
-    """(place, field, of steps or epochs, look) over the job's time, from 0; whether anything was drawn."""
-    unit_s, unit = clock(max(first(job_seconds(record), 0.0) for record in records))
-    shown = False
-    for index, record in enumerate(records):
-        for place, name, of, kind in names:
-            events = record.steps() if of == "steps" else record.epochs()
-            times = [record.seconds(event) / unit_s for event in events]
-            shown |= line(places[place], times, [number(event, name) for event in events], **look(index) | kind)
-    places[-1].set_xlabel(f"time of the job ({unit})")
-    places[-1].set_xlim(left=0)
-    for axes in places:
-        from_zero(axes)
-    return shown
+def _draw_over_time(axes: Axes, runs: Sequence[RunRecord], series: Sequence[_Series]) -> None:
+    """Lines over the time of the job; both axes start at 0."""
+    unit = time_unit(max(first_finite(job_seconds(run), 0.0) for run in runs))
+    for index, run in enumerate(runs):
+        for one in series:
+            events = one.events_of(run)
+            times = [run.seconds_at(event) / unit.seconds for event in events]
+            draw_line(axes, times, [number(event, one.field) for event in events], **run_style(index) | one.style)
+    axes.set_xlabel(f"time of the job ({unit.name})")
+    axes.set_xlim(left=0)
+    scale_from_zero(axes)
 
 
-def phases(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Milliseconds of one step: stacked over the epochs of one run, or one bar for each of several."""
-    told = [(label, record) for label, record in zip(labels, records, strict=True) if phase_ms(record.steps())]
-    if not told:
+def phases(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Milliseconds of a step by phase: over the epochs of a single run, or a bar for each of several."""
+    timed = [(label, run) for label, run in zip(labels, runs, strict=True) if phase_ms(run.step_events())]
+    if not timed:
         return None
-    if len(records) == 1:
-        return _phases_of_epochs(told[0][1])
-    bars = [phase_ms(record.steps()) for _, record in told]
-    figure, (axes,) = new(height=1.4 + 0.34 * len(bars))
-    names = _stack(axes, bars, axes.barh, "left")
-    axes.set_yticks(range(len(bars)), [plain(label) for label, _ in told], fontsize=8.5)
+    if len(runs) == 1:
+        return _phases_of_epochs(timed[0][1])
+    bars = [phase_ms(run.step_events()) for _, run in timed]
+    figure, (axes,) = new_figure(height=1.4 + 0.34 * len(bars))
+    entries = _stack_bars(bars, axes.barh, "left")
+    axes.set_yticks(range(len(bars)), [literal(label) for label, _ in timed], fontsize=8.5)
     axes.invert_yaxis()
     axes.set_xlabel("ms of one step, mean over ranks")
-    legend(figure, [(name, {"color": colour, "linewidth": 6}) for name, colour in names])
+    legend(figure, entries)
     return figure
 
 
-def _phases_of_epochs(record: Record) -> Figure:
-    """By epochs as they were evaluated: the last step of one may reach into the next."""
-    epochs: dict[int, list[Fields]] = {}
-    ends = [event["step"] for event in record.epochs()]
-    for event in record.steps():
-        if isinstance(event.get("phase_ms"), dict):
-            epochs.setdefault(1 + bisect.bisect_left(ends, event["step"]), []).append(event)
-    width = -(-len(epochs) // _MOST_BARS)
-    parts = [list(epochs.items())[place : place + width] for place in range(0, len(epochs), width)]
-    bars = [phase_ms([event for _, events in part for event in events]) for part in parts]
-    figure, (axes,) = new()
-    names = _stack(axes, bars, axes.bar, "bottom")
-    shown = range(0, len(bars), -(-len(bars) // 12))
-    axes.set_xticks(shown, [f"{parts[place][0][0]}" for place in shown])
+def _phases_of_epochs(run: RunRecord) -> Figure:
+    """A bar for each epoch; for several epochs together where there are more than _MOST_BARS."""
+    epochs = _timed_steps_by_epoch(run)
+    epochs_per_bar = math.ceil(len(epochs) / _MOST_BARS)
+    starts = range(0, len(epochs), epochs_per_bar)
+    bars = [phase_ms([event for _, events in epochs[start : start + epochs_per_bar] for event in events]) for start in starts]
+    figure, (axes,) = new_figure()
+    entries = _stack_bars(bars, axes.bar, "bottom")
+    labelled = range(0, len(bars), math.ceil(len(bars) / _MOST_BAR_LABELS))
+    axes.set_xticks(labelled, [f"{epochs[starts[bar]][0]}" for bar in labelled])
     axes.set_xlim(-0.6, max(len(bars), 3) - 0.4)
-    axes.set_xlabel("epoch" if width == 1 else f"epoch, {width} in a bar")
+    axes.set_xlabel("epoch" if epochs_per_bar == 1 else f"epoch, {epochs_per_bar} in a bar")
     axes.set_ylabel("ms of one step, mean over ranks")
-    legend(figure, [(name, {"color": colour, "linewidth": 6}) for name, colour in names])
+    legend(figure, entries)
     return figure
 
 
-def _stack(axes: Axes, bars: Sequence[dict[str, float]], draw: Callable[..., Any], base: str) -> list[tuple[str, str]]:
-    """(name, colour) of each phase, in their order."""
-    known = [*PHASES, *sorted({name for bar in bars for name in bar} - set(PHASES))]
-    names = [name for name in known if any(bar.get(name) for bar in bars)]
-    colours = [(name, PHASES.get(name, COLOURS[place % len(COLOURS)])) for place, name in enumerate(names)]
-    under = [0.0] * len(bars)
-    for name, colour in colours:
+def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
+    """(epoch, step events with phases): epochs end with their evaluation, even where the last step reaches into the next epoch."""
+    last_steps = [event["step"] for event in run.epoch_events()]
+    epochs: dict[int, list[Fields]] = {}
+    for event in run.step_events():
+        if isinstance(event.get("phase_ms"), dict):
+            epochs.setdefault(1 + bisect.bisect_left(last_steps, event["step"]), []).append(event)
+    return list(epochs.items())
+
+
+def _stack_bars(bars: Sequence[dict[str, float]], draw: Callable[..., Any], start: str) -> list[LegendEntry]:
+    """Draws stacked bars by axes.bar or axes.barh, whose argument for the start of a bar is named `start`; returns legend entries."""
+    others = sorted({name for bar in bars for name in bar} - set(PHASES))
+    names = [name for name in [*PHASES, *others] if any(bar.get(name) for bar in bars)]
+    entries: list[LegendEntry] = []
+    below = [0.0] * len(bars)
+    for index, name in enumerate(names):
+        colour = PHASES.get(name, COLOURS[index % len(COLOURS)])
         lengths = [bar.get(name, 0.0) for bar in bars]
-        draw(range(len(bars)), lengths, 0.8, **{base: under}, color=colour)
-        under = [low + length for low, length in zip(under, lengths, strict=True)]
-    return colours
+        draw(range(len(bars)), lengths, 0.8, **{start: below}, color=colour)
+        below = [low + length for low, length in zip(below, lengths, strict=True)]
+        entries.append((name, {"color": colour, "linewidth": 6}))
+    return entries
 
 
 def phase_ms(events: Sequence[Fields]) -> dict[str, float]:
-    """Of one step, the mean over windows of different lengths."""
+    """Milliseconds of one step by phase: the mean of step events, weighted by their numbers of steps; empty where none has phases."""
     sums: dict[str, float] = {}
-    steps = 0.0
+    total_steps = 0.0
     for event in events:
-        if isinstance(found := event.get("phase_ms"), dict) and finite(number(found, name) for name in found):
-            count = first(number(event, "steps"), 1.0)
-            steps += count
-            for name in found:
-                sums[name] = sums.get(name, 0.0) + count * first(number(found, name), 0.0)
-    return {name: value / steps for name, value in sums.items()} if steps else {}
+        phases = event.get("phase_ms")
+        if not isinstance(phases, dict) or not finite(number(phases, name) for name in phases):
+            continue
+        steps = first_finite(number(event, "steps"), 1.0)
+        total_steps += steps
+        for name in phases:
+            sums[name] = sums.get(name, 0.0) + steps * first_finite(number(phases, name), 0.0)
+    return {name: value / total_steps for name, value in sums.items()} if total_steps else {}

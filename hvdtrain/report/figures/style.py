@@ -1,4 +1,4 @@
-"""How the figures of a report look: colours, axes, legends, and lines of few enough points."""
+"""The style of all figures: colours, axes, legends, and lines with a bounded number of points."""
 
 from __future__ import annotations
 
@@ -6,138 +6,160 @@ import itertools
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, with a dash for each: lines may lie on each other.
+# Okabe and Ito's palette, whose colours colour-blind readers can tell apart; dashes too, since lines may cover each other.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 GREY = "#777777"
-WIDTH, HEIGHT = 5.6, 3.4  # inches: small, so that letters stay readable on a narrow screen
+WIDTH, HEIGHT = 5.6, 3.4  # inches; small, so that letters stay readable on a narrow screen
 MOST_POINTS = 2000  # of a line
-_MEANS = 200
+_MEANS = 200  # points of the line of means that is drawn over a longer line
+
+LineStyle = dict[str, Any]  # keyword arguments of matplotlib's Axes.plot
+LegendEntry = tuple[str, LineStyle]
+Point = tuple[float, float]
 
 
-def new(rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """An empty figure and its axes; never pyplot: it would look for a screen, and keep the figure."""
+class TimeUnit(NamedTuple):
+    seconds: float
+    name: str
+
+
+def new_figure(rows: int = 1, columns: int = 1, height: float = HEIGHT, width: float = WIDTH, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """An empty figure of so many inches, and its axes row by row; `shared`: further arguments of Figure.subplots.
+
+    Without pyplot, which looks for a display and keeps every figure.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for axes in places:
+    all_axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in all_axes:
         axes.grid(color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=9)
-    return figure, places
+    return figure, all_axes
 
 
-def look(place: int) -> dict[str, Any]:
-    """Colour and dash of the run in this place."""
-    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)]}
+def run_style(index: int) -> LineStyle:
+    """Colour and dashes of the run with this index."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], **kind: Any) -> bool:
-    """A line through what is finite, or a point where it has only one; whether there was anything to draw.
+def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> bool:
+    """Draws a line through the finite points, or a marker where there is only one; returns whether there was anything to draw.
 
-    Of very many points a pale line has the peaks, and another the means; what moves in stairs has no noise, and stays as it is.
+    Above MOST_POINTS points a pale line has the extremes and a second one the means; a line with a drawstyle (stairs) has no second one.
     """
     points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    if not points:
+        return False
     if len(points) == 1:
-        kind |= {"marker": kind.get("marker") or "o", "linestyle": "none"}
-    if len(points) > MOST_POINTS and "drawstyle" in kind:
-        points = list(zip(*thin(points), strict=True))
-    elif len(points) > MOST_POINTS:
-        axes.plot(*thin(points), **kind | {"alpha": 0.35, "linewidth": 0.7, "linestyle": "-", "marker": ""})
-        points = _means(points)
-        kind |= {"alpha": 1.0, "linewidth": 1.4}
-    if points:
-        axes.plot(*zip(*points, strict=True), **kind)
-    return bool(points)
+        style |= {"marker": style.get("marker") or "o", "linestyle": "none"}
+    if len(points) > MOST_POINTS:
+        extremes = downsample(points)
+        if "drawstyle" in style:
+            points = extremes
+        else:
+            pale = style | {"alpha": 0.35, "linewidth": 0.7, "linestyle": "-", "marker": ""}
+            axes.plot(*zip(*extremes, strict=True), **pale)
+            points = _means(points)
+            style |= {"alpha": 1.0, "linewidth": 1.4}
+    axes.plot(*zip(*points, strict=True), **style)
+    return True
 
 
-def _means(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of stretches of equally many points."""
-    cuts = [len(points) * place // _MEANS for place in range(_MEANS + 1)]
-    stretches = [points[a:b] for a, b in itertools.pairwise(cuts)]
-    return [(fmean(x for x, _ in stretch), fmean(y for _, y in stretch)) for stretch in stretches]
+def _sections(points: Sequence[Point], count: int) -> list[range]:
+    """The indices of the points in so many sections of equal length."""
+    cuts = [len(points) * section // count for section in range(count + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(cuts)]
 
 
-def thin(points: list[tuple[float, float]], most: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
-    if len(points) > most:
-        stretches = most // 2
-        cuts = [len(points) * place // stretches for place in range(stretches + 1)]
-        ends = [_extremes(points, range(*pair)) for pair in itertools.pairwise(cuts)]
-        points = [points[place] for pair in ends for place in pair]
-    return [point[0] for point in points], [point[1] for point in points]
+def _means(points: Sequence[Point]) -> list[Point]:
+    """The mean point of each of _MEANS sections."""
+    return [(fmean(points[i][0] for i in section), fmean(points[i][1] for i in section)) for section in _sections(points, _MEANS)]
 
 
-def _extremes(points: list[tuple[float, float]], places: range) -> list[int]:
-    """Where the lowest and the highest are, in order."""
-    low, high = (best(places, key=lambda place: points[place][1]) for best in (min, max))
-    return sorted({low, high})
+def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most so many points: the lowest and the highest of each section, so that no peak is lost."""
+    if len(points) <= most:
+        return list(points)
+    kept: list[Point] = []
+    for section in _sections(points, most // 2):
+        low = min(section, key=lambda i: points[i][1])
+        high = max(section, key=lambda i: points[i][1])
+        kept += [points[i] for i in sorted({low, high})]
+    return kept
 
 
-def legend(figure: Figure, entries: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Below the axes: (label, how its line looks). A figure with many runs grows with its legend."""
+def legend(figure: Figure, entries: Sequence[LegendEntry]) -> None:
+    """A legend below the axes; the figure grows with its rows."""
     from matplotlib.lines import Line2D
 
     if not entries:
         return
-    names = [plain(label) for label, _ in entries]
+    names = [literal(label) for label, _ in entries]
     longest = max(map(len, names))
     columns = min(len(entries), 4 if longest <= 11 else 3 if longest <= 17 else 2 if longest <= 30 else 1)
-    figure.set_figheight(figure.get_figheight() + 0.18 * -(-len(entries) // columns))
-    handles = [Line2D([], [], **{"linewidth": 1.8, **kind}) for _, kind in entries]
+    rows = math.ceil(len(entries) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.18 * rows)
+    handles = [Line2D([], [], **{"linewidth": 1.8, **style}) for _, style in entries]
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
 
 
-def runs(labels: Sequence[str], **kind: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The legend's entries for several runs; none for one, which the title names."""
-    return [(label, look(place) | kind) for place, label in enumerate(labels)] if len(labels) > 1 else []
+def run_entries(labels: Sequence[str], **style: Any) -> list[LegendEntry]:
+    """The legend's entries for several runs; none for a single run, which the title names."""
+    if len(labels) == 1:
+        return []
+    return [(label, run_style(index) | style) for index, label in enumerate(labels)]
 
 
-def plain(text: str) -> str:
-    """A text that matplotlib shows as it is: no formula between dollars, and no name that a legend leaves out."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+def literal(label: str) -> str:
+    """A label that matplotlib shows as it is: no formula between dollars, no leading underscore, which a legend leaves out."""
+    return (" " if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
-def heights(axes: Axes) -> list[float]:
+def drawn_values(axes: Axes) -> list[float]:
     """All y of the lines that are drawn."""
-    drawn: list[Any] = [line.get_ydata() for line in axes.lines]
-    return [float(value) for values in drawn for value in values]
+    lines: list[Any] = [line.get_ydata() for line in axes.lines]
+    return [float(value) for values in lines for value in values]
 
 
-def whole(*sides: Any) -> None:
-    """Ticks at whole numbers only, of such axes as axes.xaxis."""
+def integer_ticks(*sides: Axis) -> None:
+    """Ticks at whole numbers only, of axes.xaxis or axes.yaxis."""
     from matplotlib.ticker import MaxNLocator
 
     for side in sides:
         side.set_major_locator(MaxNLocator(integer=True))
 
 
-def powers_of_ten(axes: Axes) -> None:
-    """With plain numbers; between the powers too where there are few of those."""
+def log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers, between the powers of ten too where there are few of those."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
-    values = heights(axes)
-    few = max(values) < 100 * min(values)
+    values = drawn_values(axes)
+    few_powers = max(values) < 100 * min(values)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.yaxis.set_minor_formatter("{x:,g}" if few else NullFormatter())
+    axes.yaxis.set_minor_formatter("{x:,g}" if few_powers else NullFormatter())
     axes.tick_params(which="minor", labelsize=9)
 
 
-def clock(seconds: float) -> tuple[float, str]:
-    """In how many seconds, and in which unit, a job of this length is best told."""
-    return (3600.0, "h") if seconds > 2 * 3600 else (60.0, "min") if seconds > 2 * 60 else (1.0, "s")
+def scale_from_zero(axes: Axes) -> None:
+    """A y axis that starts at 0 and ends above the lines."""
+    axes.set_ylim(0, 1.08 * max(drawn_values(axes), default=1.0) or 1.0)
 
 
-def from_zero(axes: Axes) -> None:
-    """The axis begins at 0 and ends above the lines."""
-    axes.set_ylim(0, 1.08 * max(heights(axes), default=1.0) or 1.0)
+def time_unit(seconds: float) -> TimeUnit:
+    """The unit for the time axis of a job of this length."""
+    if seconds > 2 * 3600:
+        return TimeUnit(3600.0, "h")
+    return TimeUnit(60.0, "min") if seconds > 2 * 60 else TimeUnit(1.0, "s")

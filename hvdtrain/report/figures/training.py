@@ -1,130 +1,161 @@
-"""The figures of what was learned: loss, accuracy, learning rate and batch, noise scale."""
+"""The figures of training: loss, accuracy, learning rate and batch, noise scale."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.report.figures.style import GREY, HEIGHT, from_zero, heights, legend, line, look, new, powers_of_ten, runs
-from hvdtrain.report.run import Fields, Record, number
+from hvdtrain.report.figures.style import (
+    GREY,
+    HEIGHT,
+    LegendEntry,
+    LineStyle,
+    draw_line,
+    drawn_values,
+    legend,
+    log_scale,
+    new_figure,
+    run_entries,
+    run_style,
+    scale_from_zero,
+)
+from hvdtrain.report.run import Fields, RunRecord, number
 from hvdtrain.report.summary import finite, targets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FAR = 50  # times as large: then by powers of ten
+_LOG_SCALE_FROM = 50  # the axis is logarithmic where the largest value is so many times the tenth percentile
+_TRAIN: LineStyle = {"linewidth": 1.0}
+_VAL: LineStyle = {"marker": "o", "markersize": 3.5}
 
 
-def loss(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Training loss at every meeting of the ranks, validation loss at every evaluation."""
-    return _learned(records, labels, "loss", "loss")
-
-
-def accuracy(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """As the loss; with the targets."""
-    return _learned(records, labels, "accuracy", "accuracy")
-
-
-def _learned(records: Sequence[Record], labels: Sequence[str], name: str, title: str) -> Figure | None:
-    """One colour for each run; with one run, one for training and one for validation."""
-    figure, (axes,) = new()
-    shown, alone = set(), len(records) == 1
-    for place, record in enumerate(records):
-        steps = record.steps() if any(math.isfinite(number(event, name)) for event in record.steps()) else []
-        train = [(event, number(event, name)) for event in steps] or [(e, number(e, f"train_{name}")) for e in record.epochs()]
-        val = [(event, number(event, f"val_{name}")) for event in record.epochs()]
-        thin = {"linewidth": 1.0, "alpha": 0.8}
-        marked = look(1 if alone else place) | {"linewidth": 1.6, "marker": "o", "markersize": 3.5}
-        drawn = line(axes, _epochs(record, train), [value for _, value in train], **look(place) | thin)
-        shown |= {"train"} if drawn else set()
-        shown |= {"val"} if line(axes, _epochs(record, val), [value for _, value in val], **marked) else set()
-    if not shown:
+def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Training loss of every step event, validation loss of every evaluation; None where no run has any."""
+    figure, (axes,) = new_figure()
+    legend_entries = _draw_train_and_val(axes, runs, "loss")
+    if not legend_entries:
         return None
+    axes.set_ylabel("loss")
+    _scale_loss(axes)
+    legend(figure, [*run_entries(labels), *legend_entries])
+    return figure
+
+
+def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """As the loss, with a line for each target."""
+    figure, (axes,) = new_figure()
+    legend_entries = _draw_train_and_val(axes, runs, "accuracy")
+    if not legend_entries:
+        return None
+    axes.set_ylabel("accuracy")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    _draw_targets(axes, runs)
+    legend(figure, [*run_entries(labels), *legend_entries])
+    return figure
+
+
+def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> list[LegendEntry]:
+    """Draws a metric over the epochs; returns legend entries for training and validation, where there is any.
+
+    A colour for each run; with a single run one for training and one for validation.
+    """
+    single = len(runs) == 1
+    has_train = has_val = False
+    for index, run in enumerate(runs):
+        train_events, train = _train_values(run, metric)
+        val_events = run.epoch_events()
+        val = [number(event, f"val_{metric}") for event in val_events]
+        has_train |= draw_line(axes, _epochs(run, train_events), train, **run_style(index) | _TRAIN | {"alpha": 0.8})
+        has_val |= draw_line(axes, _epochs(run, val_events), val, **run_style(1 if single else index) | _VAL | {"linewidth": 1.6})
     axes.set_xlabel("epochs done")
     axes.set_xlim(left=0)
-    axes.set_ylabel(title)
-    if name == "accuracy":
-        _targets(axes, records)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-    else:
-        _scale(axes)
-    train_look: dict[str, Any] = {"color": look(0)["color"] if alone else GREY, "linewidth": 1.0}
-    val_look: dict[str, Any] = {"color": look(1)["color"] if alone else GREY, "marker": "o", "markersize": 3.5}
-    val_look |= {"linestyle": look(1)["linestyle"]} if alone else {}
-    both = [entry for key, entry in {"train": ("training", train_look), "val": ("validation", val_look)}.items() if key in shown]
-    legend(figure, [*runs(labels), *both])
-    return figure
+    entries: list[LegendEntry] = []
+    if has_train:
+        entries.append(("training", _TRAIN | {"color": run_style(0)["color"] if single else GREY}))
+    if has_val:
+        entries.append(("validation", _VAL | (run_style(1) if single else {"color": GREY})))
+    return entries
 
 
-def _epochs(record: Record, points: Sequence[tuple[Fields, float]]) -> list[float]:
-    """Epochs done at each event: a job may be evaluated, and end, in the middle of one."""
-    done = {event["step"]: number(event, "epochs") for event in record.steps()}
-    return [done.get(event["step"], number(event, "epoch")) for event, _ in points]
+def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float]]:
+    """Events and the metric in training of each: of steps, or of epochs where no step has it."""
+    steps = [number(event, metric) for event in run.step_events()]
+    if finite(steps):
+        return run.step_events(), steps
+    return run.epoch_events(), [number(event, f"train_{metric}") for event in run.epoch_events()]
 
 
-def _scale(axes: Axes) -> None:
-    """Powers of ten where most of what is drawn would else lie flat on the axis."""
-    values = heights(axes)
-    low = sorted(values)[len(values) // 10]
-    if min(values) > 0 and max(values) > _FAR * low:
-        powers_of_ten(axes)
-    elif min(values) >= 0:
-        from_zero(axes)
+def _epochs(run: RunRecord, events: Sequence[Fields]) -> list[float]:
+    """Epochs done at each event, with the fraction: a job may be evaluated, and end, in the middle of an epoch."""
+    done = {event["step"]: number(event, "epochs") for event in run.step_events()}
+    return [done.get(event["step"], number(event, "epoch")) for event in events]
 
 
-def _targets(axes: Axes, records: Sequence[Record]) -> None:
-    wanted = {target.accuracy for record in records for target in targets(record)}
-    wanted |= {number({"target": record.config.get("stop.target_accuracy")}, "target") for record in records}
-    for target in sorted(finite(wanted)):
-        axes.axhline(target, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
-        spot: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "left"}
-        spot |= {"bbox": {"facecolor": "#FFFFFF", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}}
-        axes.annotate(f"target {100 * target:.4g}%", (0, target), (4, 2), color="#444444", fontsize=8, **spot)
+def _scale_loss(axes: Axes) -> None:
+    """A logarithmic axis where most of the loss would lie flat on a linear one; else an axis from 0."""
+    values = sorted(drawn_values(axes))
+    tenth_percentile = values[len(values) // 10]
+    if values[0] > 0 and values[-1] > _LOG_SCALE_FROM * tenth_percentile:
+        log_scale(axes)
+    elif values[0] >= 0:
+        scale_from_zero(axes)
 
 
-def rates(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """Learning rate and global batch of each step."""
-    figure, (lr, batch) = new(2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2))
-    shown = False
-    for place, record in enumerate(records):
-        points = [(event, number(event, "lr")) for event in record.steps() or record.epochs()]
-        x, kind = _epochs(record, points), look(place) | {"linewidth": 1.6, "drawstyle": "steps-pre"}
-        shown |= line(lr, x, [value for _, value in points], **kind)
-        shown |= line(batch, x, [number(event, "batch") for event, _ in points], **kind)
-    if not shown:
+def _draw_targets(axes: Axes, runs: Sequence[RunRecord]) -> None:
+    """A horizontal line for each target that a run reached or is configured with."""
+    accuracies = {target.accuracy for run in runs for target in targets(run)}
+    accuracies |= {number({"target": run.config.get("stop.target_accuracy")}, "target") for run in runs}
+    position: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "left"}
+    background = {"facecolor": "#FFFFFF", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
+    for accuracy in sorted(finite(accuracies)):
+        axes.axhline(accuracy, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
+        axes.annotate(f"target {100 * accuracy:.4g}%", (0, accuracy), (4, 2), color="#444444", fontsize=8, bbox=background, **position)
+
+
+def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """Learning rate and global batch of each step event."""
+    figure, (lr_axes, batch_axes) = new_figure(2, sharex=True, height=HEIGHT + 0.5, height_ratios=(3, 2))
+    drawn = False
+    for index, run in enumerate(runs):
+        events = run.step_events() or run.epoch_events()
+        x = _epochs(run, events)
+        style = run_style(index) | {"linewidth": 1.6, "drawstyle": "steps-pre"}
+        drawn |= draw_line(lr_axes, x, [number(event, "lr") for event in events], **style)
+        drawn |= draw_line(batch_axes, x, [number(event, "batch") for event in events], **style)
+    if not drawn:
         return None
-    lr.set_ylabel("learning rate")
-    batch.set_ylabel("global batch")
-    batch.set_xlabel("epochs done")
-    batch.set_xlim(left=0)
-    from_zero(lr)
-    from_zero(batch)
-    batch.yaxis.set_major_formatter("{x:,.0f}")
+    lr_axes.set_ylabel("learning rate")
+    batch_axes.set_ylabel("global batch")
+    batch_axes.set_xlabel("epochs done")
+    batch_axes.set_xlim(left=0)
+    scale_from_zero(lr_axes)
+    scale_from_zero(batch_axes)
+    batch_axes.yaxis.set_major_formatter("{x:,.0f}")
     figure.align_ylabels()
-    legend(figure, runs(labels))
+    legend(figure, run_entries(labels))
     return figure
 
 
-def noise_scale(records: Sequence[Record], labels: Sequence[str]) -> Figure | None:
-    """The gradient noise scale, and the batch that it is to be compared with."""
-    figure, (axes,) = new()
-    shown = False
-    for place, record in enumerate(records):
-        points = [(event, number(event, "noise_scale")) for event in record.steps()]
-        if not finite(value for _, value in points):
-            points = [(event, number(event, "noise_scale")) for event in record.epochs()]
-        drawn = line(axes, x := _epochs(record, points), [value for _, value in points], **look(place) | {"linewidth": 1.4})
-        shown |= drawn
-        if drawn:
-            line(axes, x, [number(event, "batch") for event, _ in points], color=look(place)["color"], linewidth=1.0, linestyle=":")
-    if not shown:
+def noise_scale(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """The gradient noise scale, with the global batch to compare it with."""
+    figure, (axes,) = new_figure()
+    drawn = False
+    for index, run in enumerate(runs):
+        has_steps = finite(number(event, "noise_scale") for event in run.step_events())
+        events = run.step_events() if has_steps else run.epoch_events()
+        x = _epochs(run, events)
+        if draw_line(axes, x, [number(event, "noise_scale") for event in events], **run_style(index) | {"linewidth": 1.4}):
+            drawn = True
+            batch = [number(event, "batch") for event in events]
+            draw_line(axes, x, batch, color=run_style(index)["color"], linewidth=1.0, linestyle=":")
+    if not drawn:
         return None
-    powers_of_ten(axes)
+    log_scale(axes)
     axes.set_xlabel("epochs done")
     axes.set_xlim(left=0)
     axes.set_ylabel("samples")
-    scale = {"color": GREY if len(labels) > 1 else look(0)["color"], "linewidth": 1.4}
-    legend(figure, [*runs(labels), ("noise scale", scale), ("global batch", scale | {"linestyle": ":"})])
+    style = {"color": GREY if len(labels) > 1 else run_style(0)["color"], "linewidth": 1.4}
+    legend(figure, [*run_entries(labels), ("noise scale", style), ("global batch", style | {"linestyle": ":"})])
     return figure
