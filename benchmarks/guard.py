@@ -88,7 +88,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     blind = ((build, "any_nonfinite", lambda parameters: never), (build, "slope", lambda loss: 1.0))
 
     def every(steps: int | None) -> tuple[Any, str, Any]:
-        return health, "config", dataclasses.replace(job.config, guard=dataclasses.replace(job.config.guard, equal_steps=steps))
+        return health, "config", job.config.replace(guard=job.config.guard.replace(equal_steps=steps))
 
     made: list[Part] = [
         lambda on: changed(),
@@ -146,7 +146,7 @@ def watch_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
 def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Checkpoints every so many steps against none; in the middle of a block there is one."""
     job, heard = trainer.job, list[Event]()
-    settings = dataclasses.replace(job.config.checkpoint, every_steps=every, every_minutes=None)
+    settings = job.config.checkpoint.replace(every_steps=every, every_minutes=None)
     trainer.block(-trainer.now.progress.step % every + every // 2)
     for name, kind in {"background": Saver, "foreground": Foreground}.items():
         with tempfile.TemporaryDirectory() as folder:

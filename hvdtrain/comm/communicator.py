@@ -6,7 +6,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import Placement
-from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import UserError
 

@@ -11,7 +11,7 @@ from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_b
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
-from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 

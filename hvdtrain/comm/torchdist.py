@@ -25,7 +25,7 @@ from hvdtrain.comm.rendezvous import (
     rendezvous,
 )
 from hvdtrain.comm.side_channel.store import StoreSideChannel
-from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import re
 import sys
 import typing
@@ -15,7 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from hvdtrain.config.read import Provenance, nearest
+from hvdtrain.config.refusal import type_name
 from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, Config
 from hvdtrain.config.yaml_reader import MOST_KEY, short
 from hvdtrain.errors import UserError
@@ -143,7 +146,7 @@ def folder_of(section: str, config: Config) -> str:
 
 
 def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], provenance: Provenance) -> UserError:
-    keys = [f.name for f in dataclasses.fields(SECTIONS[section]) if f.name != "options"]
+    keys = list(SECTIONS[section].model_fields)
     shown = ", ".join(f"{known_option}={default}" for known_option, default in known.items()) or "none"
     where = provenance.where(f"{section}.{option}")
     return UserError(
@@ -158,13 +161,8 @@ def check_options(build: Callable[..., Any], options: Mapping[str, Any], section
 
 
 def _convert(value: Any, hint: Any, key: str, provenance: Provenance) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    one_field = dataclasses.make_dataclass("Option", [("value", hint, dataclasses.MISSING)])
+    """A value by the rules of JSON, as in the sections: a list becomes a tuple, a text a path, but "3" is no number."""
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(one_field), {"value": value})).value  # type: ignore[union-attr]
-    except (OmegaConfBaseException, TypeError, ValueError, OverflowError):  # TypeError: a mapping where a list belongs
-        words = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-        words = words.replace("typing.Literal[", "one of [").replace("typing.", "")
-        raise UserError(f"wrong value for {key}: {short(repr(value))}", provenance.where(key), f"{key} takes {words}") from None
+        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        raise UserError(f"wrong value for {key}: {short(repr(value))}", provenance.where(key), f"{key} takes {type_name(hint)}") from None

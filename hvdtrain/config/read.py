@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.limits import LIMITS
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from hvdtrain.config.refusal import nearest, refusal
 from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, SHORTHANDS, Config
+from hvdtrain.config.section import COMMAND_LINE, Provenance
 from hvdtrain.config.yaml_reader import MOST_KEYS, check_key, check_text, compose, first_line, follow, leaves, read_text, short, value_of
 from hvdtrain.errors import UserError
 
-COMMAND_LINE = "command line"  # the origin of a key=value word
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
 
 
@@ -22,13 +23,6 @@ class Assignment(NamedTuple):
     key: str  # "batch.size"
     value: Any
     origin: str  # "configs/x.yaml:14" or "command line"
-
-
-class Provenance(dict[str, str]):
-    """key -> where it was set; says the key as well, ready for UserError.where."""
-
-    def where(self, key: str) -> str:
-        return f"{key}, {self.get(key, 'default')}"
 
 
 def configure(path: str | None, words: Sequence[str], former: Sequence[Assignment] | None = None) -> tuple[Config, Provenance]:
@@ -70,16 +64,18 @@ def _check_code(former: Sequence[Assignment], said: set[str]) -> None:
 
 
 def resolve(given: Sequence[Assignment]) -> tuple[Config, Provenance]:
-    """The configuration that assignments make, the last of a key wins."""
-    from omegaconf import OmegaConf  # 0.2 s, which --help does without
-
-    node: Any = OmegaConf.structured(Config)
+    """The configuration that assignments make, the last of a key wins. Raises UserError where a key or a value is wrong."""
+    tree: dict[str, Any] = {}
     provenance = Provenance()
-    for assignment in _followed(given):
-        node = _assign(node, assignment)
-        provenance[assignment.key] = assignment.origin
-    config = _to_config(node, provenance)
-    _check_limits(config, provenance)
+    for key, value, origin in _followed(given):
+        _merge(tree, _path(key, origin), value)
+        provenance[key] = origin
+    try:
+        config = Config.model_validate(tree).with_provenance(provenance)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False)[0], provenance) from None
+    for key in ("run", "resume", "data.root", "data.stage"):
+        expand(_at(config, key) or "", config.where(key))
     return config, provenance
 
 
@@ -151,81 +147,39 @@ def read_file(path: str) -> Iterator[Assignment]:
 
 def takes_text(key: str) -> bool:
     """Whether a key is a text: 'no', '007' and '1e3' are then no number and no truth value."""
-    return key in (keys := known_keys()) and str(keys[key].type) in ("str", "str | None")
+    return key in (keys := known_keys()) and keys[key].annotation in (str, str | None)
 
 
-def _assign(node: Any, assignment: Assignment) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    key, value, origin = assignment
-    known = known_keys()
+def _path(key: str, origin: str) -> list[str]:
+    """The keys that lead to a value in the tree of the configuration. Raises UserError for an unknown key."""
     section, _, option = key.partition(".")
-    if key in known:
-        path = key.split(".")
-    elif section in OPEN_SECTIONS and option not in ("", "options") and all(option.split(".")):
-        path = [section, "options", *option.split(".")]
-    else:
+    known = known_keys()
+    if key not in known and not (section in OPEN_SECTIONS and option not in ("", "options") and all(option.split("."))):
         section_fix = f"{key} is a section: write {key}.<key>=value; --help {key} lists its keys" if key in SECTIONS else ""
         raise UserError(f"no such key: {key}", origin, section_fix or nearest(key, list(known)))
-    for name in reversed(path):
-        value = {name: value}
-    try:
-        return OmegaConf.unsafe_merge(node, OmegaConf.create(value))  # unlike merge() without a copy of all for each key
-    except (OmegaConfBaseException, TypeError, OverflowError) as error:  # a mapping where a list belongs; int(inf)
-        raise UserError(f"wrong value for {key}: {_explain(error, assignment.value)}", f"{key}, {origin}", _expected(key)) from None
+    return key.split(".")
 
 
-def known_keys() -> dict[str, dataclasses.Field[Any]]:
+def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Sets a value in a tree of dicts; a dict is merged into a dict that is there already."""
+    for name in path[:-1]:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    if isinstance(value, dict) and value and isinstance(tree.get(path[-1]), dict):
+        for name, inner in value.items():
+            _merge(tree[path[-1]], [name], inner)
+    else:
+        tree[path[-1]] = value
+
+
+@functools.cache
+def known_keys() -> dict[str, FieldInfo]:
     """Every key of the schema: {"epochs": ..., "batch.size": ...}."""
-    keys = {top.name: top for top in dataclasses.fields(Config) if top.name not in SECTIONS}
+    keys = {name: info for name, info in Config.model_fields.items() if name not in SECTIONS}
     for section, kind in SECTIONS.items():
-        keys |= {f"{section}.{inner.name}": inner for inner in dataclasses.fields(kind) if inner.name != "options"}
+        keys |= {f"{section}.{name}": info for name, info in kind.model_fields.items()}
     return keys
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The fix for a misspelt word: the nearest known one, or all of them."""
-    last = word.rsplit(".", maxsplit=1)[-1]
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [name for name in known if name.split(".")[-1] == last]
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-
-
-def _expected(key: str) -> str:
-    if key not in known_keys():
-        return "see --help"
-    kind = str(known_keys()[key].type).replace(" | None", ", or null")
-    kind = kind.replace("list[PieceConfig]", "a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]")
-    if kind.startswith("Literal["):
-        kind = f"one of {kind[len('Literal[') : -1]}"
-    return f"{key} takes {kind}"
-
-
-def _explain(error: Exception, value: Any) -> str:
-    line = first_line(error)
-    return f"{short(repr(value))} ({line})" if "VALUE" not in line else short(repr(value))
-
-
-def _to_config(node: Any, provenance: Provenance) -> Config:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "").replace(".options.", ".")
-        raise UserError(f"cannot take a value: {first_line(error)}", provenance.where(key) if key else "", "see --help") from None
-    assert isinstance(config, Config), type(config)
-    return config
-
-
-def _check_limits(config: Config, provenance: Provenance) -> None:
-    for key, (low, high, words) in LIMITS.items():
-        value = _at(config, key)
-        if value is not None and not low <= value <= high:
-            raise UserError(f"{key} is {value}", provenance.where(key), f"give {words}")
-    for key in ("run", "resume", "data.root", "data.stage"):
-        expand(_at(config, key) or "", provenance.where(key))
 
 
 def expand(path: str | Path, where: str) -> Path:
@@ -244,7 +198,4 @@ def to_yaml(config: Config) -> str:
     """The resolved configuration, in the form that --config reads."""
     from omegaconf import OmegaConf
 
-    tree = dataclasses.asdict(config)
-    for section in OPEN_SECTIONS:
-        tree[section] |= tree[section].pop("options")
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import IO
 
-from hvdtrain.config.schema_run import LogConfig
+from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.log import Event, Sink
 from hvdtrain.events.writers import TextWriter
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from hvdtrain.config.read import COMMAND_LINE, Provenance
@@ -23,7 +22,7 @@ def resolve_batch_size(config: Config, provenance: Provenance, ranks: int) -> tu
     if _key_that_counts(config, provenance) == "batch.per_rank":
         size = config.batch.per_rank * ranks
         provenance = Provenance(provenance | {"batch.size": f"{provenance.where('batch.per_rank')} x {ranks} ranks"})
-    return replace(config, batch=replace(config.batch, size=size, per_rank=None)), provenance
+    return config.replace(batch=config.batch.replace(size=size, per_rank=None)).with_provenance(provenance), provenance
 
 
 def _key_that_counts(config: Config, provenance: Provenance) -> Literal["batch.size", "batch.per_rank"]:

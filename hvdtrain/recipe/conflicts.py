@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from hvdtrain.config.limits import LIMITS
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config, PieceConfig
 from hvdtrain.errors import UserError
@@ -52,14 +51,6 @@ def _check_rising(name: str, epochs: Sequence[float], where: str) -> None:
 
 def _check_piece(name: str, piece: PieceConfig, where: str) -> None:
     _check_rising(f"{name}.milestones", piece.milestones, where)
-    for field in ("gamma", "power", "end_lr"):
-        low, high, words = LIMITS[f"recipe.{field}"]
-        if not low <= getattr(piece, field) <= high:
-            raise UserError(f"{name}.{field} is {getattr(piece, field)}", where, f"give {words}")
-    if not 0 <= piece.scale < math.inf:
-        raise UserError(f"{name}.scale is {piece.scale}", where, "give 0 or more")
-    if piece.epochs is not None and not 0 < piece.epochs < math.inf:
-        raise UserError(f"{name}.epochs is {piece.epochs}", where, "give epochs above 0")
     if (piece.kind == "steps") != bool(piece.milestones):
         what = "a piece of steps without milestones" if piece.kind == "steps" else f"milestones in a piece of kind {piece.kind}"
         raise UserError(f"{name} is {what}", where, "{kind: steps, milestones: [30, 60]}")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.comm.communicator import Communicator
@@ -37,7 +36,7 @@ def build_source(config: Config, provenance: Provenance, split: Split) -> Source
 
 def unstaged(config: Config) -> Config:
     """For commands that train nothing: data are read where they are, nothing is copied."""
-    return replace(config, data=replace(config.data, stage=None))
+    return config.replace(data=config.data.replace(stage=None))
 
 
 def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[Communicator, str]:

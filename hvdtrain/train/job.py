@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -170,7 +169,7 @@ def facts(config: Config, parts: Datasets) -> dict[str, Any]:
         "mean of the pixels": task.mean.tolist(),
         "their deviation": task.std.tolist(),
     }
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in config.model_dump().items():
         known |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return known
 

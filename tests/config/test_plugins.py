@@ -47,7 +47,7 @@ def test_a_name_never_leaves_its_folder() -> None:
 
 
 def test_options_are_converted_to_their_annotations() -> None:
-    given = {"widths": [4, "5"], "ratio": 1, "root": "/x"}
+    given = {"widths": [4, 5], "ratio": 1, "root": "/x"}
     assert plugins.check_options(build, given, "model", Provenance()) == {"widths": (4, 5), "ratio": 1.0, "root": Path("/x")}
 
 
@@ -86,7 +86,7 @@ def test_good_names_and_options_pass() -> None:
         plugins.check_names(*configure(None, words))
 
 
-@pytest.mark.parametrize(("name", "value"), [("widths", "abc"), ("widths", [1, "x"]), ("ratio", [1]), ("widths", None)])
+@pytest.mark.parametrize(("name", "value"), [("widths", "abc"), ("widths", [1, "5"]), ("ratio", [1]), ("widths", None)])
 def test_an_option_of_the_wrong_type(name: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
         plugins.check_options(build, {name: value}, "model", Provenance())
@@ -134,4 +134,4 @@ def test_a_misspelt_class_and_a_misspelt_choice_are_told_the_right_one() -> None
     config, provenance = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
         plugins.check_options(plugins.load("optim", "larc", "").build, config.optim.options, "optim", provenance)
-    assert caught.value.fix == "optim.mode takes one of ['clip', 'scale']"
+    assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'"

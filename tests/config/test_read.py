@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from hvdtrain.config import schema
-from hvdtrain.config.limits import LIMITS
+from hvdtrain.config import help, schema
 from hvdtrain.config.read import configure, known_keys, to_yaml
 from hvdtrain.errors import UserError
 
@@ -92,20 +93,31 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
         ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
         ("zzz=3", "no such key: zzz", "known: framework, run"),
         ("model=3", "no such key: model", "model is a section: write model.<key>=value"),
-        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes int"),
-        ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes int"),
-        ("epochs=[1]", "wrong value for epochs", "epochs takes int"),
-        ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes float"),
+        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes a whole number"),
+        ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes a whole number"),
+        ("epochs=[1]", "wrong value for epochs", "epochs takes a whole number"),
+        ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes a number"),
         ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
-        ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes int, or null"),
-        ("stop.target_accuracy=85", "stop.target_accuracy is 85.0", "give 0 to 1"),
-        ("optim.base_lr=nan", "optim.base_lr is nan", "give 0 or more"),
+        ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes a whole number, or null"),
+        ("stop.target_accuracy=85", "stop.target_accuracy is 85", "give 0 to 1"),
+        ("optim.base_lr=.nan", "optim.base_lr is nan", "give 0 or more"),
         ("batch.size=0", "batch.size is 0", "give 1 or more"),
         ("seed=-1", "seed is -1", "give 0 or more"),
         ("--fast", "cannot read the word '--fast'", "write key=value"),
         ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
         ("model..x=3", "no such key: model..x", "did you mean"),
-        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes int"),
+        ("augment.flip=1", "wrong value for augment.flip: 1", "augment.flip takes true or false"),
+        ("epochs=true", "wrong value for epochs: True", "epochs takes a whole number"),
+        ("batch.micro=0", "batch.micro is 0", "give 1 or more, or null"),
+        ("epochs=10000000000", "epochs is 10000000000", "give 1 to 1e+09"),
+        ("optim.momentum=1", "optim.momentum is 1", "give 0 or more and less than 1, or null"),
+        ("optim.clip_norm=0", "optim.clip_norm is 0", "give more than 0, or null"),
+        ("recipe.chain=[{kind: x}]", "wrong value for recipe.chain[0].kind: 'x'", "takes one of 'constant', 'steps'"),
+        ("recipe.chain=[{king: steps}]", "no such key: recipe.chain[0].king", "did you mean kind?"),
+        ("recipe.chain=[{}, {gamma: -1}]", "recipe.chain[1].gamma is -1", "give 0 to 1000"),
+        ("recipe.milestones=[.inf]", "recipe.milestones[0] is inf", "give"),
+        ("log.trackers=[1]", "wrong value for log.trackers[0]: 1", "log.trackers takes a list, each a text"),
+        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes a whole number"),
     ],
 )
 def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
@@ -119,7 +131,7 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
     ("text", "what", "line", "fix"),
     [
         ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
-        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes int"),
+        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes a whole number"),
         ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
         ("epochs: [\n", "not YAML", 2, "mend that line"),
         ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "mend that line"),
@@ -149,13 +161,41 @@ def test_a_missing_file_is_named() -> None:
         configure("nowhere.yaml", [])
 
 
-def test_every_limit_is_of_a_known_key_and_every_field_is_documented() -> None:
-    from hvdtrain.config import help
-
-    assert set(LIMITS) <= set(known_keys())
+def test_every_number_is_bounded_and_every_key_is_described() -> None:
     page = help.help_text(None)
-    for key in known_keys():
-        assert f"  {key}=" in page, f"{key} has no text under it in config.py"
+    for key, info in known_keys().items():
+        assert f"  {key}=" in page
+        assert info.description, f"{key} has no description"
+        if {int, float} & {info.annotation, *typing.get_args(info.annotation)} and typing.get_origin(info.annotation) is not list:
+            assert len(info.metadata) == 2, f"{key} has no lowest and highest value"
+
+
+def test_a_section_knows_where_its_keys_were_set(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("epochs: 3\nbatch:\n  size: 12\nmodel.widths: [3]\n")
+    config, _ = configure(str(path), ["seed=2"])
+    assert config.where("batch.size") == config.batch.where("size") == f"batch.size, {path}:3"
+    assert config.where("model.widths") == config.model.where("widths") == f"model.widths, {path}:4"
+    assert (config.where("epochs"), config.where("seed")) == (f"epochs, {path}:1", "seed, command line")
+    assert config.log.where("every_s") == "log.every_s, default" == schema.LogConfig().where("every_s")
+
+
+def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
+    config, _ = configure(None, ["batch.size=12"])
+    changed = config.replace(epochs=7, batch=config.batch.replace(micro=3))
+    assert (changed.epochs, changed.batch.size, changed.batch.micro, config.batch.micro) == (7, 12, 3, None)
+    assert changed.where("batch.size") == changed.batch.where("size") == "batch.size, command line"
+    with pytest.raises(TypeError, match="BatchConfig has no sise"):
+        config.batch.replace(sise=3)
+
+
+def test_sections_are_equal_where_their_values_are() -> None:
+    typed, _ = configure(None, ["batch.size=64", "model.widths=[3]"])
+    assert typed.batch == schema.BatchConfig() != schema.BatchConfig(size=65)
+    assert typed.model == schema.ModelConfig(widths=[3]) != schema.ModelConfig(widths=[4])
+    assert typed == schema.Config(model=typed.model) != schema.Config()
+    with pytest.raises(ValidationError, match="frozen"):
+        typed.batch.size = 3  # type: ignore[misc]
 
 
 def test_a_mapping_where_a_list_belongs_is_told() -> None:

@@ -68,7 +68,7 @@ def test_a_changed_secret_is_hidden_in_the_list_of_changes(tmp_path: Path) -> No
     """These lines go to the terminal, to events.jsonl and to TensorBoard."""
     (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
     options = {"hub_token": "hf_SECOND", "width": 4}
-    assert changes(tmp_path, Config(model=ModelConfig(options=options))) == [
+    assert changes(tmp_path, Config(model=ModelConfig(**options))) == [
         f"changed data.root: https://{HIDDEN}@h/x -> None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
     ]  # fmt: skip
 

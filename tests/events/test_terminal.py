@@ -21,7 +21,7 @@ from typing import IO, Any
 import pytest
 from ranks import ROOT, environment, needs_mpirun
 
-from hvdtrain.config.schema_run import LogConfig
+from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.log import Event
 from hvdtrain.events.progress_display import ProgressDisplay, duration
 from hvdtrain.events.terminal import TerminalSink, is_interactive, terminal_sink

@@ -24,7 +24,7 @@ from hvdtrain.events.trackers import mlflow, tensorboard, wandb
 from hvdtrain.events.trackers.settings import flat_config, redacted_config
 
 T0 = 1_700_000_000.0
-CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@host/set"), model=ModelConfig(options={"api_token": "xyz"}))
+CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@host/set"), model=ModelConfig(api_token="xyz"))
 
 
 def step(number: int, loss: float, kind: str = "step") -> Event:
@@ -122,7 +122,7 @@ def test_numbers_of_the_other_kinds() -> None:
 
 def test_the_configuration_is_redacted() -> None:
     options = {"max_tokens": 5, "password": "", "hub": {"Secret_Key": "q", "urls": ["http://u:p@h/x"]}}
-    redacted = redacted_config(Config(model=ModelConfig(name="mlp", options=options)))["model"]
+    redacted = redacted_config(Config(model=ModelConfig(name="mlp", **options)))["model"]
     assert {key: redacted[key] for key in ("name", *options)} == {
         **{"name": "mlp", "max_tokens": 5, "password": "", "hub": {"Secret_Key": "***", "urls": ["http://***@h/x"]}},
     }
@@ -202,7 +202,7 @@ def test_mlflow_of_a_failed_job_on_the_users_server(run: Path, monkeypatch: pyte
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (run / "else where").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # else a text that is too long is cut by mlflow, with a warning
-    long = Config(model=ModelConfig(name="a.B", options={"k" * 300: "v" * 7000}))
+    long = Config(model=ModelConfig(name="a.B", **{"k" * 300: "v" * 7000}))
     failed = Event(T0, "failed", 10, {"reason": "x", "exit_code": 83})
     send(mlflow.build, run, [start(0), step(10, 1.0), failed], [start(0), step(10, 2.0)], config=long)
     from mlflow.tracking import MlflowClient

@@ -175,7 +175,7 @@ def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
 def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
     given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in provenance else [])]
     config, _ = configure(None, given)
-    config = dataclasses.replace(config, resume=str(words.get("resume", "no")))
+    config = config.replace(resume=str(words.get("resume", "no")))
     config, new_provenance = batch_size.resolve_batch_size(config, Provenance(provenance), ranks)
     assert config.batch.per_rank is None
     return config.batch.size, new_provenance.where("batch.size")
@@ -289,8 +289,8 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["recipe.chain=[{kind: cosine},{kind: constant}]"], "a piece without epochs before the last", "recipe.chain"),
         (["recipe.chain=[{epochs: 0},{kind: constant}]"], "recipe.chain[0].epochs is 0", "recipe.chain"),
         (["recipe.chain=[{kind: steps}]"], "recipe.chain[0] is a piece of steps without milestones", "recipe.chain"),
-        (["recipe.schedule=steps", "recipe.milestones=[.nan]"], "recipe.milestones is [nan]", "recipe.milestones"),
-        (["recipe.growth=milestones", "recipe.grow_at=[.inf]", "recipe.grow_to=[9]"], "recipe.grow_at is [inf]", "recipe.grow_at"),
+        (["recipe.schedule=steps", "recipe.milestones=[.nan]"], "recipe.milestones[0] is nan", "recipe.milestones"),
+        (["recipe.growth=milestones", "recipe.grow_at=[.inf]", "recipe.grow_to=[9]"], "recipe.grow_at[0] is inf", "recipe.grow_at"),
         (["recipe.chain=[{milestones: [1]}]"], "recipe.chain[0] is milestones in a piece of kind constant", "recipe.chain"),
         (["recipe.chain=[{scale: .nan}]"], "recipe.chain[0].scale is nan", "recipe.chain"),
         (["recipe.chain=[{kind: exponential, gamma: -0.5}]"], "recipe.chain[0].gamma is -0.5", "recipe.chain"),

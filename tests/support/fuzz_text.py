@@ -107,14 +107,14 @@ def pair(rng: Generator, sound: float) -> tuple[str, str]:
     if not chance(rng, sound):
         return pick(rng, keys()), pick(rng, VALUES)
     key, field = pick(rng, tuple(known_keys().items()))
-    choices = re.findall(r"'(\w+)'", str(field.type))
+    choices = re.findall(r"'(\w+)'", str(field.annotation))
     words = {
         "int": ("1", "7", "0x10", "${epochs}"),
         "float": ("0.5", "1e-3", "1", "${stop.patience}"),
         "bool": ("true", "no"),
         "str": ("x", "~/x"),
     }
-    return key, pick(rng, choices or words.get(str(field.type).removesuffix(" | None"), ("[]", "[1]", "[{kind: steps}]")))
+    return key, pick(rng, choices or words.get(str(field.annotation).removesuffix(" | None"), ("[]", "[1]", "[{kind: steps}]")))
 
 
 def line(rng: Generator) -> str:

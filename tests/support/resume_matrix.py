@@ -6,7 +6,6 @@ python tests/support/resume_matrix.py PLAN.json OUT.json      PLAN: {engine: [[r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -124,7 +123,7 @@ configured = functools.cache(lambda words: configure(None, words.split()))  # 60
 def do(work: Work, communicator: Communicator) -> Outcome:
     """One job as __main__ does it, without the watch. Every rank calls it."""
     config, provenance = configured(work.words)
-    config = dataclasses.replace(config, run=work.run)
+    config = config.replace(run=work.run)
     train, val, task = prepare(config, provenance)
     heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
     at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}

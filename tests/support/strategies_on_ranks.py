@@ -18,7 +18,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper

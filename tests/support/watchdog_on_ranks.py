@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.schema_run import GuardConfig
+from hvdtrain.config.schema import GuardConfig
 from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.health.watchdog import Watchdog

@@ -152,7 +152,7 @@ def test_a_suspended_job_goes_on() -> None:
 FAKE = """
 import time
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.config.schema_run import GuardConfig
+from hvdtrain.config.schema import GuardConfig
 from hvdtrain.train.health.heartbeat import Pulse
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.health.watchdog import Watch

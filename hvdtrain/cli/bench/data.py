@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import time
@@ -81,8 +80,8 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
     for readers in (1, 2):
         if trainer.prefetcher.ahead and trainer.prefetcher.readers == readers:
             continue
-        data = dataclasses.replace(config.data, readers=readers, ahead=2 * readers, resident=False)
-        changed = dataclasses.replace(config, data=data, batch=trainer.job.config.batch)
+        data = config.data.replace(readers=readers, ahead=2 * readers, resident=False)
+        changed = config.replace(data=data, batch=trainer.job.config.batch)
         name = f"prefetch, {plural(readers, 'reader')}"
         prefetchers[name] = Prefetcher(changed, communicator, trainer.job.recipe, trainer.data.train, trainer.job.learner)
     return prefetchers

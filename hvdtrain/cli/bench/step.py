@@ -5,7 +5,6 @@ With several ranks the same step is also timed on each rank alone, on all ranks 
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,7 @@ from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
-from hvdtrain.config.schema import Config
-from hvdtrain.config.schema_run import CommConfig
+from hvdtrain.config.schema import CommConfig, Config
 from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.train.health.signals import Signals
 
@@ -109,12 +107,11 @@ def _config_of_one_rank(config: Config, size: int) -> Config:
     """The same step on one rank without the others: its share of the batch, and nothing that needs several ranks."""
     share = -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
     norm_kind = "batch" if config.norm.kind == "sync" else config.norm.kind
-    return dataclasses.replace(
-        config,
-        batch=dataclasses.replace(config.batch, size=share, per_rank=None),
+    return config.replace(
+        batch=config.batch.replace(size=share, per_rank=None),
         comm=CommConfig(engine="single"),
-        norm=dataclasses.replace(config.norm, kind=norm_kind),
-        log=dataclasses.replace(config.log, noise_scale=False),
+        norm=config.norm.replace(kind=norm_kind),
+        log=config.log.replace(noise_scale=False),
     )
 
 

@@ -36,7 +36,7 @@ class Trainer:
     ) -> None:
         config, provenance = resolve_batch_size(config, provenance, communicator.size)
         check_batch(config, provenance, communicator.size)
-        config = dataclasses.replace(config, epochs=10**6, max_steps=None)
+        config = config.replace(epochs=10**6, max_steps=None)
         self.data = parts or prepare(config, provenance)
         learner: Any = build_learner(config, provenance, self.data.task, communicator)
         share_state(communicator, learner, None)

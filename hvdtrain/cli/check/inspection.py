@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +108,7 @@ def _compare_code_and_configuration(communicator: Communicator, config: Config, 
 def values_by_key(config: Config) -> dict[str, str]:
     """ "batch.size" -> "64", for every key of the configuration."""
     values: dict[str, str] = {}
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in config.model_dump().items():
         if isinstance(value, dict):
             values |= {f"{name}.{key}": str(inner) for key, inner in value.items()}
         else:

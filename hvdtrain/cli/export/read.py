@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +133,6 @@ def _model(path: Path) -> tuple[dict[str, str], list[str]]:
         why = error.what if isinstance(error, UserError) else f"it has no {error.args[0]}"
         printable = "".join(letter if letter.isprintable() else "?" for letter in why[:200])
         return {}, [f"the model's name stays unknown: config.yaml: {printable}"]
-    own = {f"model.{field.name}" for field in fields(ModelConfig)}
+    own = {f"model.{name}" for name in ModelConfig.model_fields}
     options = {key.removeprefix("model."): value for key, value in given.items() if key.startswith("model.") and key not in own}
     return {"framework": str(framework), "model": json.dumps({"name": name, "options": options}, default=str)}, []

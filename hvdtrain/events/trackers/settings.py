@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.config.schema import OPEN_SECTIONS, Config
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.events import redaction
 
@@ -21,10 +20,7 @@ def require_package(package: str, extra: str) -> None:
 
 def redacted_config(config: Config) -> dict[str, Any]:
     """The configuration as in config.yaml: {"epochs": 10, "batch": {"size": 64, ...}, ...}."""
-    tree = dataclasses.asdict(config)
-    for section in OPEN_SECTIONS:
-        tree[section] |= tree[section].pop("options")
-    redacted: dict[str, Any] = redaction.redact(tree)
+    redacted: dict[str, Any] = redaction.redact(config.model_dump())
     return redacted
 
 

@@ -91,17 +91,17 @@ def changes(run: Path, config: Config) -> list[str]:
         former, _ = resolve(list(read_file(str(run / "config.yaml"))))
     except UserError as error:
         return [f"changed keys are unknown: {error.what}"]
-    before, after = _flat(dataclasses.asdict(former)), _flat(dataclasses.asdict(config))
+    before, after = _flat(former.model_dump()), _flat(config.model_dump())
     told, now = redaction.redact(before), redaction.redact(after)
     return [
-        f"changed {key.replace('.options.', '.')}: {told.get(key)} -> {now.get(key)}"
+        f"changed {key}: {told.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in _OWN
     ]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"data.name": ..., "model.options.widths": ...}"""
+    """{"data.name": ..., "model.widths": ...}"""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

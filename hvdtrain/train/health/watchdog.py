@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.schema_run import GuardConfig
+from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.train.health.heartbeat import Heartbeat
