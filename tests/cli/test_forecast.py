@@ -1,4 +1,4 @@
-"""The numbers of a plan against a walk over every step of the job, and against what the learner really holds."""
+"""The numbers of a plan against a walk over every step of the job, and against the arrays of a real learner."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvdtrain.train.input.micro_batches import split_step
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 
 
-def planned(*words: str, dataset: int, ranks: int = 1) -> Forecast:
-    found = forecast(*configure(None, words), dataset, ranks)
+def planned(*arguments: str, dataset: int, ranks: int = 1) -> Forecast:
+    found = forecast(*configure(None, arguments), dataset, ranks)
     assert isinstance(found, Forecast), found
     return found
 
@@ -28,7 +28,7 @@ def planned(*words: str, dataset: int, ranks: int = 1) -> Forecast:
 JOBS = [
     ["batch.size=64", "epochs=3"],
     ["batch.size=30", "epochs=2", "recipe.warmup_steps=7"],
-    ["batch.size=1000", "epochs=2", "recipe.warmup_epochs=2"],  # it ends with its warm-up
+    ["batch.size=1000", "epochs=2", "recipe.warmup_epochs=2"],  # ends with its warm-up
     ["batch.size=64", "epochs=4", *GROWTH, "recipe.warmup_epochs=1.1"],
     ["batch.size=7", "epochs=3", "recipe.growth=milestones", "recipe.grow_at=[0.007,0.3,0.301,2.9]", "recipe.grow_to=[9,100,3,50]"],
     ["batch.size=10", "epochs=4", "recipe.schedule=steps", "recipe.milestones=[1,2,3]", "recipe.gamma=0.2", "recipe.growth=decays",
@@ -38,24 +38,24 @@ JOBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", JOBS, ids=" ".join)
-def test_a_plan_is_a_walk_over_every_step(words: list[str]) -> None:
-    row = planned(*words, dataset=1000)
-    p, walked = Progress(1000, 1000 * row.recipe.epochs), []
-    while not p.done and p.step < (row.config.max_steps or 1e9):
-        assert row.progress(p.step) == p
-        walked.append((p, row.recipe.at(p)))
+@pytest.mark.parametrize("arguments", JOBS, ids=" ".join)
+def test_a_forecast_equals_a_walk_over_every_step(arguments: list[str]) -> None:
+    job = planned(*arguments, dataset=1000)
+    p, walked = Progress(1000, 1000 * job.recipe.epochs), []
+    while not p.done and p.step < (job.config.max_steps or 1e9):
+        assert job.progress(p.step) == p
+        walked.append((p, job.recipe.at(p)))
         p = p.advance(walked[-1][1].batch)
-    assert row.steps == len(walked)
-    assert [row.hyper(step) for step in range(row.steps)] == [hyper for _, hyper in walked]
-    assert sum(s.steps * s.batch for s in row.stretches) == p.samples
-    warm = float(row.config.recipe.warmup_epochs or row.config.recipe.warmup_steps * row.config.batch.size / 1000)
-    if row.config.recipe.adapt_regime:
+    assert job.steps == len(walked)
+    assert [job.hyper(step) for step in range(job.steps)] == [hyper for _, hyper in walked]
+    assert sum(phase.steps * phase.batch for phase in job.batch_phases) == p.samples
+    warm = float(job.config.recipe.warmup_epochs or job.config.recipe.warmup_steps * job.config.batch.size / 1000)
+    if job.config.recipe.adapt_regime:
         warm *= 3  # ceil(256 / 100)
-    assert row.warm() == next((hyper for p, hyper in walked if p.epochs >= warm), None)
+    assert job.after_warmup() == next((hyper for p, hyper in walked if p.epochs >= warm), None)
 
 
-def test_an_epoch_is_reached_by_the_arithmetic_of_progress() -> None:
+def test_steps_until_an_epoch_round_as_progress_does() -> None:
     """Fractions of 1437 that, times 1437, lie above or below the whole number that they should be."""
     samples = range(1, 3000)
     assert any(n / 1437 * 1437 > n for n in samples) and any(n / 1437 * 1437 < n for n in samples)
@@ -63,22 +63,22 @@ def test_an_epoch_is_reached_by_the_arithmetic_of_progress() -> None:
     assert [steps_until(n / 1437, 1000, 7, 1437) for n in (900, 1000, 1001, 1007, 1008)] == [0, 0, 1, 1, 2]
 
 
-def test_a_job_of_many_steps_is_planned_at_once() -> None:
+def test_a_job_of_many_steps_is_planned_without_a_loop() -> None:
     assert planned("batch.size=1", "epochs=1000000", dataset=10**9).steps == 10**15
 
 
-@pytest.mark.parametrize("words", [["batch.micro=4"], [], ["data.sampling=partition", "batch.micro=5"]], ids=" ".join)
-def test_passes_are_those_of_a_step(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["batch.micro=4"], [], ["data.sampling=partition", "batch.micro=5"]], ids=" ".join)
+def test_forward_passes_are_those_of_a_step(arguments: list[str]) -> None:
     for ranks in (1, 3, 8):
-        row = planned("batch.size=64", *GROWTH, *words, dataset=1000, ranks=ranks)
+        job = planned("batch.size=64", *GROWTH, *arguments, dataset=1000, ranks=ranks)
         for batch in (64, 300, 200):
             communicator: Any = SingleProcessCommunicator()
             communicator.rank, communicator.size = ranks - 1, ranks
-            passes = split_step(row.config, Progress(1000, 9000), batch, 64, communicator)
-            assert row.passes(batch) == len(passes)
+            passes = split_step(job.config, Progress(1000, 9000), batch, 64, communicator)
+            assert job.forward_passes(batch) == len(passes)
 
 
-FRAMES = [
+FRAMEWORKS = [
     ("torch", ["model.name=mlp", "norm.kind=batch"]),
     ("torch", ["model.name=convnet", "norm.kind=ghost"]),
     ("torch", ["model.name=wide_resnet", "norm.kind=sync", "model.classifier_std=0.01"]),
@@ -88,20 +88,20 @@ FRAMES = [
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
-@pytest.mark.parametrize(("framework", "words"), FRAMES, ids=[f"{framework} {words[0]}" for framework, words in FRAMES])
-def test_shapes_and_memory_are_those_of_the_learner(framework: str, words: list[str], optimizer: str) -> None:
+@pytest.mark.parametrize(("framework", "arguments"), FRAMEWORKS, ids=[f"{framework} {arguments[0]}" for framework, arguments in FRAMEWORKS])
+def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: list[str], optimizer: str) -> None:
     config, provenance = configure(
-        None, [f"framework={framework}", *words, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
+        None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
     )
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = plugins.load("frameworks", framework, "").shapes(config, provenance, task)
     state = build_learner(config, provenance, task, SingleProcessCommunicator()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
-    held = memory(shapes, build_rule(config, provenance), "fp64")
-    assert held.weights == held.gradients == held.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))
-    assert held.optimizer_state == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
+    found = memory(shapes, build_rule(config, provenance), "fp64")
+    assert found.weights == found.gradients == found.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))
+    assert found.optimizer_state == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
 
 
-def test_memory_is_not_taken_by_telling_it() -> None:
-    held = memory({"huge": (10**6, 10**6)}, build_rule(*configure(None, ["optim.name=adam"])), "fp32")
-    assert (held.weights, held.optimizer_state) == (4 * 10**12, 8 * 10**12)
+def test_memory_is_computed_without_allocating_it() -> None:
+    found = memory({"huge": (10**6, 10**6)}, build_rule(*configure(None, ["optim.name=adam"])), "fp32")
+    assert (found.weights, found.optimizer_state) == (4 * 10**12, 8 * 10**12)

@@ -1,4 +1,4 @@
-"""What `plan` prints and draws, against numbers worked out by hand; what it refuses; and what it leaves alone."""
+"""What `plan` prints and draws, against numbers worked out by hand; its errors; and what it does not import."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """The lines of a plan."""
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -35,8 +35,8 @@ def cells(lines: list[str], ranks: int) -> list[str]:
     return next(line.split() for line in lines if line.split()[:1] == [str(ranks)])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err[:10]) == ("", "hvdtrain: ")
     return err
@@ -48,7 +48,7 @@ def test_goyal_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     lr 0.1 x 8192 / 256 = 3.2, then three tenths; 25,557,032 x 4 bytes are 97.49 MiB. Of 161 tensors 53 convolutions and the classifier
     have two dimensions or more; 53 norms have two vectors each, and the classifier a bias: 107.
     """
-    lines = told(capsys, *GOYAL, *IMAGENET, "--ranks", "8,256")
+    lines = planned(capsys, *GOYAL, *IMAGENET, "--ranks", "8,256")
     assert cells(lines, 8) == ["8", "256", "32", "1", "90", "5,004.6", "450,411", "0", "0.1", "0.0001", "0.9"]
     assert cells(lines, 256) == ["256", "8,192", "32", "1", "90", "156.4", "14,076", "0.1", "3.2", "0.0032", "0.9"]
     text = " ".join(" ".join(lines).split())
@@ -57,47 +57,47 @@ def test_goyal_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80 batch 8192" in text
     assert "resnet50: 161 tensors, 25,557,032 numbers" in text
     assert "54 tensors, 25,502,912 numbers: decayed 107 tensors, 54,120 numbers: not decayed: bn1.weight, bn1.bias, layer1" in text
-    assert "and 99 more (--all names them)" in text
-    assert "weights 97.5 gradients 97.5 optimizer state 97.5 reduction buffers 97.5 from 2 ranks on with comm.reduce=bucket" in text
+    assert "and 99 more (--all lists them)" in text
+    assert "weights 97.5 gradients 97.5 optimizer state 97.5 reduction buffers 97.5 with comm.reduce=bucket" in text
     assert "sum 390.0 without these buffers 292.5" in text
     assert max(map(len, lines)) <= 100
 
 
-def test_growth_is_told_from_its_first_to_its_last_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_growing_batch_shows_its_first_and_last_value(capsys: pytest.CaptureFixture[str]) -> None:
     """Batch 64 for 16 steps (1,024 samples), 300 for 5 (2,524), 200 for 8 (4,124): 29 steps. On 3 ranks 21 or 22, then 66 or 67 samples."""
-    lines = told(capsys, *SMALL, "batch.size=64", "epochs=4", *GROWTH, "optim.base_lr=0.16", "--ranks", "1,3")
+    lines = planned(capsys, *SMALL, "batch.size=64", "epochs=4", *GROWTH, "optim.base_lr=0.16", "--ranks", "1,3")
     assert cells(lines, 1) == ["1", "64>200", "64>200", "1>4", "4", "15.6>5.0", "29", "0.16", "0.16", "0.5", "0.9"]
     assert cells(lines, 3)[2:4] == ["21-22>66-67", "1>4"]
-    assert "  a>b: the batch changes from a to b, perhaps with others between" in lines
+    assert "  a>b: the batch changes from a to b, maybe in several steps" in lines
     assert "            batch 64, 300 from epoch 1, 200 from epoch 2.5" in lines
 
 
-def test_one_recipe_is_told_once_and_a_fixed_batch_gives_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, *SMALL, "--ranks", "1,8,64")
+def test_a_common_recipe_is_printed_once_and_a_fixed_batch_gives_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, *SMALL, "--ranks", "1,8,64")
     assert "recipe      on 1, 8, 64 ranks" in lines
     assert [cells(lines, ranks)[4:] for ranks in (1, 8, 64)] == [["10", "15.6", "157", "0.02", "0.02", "0.02", "0.9"]] * 3
 
 
-def test_rows_that_are_impossible_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, *SMALL)
+def test_an_impossible_number_of_ranks_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, *SMALL)
     assert cells(lines, 64)[1] == "64"
     why = "impossible: batch 64 does not split over 512 ranks: some would have no sample; fix: 512 or more, or fewer ranks"
     assert f"512 {why}" in " ".join(" ".join(lines).split())
-    lines = told(capsys, *SMALL, "batch.per_rank=20", "--ranks", "50,51")
+    lines = planned(capsys, *SMALL, "batch.per_rank=20", "--ranks", "50,51")
     assert cells(lines, 50)[1] == "1,000"
     assert "51 impossible: batch 1020 is more than the 1000 training samples" in " ".join(" ".join(lines).split())
 
 
-def test_no_possible_row_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_possible_number_of_ranks_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *SMALL, "--ranks", "100,200")
     for ranks in (100, 200):
         assert f"\n  {ranks}: batch 64 does not split over {ranks} ranks: some would have no sample; fix: {ranks} or more" in text
-    text = refused(capsys, *SMALL, "recipe.schedule=steps")  # the same for every number of ranks: told once
+    text = refused(capsys, *SMALL, "recipe.schedule=steps")  # the same for every number of ranks: reported once
     assert text.splitlines()[0] == "hvdtrain: schedule=steps without milestones"
 
 
-def test_a_job_that_ends_early_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, *SMALL, "max_steps=5", "recipe.warmup_epochs=1", "stop.target_accuracy=0.9", "--ranks", "1")
+def test_a_job_that_ends_before_its_warmup(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, *SMALL, "max_steps=5", "recipe.warmup_epochs=1", "stop.target_accuracy=0.9", "--ranks", "1")
     assert cells(lines, 1) == ["1", "64", "64", "1", "0.32", "15.6", "5", "0", "never", "0.00512", "0.9"]  # 0.02 x 4 x 64 / 1000
     assert any("validation accuracy 0.9 is held" in line for line in lines)
 
@@ -112,30 +112,30 @@ def test_a_users_own_model_and_optimizer(capsys: pytest.CaptureFixture[str], mon
     )
     monkeypatch.syspath_prepend(tmp_path)
     data = ["--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1", "optim.name=torch.optim.RMSprop"]
-    lines = told(capsys, "model.name=own_model:lazy", *data)
+    lines = planned(capsys, "model.name=own_model:lazy", *data)
     assert "            1 tensor, 10 numbers: not decayed: 1.bias" in lines
     assert "  optimizer state      known only after its first step" in lines
     assert next(line for line in lines if line.startswith("  sum of what is known ")).split()[-1] == "0.0050"  # 2 x 650 x 4 bytes
     assert "  ".join(cells(lines, 1)[-2:]) == "its  own"
-    lines = told(capsys, "model.name=own_model:reads", *data, "optim.exclude=none")
+    lines = planned(capsys, "model.name=own_model:reads", *data, "optim.exclude=none")
     assert "            not decayed: none (optim.exclude=none)" in lines
     assert "model       own_model:reads: 1 tensor, 640 numbers, framework=torch, fp32" in lines
 
 
-def test_names_of_what_is_spared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["optim.name=lars", "model.widths=[4,4,4,4]", "--samples", "1000", "--image", "8x8x1", "--classes", "10"]
-    lines = told(capsys, *words)
+def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["optim.name=lars", "model.widths=[4,4,4,4]", "--samples", "1000", "--image", "8x8x1", "--classes", "10"]
+    lines = planned(capsys, *arguments)
     assert any(line.endswith("numbers: decayed and adapted layer by layer") for line in lines)
     text = " ".join(" ".join(lines).split())
-    assert "numbers: neither: stem.1.weight, stem.1.bias, " in text and " more (--all names them)" in text
-    text = " ".join(told(capsys, *words, "--all"))
+    assert "numbers: neither: stem.1.weight, stem.1.bias, " in text and " more (--all lists them)" in text
+    text = " ".join(planned(capsys, *arguments, "--all"))
     assert "more (--all" not in text and "fc.bias" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
-        (["--samples", "5"], ["--samples, --image and --classes belong together", "--samples 1281167 --image 224x224x3 --classes 1000"]),
+        (["--samples", "5"], ["--samples, --image and --classes need each other", "--samples 1281167 --image 224x224x3 --classes 1000"]),
         (["--image", "224x224"], ["cannot read the shape '224x224'", "height x width x channels"]),
         (["--classes", "0"], ["0 is no number of samples or classes"]),
         (["--ranks", "8,x"], ["cannot read the numbers of ranks '8,x'", "--ranks 1,8,64,512"]),
@@ -144,17 +144,17 @@ def test_names_of_what_is_spared(capsys: pytest.CaptureFixture[str]) -> None:
         (["batch.sise=8"], ["no such key: batch.sise", "did you mean batch.size?"]),
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
-        (["data.name=folder", "data.root=nowhere"], ["nowhere", "or plan without data: --samples"]),
+        (["data.name=folder", "data.root=nowhere"], ["nowhere", "or plan without data, as in --samples"]),
         ([*SMALL, "model.name=mlp"], ["framework=numpy cannot do this model.name"]),
         ([*SMALL, "optim.name=torch.optim.SGD"], ["torch.optim.SGD is a torch optimizer, framework=numpy needs a rule"]),
         (["--config", "none.yaml"], ["cannot read the configuration", "none.yaml"]),
     ],
-    ids=lambda words: " ".join(words)[:40],
+    ids=lambda arguments: " ".join(arguments)[:40],
 )
-def test_mistakes(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(capsys, *words)
-    for part in says:
-        assert part in text, text
+def test_mistakes(arguments: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *arguments)
+    for message in expected:
+        assert message in text, text
 
 
 def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 
     colours = {"blue": (0, 114, 178), "vermillion": (213, 94, 0)}
     for batch, lines in (("batch.per_rank=8", 2), ("batch.size=64", 1)):
-        out = told(capsys, *SMALL, batch, "optim.base_batch=8", "recipe.schedule=cosine", "--ranks", "1,8", "--png", "plan.png")
+        out = planned(capsys, *SMALL, batch, "optim.base_batch=8", "recipe.schedule=cosine", "--ranks", "1,8", "--png", "plan.png")
         assert out[-1] == "picture: plan.png"
         with Image.open("plan.png") as image:
             assert (image.format, image.size) == ("PNG", (1440, 960))
@@ -174,22 +174,22 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot write the picture" in " ".join(fails(capsys, *SMALL, "--ranks", "1", "--png", "nowhere/plan.png").split())
 
 
-def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 2
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
     return capsys.readouterr().err
 
 
-def test_without_matplotlib_the_text_is_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_table_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    lines = told(capsys, *SMALL, "--png", "plan.png")
+    lines = planned(capsys, *SMALL, "--png", "plan.png")
     assert lines[-1] == "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
     assert cells(lines, 8)[1] == "64"
     assert not Path("plan.png").exists()
 
 
-def test_only_the_frame_is_imported(tmp_path: Path) -> None:
+def test_only_the_framework_is_imported(tmp_path: Path) -> None:
     """No MPI ever, and no torch for a numpy model, even under a launcher's variables."""
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""python -m hvdtrain plan: what a configuration would do on several numbers of ranks, in a table and a picture; nothing is trained."""
+"""python -m hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing is trained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.cli.plan.forecast import Forecast, Impossible, alike, forecast
-from hvdtrain.cli.plan.table import Plan, batch_of, ranks_words, reason, text
+from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast, group_by_recipe
+from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
@@ -24,43 +24,43 @@ from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
 from hvdtrain.train.build import build_source, unstaged
 
-_POINTS = 2000  # of a curve
+_CURVE_POINTS = 2000
 
 
-class Data(NamedTuple):
-    """What is known of the training data."""
-
+class _TrainingData(NamedTuple):
     samples: int
     task: Task
     origin: str  # for people
 
 
-def plan(words: Sequence[str]) -> int:
-    """The command behind `plan`; returns the exit code."""
-    asked, rest = _parse(words)
-    config, provenance = configure(asked.config, rest)
+def plan(arguments: Sequence[str]) -> int:
+    """Runs `plan`; returns the exit code. Raises UserError."""
+    options, config_arguments = _parse(arguments)
+    config, provenance = configure(options.config, config_arguments)
     plugins.check_names(config, provenance)
-    data = _data(asked, config, provenance)
-    rows = [forecast(config, provenance, data.samples, ranks) for ranks in asked.ranks]
-    possible = [row for row in rows if isinstance(row, Forecast)]
-    if not possible:
-        raise _none([row for row in rows if isinstance(row, Impossible)])
+    data = _training_data(options, config, provenance)
+    forecasts = [forecast(config, provenance, data.samples, ranks) for ranks in options.ranks]
+    feasible = [one for one in forecasts if isinstance(one, Forecast)]
+    if not feasible:
+        raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config, provenance)
     shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, provenance, data.task)
-    print("\n".join(text(Plan(config, data.task, data.samples, data.origin, rows, shapes, rule), asked.all)))
-    if asked.png is not None:
-        curves = [_curve(group) for group in alike(possible)]
-        print(f"\n{draw(Path(asked.png), _title(config, data.samples, possible[-1]), curves)}")
+    planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
+    print("\n".join(plan_lines(planned, all_names=options.all)))
+    if options.png is not None:
+        curves = [_curve(group) for group in group_by_recipe(feasible)]
+        print()
+        print(draw(Path(options.png), _title(config, data.samples, feasible[-1]), curves))
     return DONE
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of plan", "python -m hvdtrain --help shows how plan is called")
+        raise UserError(message, "command line of plan", "python -m hvdtrain --help shows the options of plan")
 
 
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of plan, and all other words, which are the configuration's."""
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of plan, and the other arguments, which belong to the configuration."""
     parser = _Parser(prog="python -m hvdtrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--ranks", type=_read_ranks, default=[1, 8, 64, 512])
@@ -69,77 +69,83 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", type=_read_image)
     parser.add_argument("--classes", type=_read_count)
     parser.add_argument("--all", action="store_true")
-    return parser.parse_known_args(words)
+    return parser.parse_known_args(arguments)
 
 
-def _read_count(text: str) -> int:
-    if not (text.isdecimal() and int(text)):
-        raise UserError(f"{text} is no number of samples or classes", "--samples, --classes", "give 1 or more, as in --samples 1281167")
-    return int(text)
+def _read_count(value: str) -> int:
+    if not (value.isdecimal() and int(value)):
+        raise UserError(f"{value} is no number of samples or classes", "--samples, --classes", "give 1 or more, as in --samples 1281167")
+    return int(value)
 
 
-def _read_ranks(text: str) -> list[int]:
-    ranks = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in ranks):
-        raise UserError(f"cannot read the numbers of ranks {text!r}", "--ranks", "give them as in --ranks 1,8,64,512")
-    return sorted({int(part) for part in ranks})
+def _read_ranks(value: str) -> list[int]:
+    ranks = value.split(",")
+    if not all(number.isdecimal() and int(number) for number in ranks):
+        raise UserError(f"cannot read the numbers of ranks {value!r}", "--ranks", "give them as in --ranks 1,8,64,512")
+    return sorted({int(number) for number in ranks})
 
 
-def _read_image(text: str) -> tuple[int, ...]:
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+def _read_image(value: str) -> tuple[int, ...]:
+    """(height, width, channels)"""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", value)
     if not match:
-        raise UserError(f"cannot read the shape {text!r}", "--image", "give height x width x channels, as in --image 224x224x3")
+        raise UserError(f"cannot read the shape {value!r}", "--image", "give height x width x channels, as in --image 224x224x3")
     return tuple(map(int, match.groups()))
 
 
-def _data(asked: argparse.Namespace, config: Config, provenance: Provenance) -> Data:
-    """From the command line, or else read as a job reads it; no statistics, which take a pass over all pixels."""
-    told = [asked.samples, asked.image, asked.classes]
-    instead = "--samples 1281167 --image 224x224x3 --classes 1000"
-    if None not in told:
-        return Data(asked.samples, _task(asked.image, asked.classes), "by --samples, --image and --classes; no data is read")
-    if any(told):
-        raise UserError("--samples, --image and --classes belong together", "command line of plan", f"give all three: {instead}")
+def _training_data(options: argparse.Namespace, config: Config, provenance: Provenance) -> _TrainingData:
+    """From the command line; without that read as a job reads it, but for the statistics, which take a pass over all pixels."""
+    given = [options.samples, options.image, options.classes]
+    example = "--samples 1281167 --image 224x224x3 --classes 1000"
+    if None not in given:
+        origin = "by --samples, --image and --classes; no data is read"
+        return _TrainingData(options.samples, _task(options.image, options.classes), origin)
+    if any(given):
+        raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
     try:
         source = build_source(unstaged(config), provenance, "train")
         augment.check_augmentation(config.augment, source.shape, provenance)
     except UserError as error:
-        fix = f"{error.fix}; or plan without data: {instead}, say" if error.fix else f"plan without data: {instead}, say"
-        raise UserError(error.what, error.where, fix) from None
-    return Data(len(source), _task(source.shape, source.classes), f"data.name={config.data.name}")
+        without_data = f"plan without data, as in {example}"
+        raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None
+    return _TrainingData(len(source), _task(source.shape, source.classes), f"data.name={config.data.name}")
 
 
 def _task(shape: tuple[int, int, int], classes: int) -> Task:
+    """Without the statistics of the pixels: mean 0, deviation 1."""
     return Task(shape, classes, np.zeros(shape[2]), np.ones(shape[2]))
 
 
 def _rule(config: Config, provenance: Provenance) -> Rule | None:
-    """The optimizer; None where it is a class of torch.optim, which is known only after its first step."""
+    """The optimizer; None for a class of torch.optim, whose state is known only after its first step."""
     if plugins.is_dotted(config.optim.name) and config.framework == "torch":
         plugins.load("frameworks", config.framework, provenance.where("framework")).check_optimizer(config, provenance)
         return None
     return build_rule(config, provenance)
 
 
-def _none(rows: list[Impossible]) -> UserError:
-    """No row is possible: one reason for all of them, or each with its own."""
-    if len({str(row.error) for row in rows}) == 1:
-        return rows[0].error
-    reasons = "".join(f"\n  {row.ranks}: {reason(row.error)}" for row in rows)
-    return UserError(f"no number of ranks fits:{reasons}", rows[0].error.where, "other --ranks, or another batch")
+def _none_feasible(rejected: list[Infeasible]) -> UserError:
+    """The common reason where there is one, else the reason for each number of ranks."""
+    if len({str(one.error) for one in rejected}) == 1:
+        return rejected[0].error
+    reasons = "".join(f"\n  {one.ranks}: {one_line(one.error)}" for one in rejected)
+    return UserError(
+        f"the job can run on none of these numbers of ranks:{reasons}", rejected[0].error.where, "other --ranks, or another batch"
+    )
 
 
 def _curve(group: list[Forecast]) -> RecipeCurve:
-    """Steps of the job that those ranks do alike: all of them, or about as many as a picture can show."""
-    row = group[0]
-    steps = sorted({point * row.steps // _POINTS for point in range(_POINTS)} | {s.step for s in row.stretches})
-    hypers = [row.hyper(step) for step in steps]
-    hypers.append(hypers[-1])  # which holds up to the end of the job
-    label = f"{ranks_words(group)}: batch {batch_of(row)}, lr {from_config.peak_lr(row.config):g}"
-    epochs = [*(row.progress(step).epochs for step in steps), row.epochs]
+    """The curve of forecasts with equal recipes: all steps, or about as many as a picture can show, and every change of the batch."""
+    one = group[0]
+    evenly_spaced = {point * one.steps // _CURVE_POINTS for point in range(_CURVE_POINTS)}
+    steps = sorted(evenly_spaced | {phase.first_step for phase in one.batch_phases})
+    hypers = [one.hyper(step) for step in steps]
+    hypers.append(hypers[-1])  # holds up to the end of the job
+    label = f"{ranks_label(group)}: batch {batch_label(one)}, lr {from_config.peak_lr(one.config):g}"
+    epochs = [*(one.progress(step).epochs for step in steps), one.epochs]
     return RecipeCurve(label, epochs, [h.lr for h in hypers], [h.batch for h in hypers])
 
 
-def _title(config: Config, samples: int, row: Forecast) -> str:
-    first = f"{config.model.name} on {samples:,} samples with {config.optim.name}"
-    return f"{first}\n{ranks_words([row])}: {lr_summary(row.config, samples)}"
+def _title(config: Config, samples: int, shown: Forecast) -> str:
+    job = f"{config.model.name} on {samples:,} samples with {config.optim.name}"
+    return f"{job}\n{ranks_label([shown])}: {lr_summary(shown.config, samples)}"

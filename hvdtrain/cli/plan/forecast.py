@@ -1,4 +1,4 @@
-"""What a job would do, in numbers: its steps on any number of ranks and the memory of one rank, without a step being done."""
+"""What a job would do: its steps on any number of ranks and the memory of one rank, computed without a step."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from hvdtrain.train.input.micro_batches import micro_batches_per_step
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
 
 
-class Stretch(NamedTuple):
-    """Steps of the same batch, one after the other."""
+class BatchPhase(NamedTuple):
+    """Consecutive steps with the same global batch."""
 
     batch: int
-    step: int  # done before the first of them
+    first_step: int  # steps done before the first of them
     samples: int  # read before the first of them
     steps: int
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The whole job on `ranks` ranks."""
+    """A whole job on `ranks` ranks."""
 
     ranks: int
     config: Config
     recipe: Recipe
     dataset: int  # training samples
-    stretches: tuple[Stretch, ...]
+    batch_phases: tuple[BatchPhase, ...]
 
     @property
     def steps(self) -> int:
-        return self.stretches[-1].step + self.stretches[-1].steps
+        last = self.batch_phases[-1]
+        return last.first_step + last.steps
 
     @property
     def epochs(self) -> float:
@@ -54,81 +55,89 @@ class Forecast:
         return min(float(self.recipe.epochs), self.progress(self.steps).epochs)
 
     def progress(self, step: int) -> Progress:
-        """Where the job stands after `step` steps."""
-        stretch = next(s for s in reversed(self.stretches) if s.step <= step)
-        return Progress(self.dataset, self.dataset * self.recipe.epochs, step, stretch.samples + (step - stretch.step) * stretch.batch)
+        """The progress of the job after `step` steps."""
+        phase = next(phase for phase in reversed(self.batch_phases) if phase.first_step <= step)
+        samples = phase.samples + (step - phase.first_step) * phase.batch
+        return Progress(self.dataset, self.dataset * self.recipe.epochs, step, samples)
 
     def hyper(self, step: int) -> Hyper:
-        """The numbers of the step that follows `step` others."""
+        """Learning rate, momentum and batch of the step after `step` steps."""
         return self.recipe.at(self.progress(step))
 
-    def warm(self) -> Hyper | None:
-        """The numbers of the first step after the warm-up; None if the job ends before."""
+    def after_warmup(self) -> Hyper | None:
+        """The same of the first step after the warm-up; None if the job ends before."""
         epochs = from_config.warmup_epochs(self.config, self.dataset)
-        for s in self.stretches:
-            wait = steps_until(epochs, s.samples, s.batch, self.dataset)
-            if wait < s.steps:
-                return self.hyper(s.step + int(wait))
+        for phase in self.batch_phases:
+            steps = steps_until(epochs, phase.samples, phase.batch, self.dataset)
+            if steps < phase.steps:
+                return self.hyper(phase.first_step + int(steps))
         return None
 
-    def share(self, batch: int) -> tuple[int, int]:
-        """Samples of one rank, the fewest and the most."""
-        return batch // self.ranks, -(-batch // self.ranks)
+    def samples_per_rank(self, batch: int) -> tuple[int, int]:
+        """The fewest and the most samples of a rank in a step."""
+        return batch // self.ranks, math.ceil(batch / self.ranks)
 
-    def passes(self, batch: int) -> int:
-        """Forward passes of one rank in a step; sampling=partition may take one more where two epochs meet."""
+    def forward_passes(self, batch: int) -> int:
+        """Of a rank in a step; data.sampling=partition may take one more in a step that reaches into the next epoch."""
         most = largest_share(0, batch, self.ranks, self.dataset, self.config.data.sampling)
         return micro_batches_per_step(self.config.batch, most, batch, self.recipe.batch.first)
 
 
-class Impossible(NamedTuple):
-    """A number of ranks that the configuration does not fit, and why."""
+class Infeasible(NamedTuple):
+    """A number of ranks on which the configuration cannot run, and why."""
 
     ranks: int
     error: UserError
 
 
-def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Impossible:
-    """The job on that many ranks, with the checks that every rank makes before it starts."""
+def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Infeasible:
+    """The job on `ranks` ranks, after the checks that every rank makes at its start; `dataset`: training samples."""
     try:
         config, provenance = resolve_batch_size(config, provenance, ranks)
         check_batch(config, provenance, ranks)
         recipe = build_recipe(config, provenance, dataset)
     except UserError as error:
-        return Impossible(ranks, error)
-    return Forecast(ranks, config, recipe, dataset, stretches(recipe, dataset, config.max_steps))
+        return Infeasible(ranks, error)
+    return Forecast(ranks, config, recipe, dataset, batch_phases(recipe, dataset, config.max_steps))
 
 
-def alike(rows: Sequence[Forecast]) -> list[list[Forecast]]:
-    """Those whose steps have the same numbers, together: how many ranks share the work changes nothing then."""
+def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
+    """Forecasts of equal recipes together: their steps have the same learning rates and batches, on any number of ranks."""
     groups: list[list[Forecast]] = []
-    for row in rows:
-        same = next((group for group in groups if group[0].recipe == row.recipe), None)
-        if same is None:
-            groups.append([row])
+    for one in forecasts:
+        group = next((group for group in groups if group[0].recipe == one.recipe), None)
+        if group is None:
+            groups.append([one])
         else:
-            same.append(row)
+            group.append(one)
     return groups
 
 
-def stretches(recipe: Recipe, dataset: int, max_steps: int | None) -> tuple[Stretch, ...]:
+def batch_phases(recipe: Recipe, dataset: int, max_steps: int | None) -> tuple[BatchPhase, ...]:
     """The whole job, without a loop over its steps: the batch changes at a few epochs only."""
-    found: list[Stretch] = []
-    total, step, samples = dataset * recipe.epochs, 0, 0
-    while samples < total and step < (max_steps or math.inf):
+    phases: list[BatchPhase] = []
+    total = dataset * recipe.epochs
+    step_limit = max_steps or math.inf
+    step = samples = 0
+    while samples < total and step < step_limit:
         batch = recipe.batch(samples / dataset)
-        changes = [steps_until(epoch, samples, batch, dataset) for epoch in recipe.batch.at if epoch > samples / dataset]
-        steps = int(min(-((samples - total) // batch), (max_steps or math.inf) - step, *changes))
-        found.append(Stretch(batch, step, samples, steps))
-        step, samples = step + steps, samples + steps * batch
-    return tuple(found)
+        to_the_end = -((samples - total) // batch)  # rounded up, in integers
+        to_each_change = [steps_until(epoch, samples, batch, dataset) for epoch in recipe.batch.at if epoch > samples / dataset]
+        steps = int(min(to_the_end, step_limit - step, *to_each_change))
+        phases.append(BatchPhase(batch, step, samples, steps))
+        step += steps
+        samples += steps * batch
+    return tuple(phases)
 
 
 def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
-    """How many steps come before the first that starts at `epoch` or later: a whole number, by the very arithmetic of Progress.epochs."""
+    """How many steps come before the first that starts at `epoch` or later; infinity where that is longer than any job.
+
+    Rounded as Progress.epochs rounds: the estimate is corrected by the same division.
+    """
     estimate = (epoch * dataset - samples) / batch
     if not estimate < 2**52:
-        return math.inf  # longer than any job
+        return math.inf
     steps = max(0, math.ceil(estimate))
     while steps and (samples + (steps - 1) * batch) / dataset >= epoch:
         steps -= 1
@@ -142,15 +151,15 @@ class Memory(NamedTuple):
 
     weights: int
     gradients: int
-    optimizer_state: int | None  # of the optimizer; None where nobody knows before its first step
-    buckets: int  # of gradients on their way to the other ranks, where our own buckets carry them
+    optimizer_state: int | None  # None where it is known only after the optimizer's first step
+    buckets: int  # of gradients that are being reduced, with comm.reduce=bucket
 
 
 def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
-    """From shapes alone: nothing of that size is allocated."""
+    """Computed from shapes: nothing of that size is allocated. `rule` is None for a class of torch.optim."""
     dtype = np.dtype("float64" if precision == "fp64" else "float32")  # weights of half precision are float32
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
     ops = Plain(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
-    optimizer_state = None if rule is None else sum(slot.nbytes for array in arrays for slot in rule.init(array, ops))
+    optimizer_state = None if rule is None else sum(state.nbytes for array in arrays for state in rule.init(array, ops))
     return Memory(weights, weights, optimizer_state, weights)

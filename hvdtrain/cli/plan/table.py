@@ -1,4 +1,4 @@
-"""A plan in words: data, recipe, a row for each number of ranks, parameters, and the memory of one rank."""
+"""A plan as lines: data, recipe, a row for each number of ranks, parameters, and the memory of one rank."""
 
 from __future__ import annotations
 
@@ -7,64 +7,64 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdtrain.cli.plan.forecast import Forecast, Impossible, Shapes, alike, memory
+from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_recipe, memory
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary
 
-_WIDTH = 100  # columns; a name of a parameter may be longer
-_NAMES = 8  # parameters named, of many
-_HEAD = ("ranks", "batch", "each", "passes", "epochs", "steps/epoch", "steps", "lr: start", "warm", "end", "momentum")
+_WIDTH = 100  # characters of a line; the name of a parameter may be longer
+_MOST_NAMES = 8  # of parameters without decay, unless --all
+_HEADER = ("ranks", "batch", "each", "passes", "epochs", "steps/epoch", "steps", "lr: start", "warm", "end", "momentum")
 _NOTES = (
-    "batch: samples of a step over all ranks; each: of them on one rank, in so many forward passes",
-    "steps/epoch: samples / batch; a step may begin in one epoch and end in the next, hence the fraction",
-    "lr: of the first step, of the first after the warm-up, of the last",
+    "batch: samples of a step over all ranks; each: samples of one rank; passes: forward passes of one rank",
+    "steps/epoch: samples / batch; with a fraction, since a step may start in one epoch and end in the next",
+    "lr: of the first step, of the first step after the warm-up, of the last step",
 )
 
 
 class Plan(NamedTuple):
-    """What there is to tell."""
+    """What the lines show."""
 
     config: Config
     task: Task
     samples: int  # training samples
-    origin: str  # where task and samples come from
-    rows: Sequence[Forecast | Impossible]
+    origin: str  # where task and samples come from, for people
+    forecasts: Sequence[Forecast | Infeasible]  # by number of ranks
     shapes: Shapes
     rule: Rule | None  # None: a class of torch.optim
 
 
-def text(plan: Plan, all_names: bool) -> list[str]:
-    """Every line, empty ones between the parts."""
-    possible = [row for row in plan.rows if isinstance(row, Forecast)]
-    parts = [
-        ["hvdtrain plan: what would happen; nothing is trained", "", *_facts(plan)],
-        _recipes(plan, possible),
-        [*_table(plan.rows), *_notes(plan.config, possible)],
-        _parameters(plan, len(plan.shapes) if all_names else _NAMES),
+def plan_lines(plan: Plan, all_names: bool) -> list[str]:
+    """All lines, with empty ones between the sections; `all_names`: of every parameter that is not decayed."""
+    feasible = [one for one in plan.forecasts if isinstance(one, Forecast)]
+    sections = [
+        ["hvdtrain plan: what the job would do; nothing is trained", "", *_data_and_model(plan)],
+        _recipes(plan, feasible),
+        [*_table(plan.forecasts), *_notes(plan.config, feasible)],
+        _parameters(plan, len(plan.shapes) if all_names else _MOST_NAMES),
         _memory(plan),
     ]
-    return [line for part in parts for line in ("", *part)][1:]
+    return [line for section in sections for line in ("", *section)][1:]
 
 
-def ranks_words(group: Sequence[Forecast]) -> str:
+def ranks_label(group: Sequence[Forecast]) -> str:
     """1, 8, 64 ranks"""
-    return f"{', '.join(str(row.ranks) for row in group)} rank{'s' * (group[-1].ranks > 1)}"
+    return f"{', '.join(str(one.ranks) for one in group)} rank{'s' * (group[-1].ranks > 1)}"
 
 
-def reason(error: UserError) -> str:
-    """What is wrong and what mends it, on one line."""
+def one_line(error: UserError) -> str:
+    """What is wrong and how to fix it."""
     return f"{error.what}; fix: {error.fix}" if error.fix else error.what
 
 
-def batch_of(row: Forecast) -> str:
-    """The global batch, or the first and the last of a batch that changes."""
-    return _range(*(f"{stretch.batch:,}" for stretch in (row.stretches[0], row.stretches[-1])))
+def batch_label(forecast: Forecast) -> str:
+    """The global batch; the first and the last where it changes: 64>200"""
+    return _from_to(f"{forecast.batch_phases[0].batch:,}", f"{forecast.batch_phases[-1].batch:,}")
 
 
-def _facts(plan: Plan) -> list[str]:
+def _data_and_model(plan: Plan) -> list[str]:
     config, (height, width, channels) = plan.config, plan.task.shape
     images = f"images of {height}x{width} pixels and {channels} channel{'s' * (channels > 1)}"
     return [
@@ -74,94 +74,122 @@ def _facts(plan: Plan) -> list[str]:
     ]
 
 
-def _recipes(plan: Plan, possible: list[Forecast]) -> list[str]:
-    """The arithmetic of each recipe that differs."""
+def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
+    """The arithmetic of each distinct recipe."""
     lines = []
-    for group in alike(possible):
-        lines += _labelled("recipe", f"on {ranks_words(group)}")
+    for group in group_by_recipe(feasible):
+        lines += _labelled("recipe", f"on {ranks_label(group)}")
         lines += _labelled("", lr_summary(group[0].config, plan.samples))
         lines += _labelled("", f"batch {batch_summary(group[0].recipe)}")
     return lines
 
 
-def _table(rows: Sequence[Forecast | Impossible]) -> list[str]:
-    """A line for each number of ranks, its columns to the right; or why that number is impossible."""
-    told = {row.ranks: _cells(row) for row in rows if isinstance(row, Forecast)}
-    widths = [max(map(len, column)) for column in zip(_HEAD, *told.values(), strict=True)]
-    widths[0] = max(widths[0], *(len(str(row.ranks)) for row in rows))
-    lines = [_aligned(_HEAD, widths)]
-    for row in rows:
-        if isinstance(row, Forecast):
-            lines.append(_aligned(told[row.ranks], widths))
+def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
+    """A line for each number of ranks, or why the job cannot run on it."""
+    rows = {one.ranks: _cells(one) for one in forecasts if isinstance(one, Forecast)}
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows.values(), strict=True)]
+    widths[0] = max(widths[0], *(len(str(one.ranks)) for one in forecasts))
+    lines = [_aligned(_HEADER, widths)]
+    for one in forecasts:
+        if isinstance(one, Forecast):
+            lines.append(_aligned(rows[one.ranks], widths))
         else:
-            first = f"{row.ranks:>{widths[0]}}  impossible: "
-            lines += textwrap.wrap(reason(row.error), _WIDTH, initial_indent=first, subsequent_indent=" " * (widths[0] + 2))
+            start = f"{one.ranks:>{widths[0]}}  impossible: "
+            lines += textwrap.wrap(one_line(one.error), _WIDTH, initial_indent=start, subsequent_indent=" " * (widths[0] + 2))
     return lines
 
 
-def _cells(row: Forecast) -> list[str]:
-    ends = (row.stretches[0].batch, row.stretches[-1].batch)
-    first, warm, last = row.hyper(0), row.warm(), row.hyper(row.steps - 1)
-    shares = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high in map(row.share, ends)]
+def _cells(forecast: Forecast) -> list[str]:
+    """A row of the table; of a batch that changes the first and the last."""
+    first_batch, last_batch = forecast.batch_phases[0].batch, forecast.batch_phases[-1].batch
+    first = forecast.hyper(0)
+    warm = forecast.after_warmup()
+    last = forecast.hyper(forecast.steps - 1)
     return [
-        str(row.ranks),
-        batch_of(row),
-        _range(*shares),
-        _range(*(f"{row.passes(batch):,}" for batch in ends)),
-        f"{row.epochs:.4g}" if row.epochs < 1000 else f"{row.epochs:,.0f}",
-        _range(*(f"{row.dataset / batch:,.1f}" for batch in ends)),
-        f"{row.steps:,}",
+        str(forecast.ranks),
+        batch_label(forecast),
+        _from_to(_share(forecast, first_batch), _share(forecast, last_batch)),
+        _from_to(f"{forecast.forward_passes(first_batch):,}", f"{forecast.forward_passes(last_batch):,}"),
+        f"{forecast.epochs:.4g}" if forecast.epochs < 1000 else f"{forecast.epochs:,.0f}",
+        _from_to(f"{forecast.dataset / first_batch:,.1f}", f"{forecast.dataset / last_batch:,.1f}"),
+        f"{forecast.steps:,}",
         f"{first.lr:.4g}",
         f"{warm.lr:.4g}" if warm else "never",
         f"{last.lr:.4g}",
-        "its own" if _keeps_momentum(row.config) else f"{first.momentum:g}",
+        "its own" if _has_momentum_of_its_class(forecast.config) else f"{first.momentum:g}",
     ]
 
 
-def _notes(config: Config, possible: list[Forecast]) -> list[str]:
+def _share(forecast: Forecast, batch: int) -> str:
+    """Samples of a rank: 64, or 21-22"""
+    fewest, most = forecast.samples_per_rank(batch)
+    return f"{fewest:,}" if fewest == most else f"{fewest:,}-{most:,}"
+
+
+def _notes(config: Config, feasible: list[Forecast]) -> list[str]:
     notes = list(_NOTES)
-    if any(len(row.stretches) > 1 for row in possible):
-        notes.append("a>b: the batch changes from a to b, perhaps with others between")
+    if any(len(one.batch_phases) > 1 for one in feasible):
+        notes.append("a>b: the batch changes from a to b, maybe in several steps")
     if config.stop.target_accuracy is not None:
-        notes.append(f"the job ends sooner where validation accuracy {config.stop.target_accuracy:g} is held (stop.target_accuracy)")
+        notes.append(f"the job ends early once validation accuracy {config.stop.target_accuracy:g} is held (stop.target_accuracy)")
     return [wrapped for note in notes for wrapped in textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="    ")]
 
 
-def _parameters(plan: Plan, most: int) -> list[str]:
-    """What decay and layer-wise ratios reach, and what they spare."""
-    out = {name: shape for name, shape in plan.shapes.items() if plan.config.optim.exclude == "norms_and_biases" and is_excluded(shape)}
-    rest = {name: shape for name, shape in plan.shapes.items() if name not in out}
-    adapts = plan.rule is not None and plan.rule.without_trust_ratio() != plan.rule
-    does, spares = ("decayed and adapted layer by layer", "neither") if adapts else ("decayed", "not decayed")
-    lines = _labelled("parameters", f"{_count(rest)}: {does}")
-    if not out:
-        return [*lines, *_labelled("", f"{spares}: none (optim.exclude={plan.config.optim.exclude})")]
-    folded = [] if len(out) <= most else [f"and {len(out) - most} more (--all names them)"]
-    return [*lines, *_labelled("", f"{_count(out)}: {spares}: {', '.join([*list(out)[:most], *folded])}")]
+def _parameters(plan: Plan, most_names: int) -> list[str]:
+    """Which parameters have weight decay and layer-wise ratios, and which are excluded."""
+    excludes = plan.config.optim.exclude == "norms_and_biases"
+    excluded = {name: shape for name, shape in plan.shapes.items() if excludes and is_excluded(shape)}
+    included = {name: shape for name, shape in plan.shapes.items() if name not in excluded}
+    has_trust_ratio = plan.rule is not None and plan.rule.without_trust_ratio() != plan.rule
+    with_both, without = ("decayed and adapted layer by layer", "neither") if has_trust_ratio else ("decayed", "not decayed")
+    lines = _labelled("parameters", f"{_count(included)}: {with_both}")
+    if not excluded:
+        return [*lines, *_labelled("", f"{without}: none (optim.exclude={plan.config.optim.exclude})")]
+    names = list(excluded)[:most_names]
+    if len(excluded) > most_names:
+        names.append(f"and {len(excluded) - most_names} more (--all lists them)")
+    return [*lines, *_labelled("", f"{_count(excluded)}: {without}: {', '.join(names)}")]
 
 
 def _memory(plan: Plan) -> list[str]:
-    """A table in MiB; what depends on the batch is not in it."""
-    held, asked = memory(plan.shapes, plan.rule, plan.config.speed.precision), plan.config.comm.reduce
-    digits = 1 if held.weights >= 10 * 2**20 else 4
-    known = held.weights + held.gradients + (held.optimizer_state or 0)
-    rows: list[tuple[str, int | None, str]] = [("weights", held.weights, ""), ("gradients", held.gradients, "")]
-    rows.append(("optimizer state", held.optimizer_state, ""))
-    total = (known, "")
-    if asked != "distributed_optimizer" and plan.config.framework == "torch" and any(row.ranks > 1 for row in plan.rows):
-        when = "with comm.reduce=bucket" + " (auto without Horovod)" * (asked == "auto")
-        rows.append(("reduction buffers", held.buckets, f"from 2 ranks on {when}"))
-        total = (known + held.buckets, f"without these buffers {known / 2**20:,.{digits}f}")
-    rows.append(("sum" if held.optimizer_state is not None else "sum of what is known", *total))
-    lines = [f"memory of one rank, MiB ({plan.config.speed.precision}); activations, running statistics and workspace come on top"]
-    for label, size, note in rows:
-        shown = "known only after its first step" if size is None else f"{size / 2**20:10,.{digits}f}"
-        lines.append(f"  {label:20} {shown}   {note}".rstrip())
-    return lines
+    """A table in MiB, of what does not depend on the batch."""
+    found = memory(plan.shapes, plan.rule, plan.config.speed.precision)
+    digits = 1 if found.weights >= 10 * 2**20 else 4
+
+    def row(label: str, size_bytes: int | None, note: str = "") -> str:
+        size = "known only after its first step" if size_bytes is None else _mib(size_bytes, digits).rjust(10)
+        return f"  {label:20} {size}   {note}".rstrip()
+
+    total = found.weights + found.gradients + (found.optimizer_state or 0)
+    lines = [
+        f"memory of one rank, MiB ({plan.config.speed.precision}); without activations, running statistics and workspace",
+        row("weights", found.weights),
+        row("gradients", found.gradients),
+        row("optimizer state", found.optimizer_state),
+    ]
+    sum_label = "sum" if found.optimizer_state is not None else "sum of what is known"
+    if not _may_use_buckets(plan):
+        return [*lines, row(sum_label, total)]
+    strategy = "comm.reduce=bucket" + " (auto without Horovod)" * (plan.config.comm.reduce == "auto")
+    return [
+        *lines,
+        row("reduction buffers", found.buckets, f"with {strategy}, on 2 ranks or more"),
+        row(sum_label, total + found.buckets, f"without these buffers {_mib(total, digits)}"),
+    ]
 
 
-def _keeps_momentum(config: Config) -> bool:
-    """A class of torch.optim has the momentum of its constructor where the user names none."""
+def _may_use_buckets(plan: Plan) -> bool:
+    """Whether a forecast of the plan may reduce gradients in our own buckets."""
+    several_ranks = any(one.ranks > 1 for one in plan.forecasts)
+    return several_ranks and plan.config.framework == "torch" and plan.config.comm.reduce != "distributed_optimizer"
+
+
+def _mib(size_bytes: int, digits: int) -> str:
+    return f"{size_bytes / 2**20:,.{digits}f}"
+
+
+def _has_momentum_of_its_class(config: Config) -> bool:
+    """A class of torch.optim has the default momentum of its constructor where the configuration has none."""
     return config.optim.momentum is None and "." in config.optim.name
 
 
@@ -169,7 +197,7 @@ def _count(shapes: Shapes) -> str:
     return f"{len(shapes):,} tensor{'s' * (len(shapes) != 1)}, {sum(map(math.prod, shapes.values())):,} numbers"
 
 
-def _range(first: str, last: str) -> str:
+def _from_to(first: str, last: str) -> str:
     return first if first == last else f"{first}>{last}"
 
 
@@ -178,7 +206,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return gap.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def _labelled(label: str, words: str) -> list[str]:
-    """A paragraph beside its label."""
+def _labelled(label: str, text: str) -> list[str]:
+    """A paragraph to the right of its label."""
     pad = " " * 12
-    return textwrap.wrap(words, _WIDTH, initial_indent=f"{label:12}", subsequent_indent=pad, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{label:12}", subsequent_indent=pad, break_long_words=False, break_on_hyphens=False)
