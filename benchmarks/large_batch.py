@@ -1,9 +1,9 @@
-"""Trains the same network for the same number of epochs by one small-batch and several large-batch recipes, and tables the accuracies.
+"""Accuracy of the same network after the same number of epochs, with one small-batch and several large-batch recipes.
 
 python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ... [--out benchmarks/large_batch.jsonl]
 
-Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file, and a job that is there already is
-not run again. The last line of output is the table of the README.
+Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A job that the file has already is not
+run again. The output ends with the table of the README.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = ["--config", "configs/fashion_mnist_small_batch.yaml"]
 NAIVE = [*SMALL, "batch.size=4096"]
 WARM = [*NAIVE, "recipe.warmup_epochs=3"]
 
-RECIPES: dict[str, list[str]] = {  # name -> words; each "+" is added to the line above
+RECIPES: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the line above
     "batch 128": SMALL,
     "batch 4096, nothing else changed": [*NAIVE, "recipe.scale=none"],
     "+ linear scaling": NAIVE,
@@ -55,14 +55,19 @@ def main() -> None:
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
-    """One job, to its end."""
+    """The result of one job; exits where the job fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "run"
-        words = [*RECIPES[name], f"data.root={options.root}", f"seed={seed}", f"run={job}", *options.extra]
+        arguments = [*RECIPES[name], f"data.root={options.root}", f"seed={seed}", f"run={job}", *options.extra]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
         done = subprocess.run(
-            [*launcher, sys.executable, "-m", "hvdtrain", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+            [*launcher, sys.executable, "-m", "hvdtrain", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             sys.exit(f"{name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
@@ -105,10 +110,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="folder that holds FashionMNIST/raw")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--only", action="append", choices=list(RECIPES), metavar="NAME", help="one recipe; may be given again")
+    parser.add_argument("--only", action="append", choices=list(RECIPES), metavar="NAME", help="one recipe; can be repeated")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "large_batch.jsonl"))
     parser.add_argument("--mpirun", default="mpirun")
-    parser.add_argument("extra", nargs="*", help="key=value words for every job; such jobs stay out of the table")
+    parser.add_argument("extra", nargs="*", help="key=value overrides for every job; such jobs are not in the table")
     return parser.parse_args()
 
 

@@ -19,6 +19,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 
 RULES = ["larc", "lars", "sgd", "adam", "adamw", "lamb", "novograd"]
+WARM_UP_ROUNDS = 3  # the first one creates the optimizer state
 
 
 def parameters(device: str) -> list[torch.nn.Parameter]:
@@ -31,36 +32,37 @@ def parameters(device: str) -> list[torch.nn.Parameter]:
 
 
 def ms(optimizer: torch.optim.Optimizer, device: str) -> float:
-    """One step, from an idle device to an idle device."""
-    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
+    """Milliseconds of one step, from an idle device to an idle device."""
+    synchronize: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
     optimizer.step()
-    wait()
+    synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
 def compare(name: str, device: str, rounds: int) -> dict[str, Any]:
-    """A rule against torch.optim's SGD; every second round the other one begins."""
+    """A rule compared with torch.optim's SGD; the order alternates between rounds."""
     rule = importlib.import_module(f"hvdtrain.optim.{name}").build()
     hyper: dict[str, Any] = {"lr": 1e-4, "weight_decay": 1e-4}
     ours = RuleOptimizer(parameters(device), rule, **hyper)
     torchs = torch.optim.SGD(parameters(device), momentum=0.9, foreach=True, **hyper)
     times: dict[torch.optim.Optimizer, list[float]] = {ours: [], torchs: []}
-    for turn in range(rounds + 3):  # three rounds to warm up: they make the slots
-        for one in (ours, torchs) if turn % 2 else (torchs, ours):
-            times[one].append(ms(one, device))
-    a, b = times[ours][3:], times[torchs][3:]
-    ratios = statistics.quantiles((x / y for x, y in zip(a, b, strict=True)), n=4)
+    for number in range(rounds + WARM_UP_ROUNDS):
+        for optimizer in (ours, torchs) if number % 2 else (torchs, ours):
+            times[optimizer].append(ms(optimizer, device))
+    our_ms = times[ours][WARM_UP_ROUNDS:]
+    torch_ms = times[torchs][WARM_UP_ROUNDS:]
+    low, median, high = statistics.quantiles((a / b for a, b in zip(our_ms, torch_ms, strict=True)), n=4)
     return {
         "rule": name,
         "device": device,
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        "ms": round(statistics.median(a), 2),
-        "sgd_ms": round(statistics.median(b), 2),
-        "ratio": round(ratios[1], 3),
-        "ratio_quartiles": [round(ratios[0], 3), round(ratios[2], 3)],
+        "ms": round(statistics.median(our_ms), 2),
+        "sgd_ms": round(statistics.median(torch_ms), 2),
+        "ratio": round(median, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
     }
 
 
@@ -69,13 +71,13 @@ def main() -> None:
     parser.add_argument("rules", nargs="*", default=RULES, metavar="RULE")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", action="store_true")
-    words = parser.parse_args()
+    options = parser.parse_args()
     for device in ["cpu", *["cuda"] * torch.cuda.is_available()]:
-        for name in words.rules:
-            row = compare(name, device, words.rounds)
+        for name in options.rules:
+            row = compare(name, device, options.rounds)
             low, high = row["ratio_quartiles"]
-            text = f"{name:9} {device:5} {row['ms']:7.2f} ms, torch.optim.SGD {row['sgd_ms']:7.2f} ms, ratio {row['ratio']:.3f}"
-            print(json.dumps(row) if words.json else f"{text} (quartiles {low:.3f} to {high:.3f}, {words.rounds} rounds)")
+            line = f"{name:9} {device:5} {row['ms']:7.2f} ms, torch.optim.SGD {row['sgd_ms']:7.2f} ms, ratio {row['ratio']:.3f}"
+            print(json.dumps(row) if options.json else f"{line} (quartiles {low:.3f} to {high:.3f}, {options.rounds} rounds)")
 
 
 if __name__ == "__main__":
