@@ -1,1 +1,1 @@
-"""Where samples come from, and which of them a rank reads."""
+"""Where samples come from, and which of them each rank reads."""

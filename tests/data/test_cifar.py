@@ -77,7 +77,7 @@ def test_a_file_of_another_length(tmp_path: Path, length: int) -> None:
 def test_an_unreadable_file(tmp_path: Path) -> None:
     write_cifar10(tmp_path)
     (tmp_path / "cifar-10-batches-bin" / "test_batch.bin").chmod(0)
-    assert "unreadable: [Errno 13] Permission denied" in refusal("cifar10", tmp_path, "val")
+    assert "the file cannot be read: [Errno 13] Permission denied" in refusal("cifar10", tmp_path, "val")
 
 
 def test_a_label_outside_the_classes(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_classes_follow_sorted_names_and_pixels_are_the_files(tmp_path: Path, ca
     val = build(tmp_path, "val").read(np.arange(3))
     assert val["y"].tolist() == [0, 1, 1] and (val["x"][2] == colour(7)).all()
     told = capsys.readouterr().err
-    assert f"decoded {tmp_path / 'train'}: 4 / 4 images, " in told and f"kept in {tmp_path / 'cache'}" in told
+    assert f"decoded {tmp_path / 'train'}: 4 / 4 images, " in told and f"written to {tmp_path / 'cache'}" in told
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "jpeg", "webp"])
@@ -215,7 +215,7 @@ def test_images_that_differ_in_size(tmp_path: Path) -> None:
     told = refusal(tmp_path)
     assert "the images differ in size: 5 x 6 and 8 x 9 pixels" in told
     assert f"{tmp_path / 'train/ant/a.png'} and {tmp_path / 'train/bee/zz.png'}" in told
-    assert "fix: data.size=5 brings all to a centre square" in told
+    assert "fix: data.size=5 resizes the centre square" in told
     assert not arrays(tmp_path)  # nothing half done is taken for a cache
     assert len(build(tmp_path, size=5)) == 5
 
@@ -257,7 +257,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         victim.write_bytes(content)
         told = refusal(tmp_path)
         assert f"the image cannot be read: {said}" in told
-        assert f"where: {victim}" in told and "fix: mend or remove the file" in told
+        assert f"where: {victim}" in told and "fix: repair or remove the file" in told
 
 
 def test_sixteen_bits_are_not_cut_to_eight(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_folders_that_are_not_as_they_should_be(tmp_path: Path) -> None:
 
 
 def test_options_that_are_not_as_they_should_be(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"an image folder needs its place\n  where: data.root\n  fix: data.root=DIR"):
+    with pytest.raises(UserError, match=r"data.name=folder needs data.root\n  where: data.root\n  fix: data.root=DIR"):
         folder.build("folder", None, "train")
     assert "images of size None with 2 channels are impossible" in refusal(tmp_path, channels=2)
     assert "images of size 0 with 3 channels" in refusal(tmp_path, size=0)
@@ -294,8 +294,8 @@ def test_a_cache_that_cannot_be_kept(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "cache").write_text("a file where a folder should be")
     told = refusal(tmp_path)
-    assert "cannot keep the decoded images: [Errno 20] Not a directory" in told
-    assert "fix: data.cache=DIR, with room for 0 MB" in told
+    assert "cannot pack the images: [Errno 20] Not a directory" in told
+    assert "fix: data.cache=DIR, with 0 MB of free space" in told
 
 
 ONE_OF_MANY = """

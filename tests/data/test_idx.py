@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.data.datasets import idx
-from hvdtrain.data.files.download import Wanted, alone, cache_root, data_root, download
+from hvdtrain.data.files.default_folders import cache_root, data_root
+from hvdtrain.data.files.download import RequiredFiles, download
+from hvdtrain.data.files.lock import locked
 from hvdtrain.data.source import Split
 from hvdtrain.errors import UserError
 
@@ -82,13 +84,13 @@ BROKEN = [
 def test_a_broken_file_is_named_with_what_was_found_and_expected(tmp_path: Path, images: bytes, text: str) -> None:
     write(tmp_path, images)
     told = refusal(tmp_path)
-    assert "not a sound IDX file" in told and text in told
+    assert "not a valid IDX file" in told and text in told
     assert f"where: {tmp_path / IMAGES}" in told and "fix: delete the file and fetch it again" in told
 
 
 BROKEN_GZIP = [
-    (b"no gzip at all", "found unreadable: Not a gzipped file (b'no'), expected an IDX file in gzip"),
-    (gzip.compress(IMAGES_FILE)[:-12], "found unreadable: Compressed file ended before the end-of-stream marker"),
+    (b"no gzip at all", "found an error: Not a gzipped file (b'no'), expected an IDX file in gzip"),
+    (gzip.compress(IMAGES_FILE)[:-12], "found an error: Compressed file ended before the end-of-stream marker"),
     (gzip.compress(IMAGES_FILE[:-1]), "found 75 bytes, expected 76 bytes for the shape (5, 4, 3)"),
     (gzip.compress(IMAGES_FILE + bytes(10**7)), "found more than 76 bytes, expected 76 bytes"),
     (gzip.compress(HOSTILE + bytes(10**6)), f"expected {16 + (2**32 - 1) ** 3} bytes for the shape (4294967295, 4294967295, 4294967295)"),
@@ -112,7 +114,7 @@ def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
     for suffix, images in [("", HOSTILE), (".gz", gzip.compress(HOSTILE)), (".gz", gzip.compress(HOSTILE + bytes(10**7)))]:
         write(tmp_path / f"x{len(images)}", images, LABELS_FILE, suffix)
         tracemalloc.start()
-        assert "not a sound IDX file" in refusal(tmp_path / f"x{len(images)}")
+        assert "not a valid IDX file" in refusal(tmp_path / f"x{len(images)}")
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2**22, peak
@@ -180,7 +182,7 @@ def test_a_silent_server_ends_the_attempt(tmp_path: Path) -> None:
 
         begun = perf_counter()
         with pytest.raises(UserError, match="the files of toy are missing, and the download failed: .*timed out"):
-            download(Wanted("toy", tmp_path, ["a"], "by hand"), pull, timeout_s=0.3)
+            download(RequiredFiles("toy", tmp_path, ["a"], "by hand"), pull, timeout_s=0.3)
     assert perf_counter() - begun < 5
     assert socket.getdefaulttimeout() is None
 
@@ -199,7 +201,7 @@ def test_a_download_comes_whole_and_spares_what_is_there(tmp_path: Path) -> None
         (staging / "deep" / "b").write_text("other")
         assert not (tmp_path / "deep" / "a").exists()
 
-    download(Wanted("toy", tmp_path, ["deep/a", "deep/b"], ""), pull)
+    download(RequiredFiles("toy", tmp_path, ["deep/a", "deep/b"], ""), pull)
     assert {file.name: file.read_text() for file in (tmp_path / "deep").iterdir()} == {"a": "new", "b": "mine"}
     assert not stale.exists()
 
@@ -210,25 +212,25 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("File not found\nor corrupted.")
 
     with pytest.raises(UserError, match=r"the download failed: File not found or corrupted\.\n  where: .*: a\n  fix: by hand"):
-        download(Wanted("toy", tmp_path, ["a"], "by hand"), pull)
+        download(RequiredFiles("toy", tmp_path, ["a"], "by hand"), pull)
     assert os.listdir(tmp_path) == [".hvdtrain.lock"]
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the download failed: \[Errno 20\] Not a directory"):
-        download(Wanted("toy", tmp_path / "file" / "root", ["a"], ""), lambda staging: None)
+        download(RequiredFiles("toy", tmp_path / "file" / "root", ["a"], ""), lambda staging: None)
 
 
 ONE_OF_MANY = """
 import sys, time
 from pathlib import Path
-from hvdtrain.data.files.download import Wanted, download
+from hvdtrain.data.files.download import RequiredFiles, download
 def pull(staging):
     print("pulled")
     time.sleep(2.5)
     (staging / "a").write_text("whole")
-download(Wanted("toy", Path(sys.argv[1]), ["a"], ""), pull)
+download(RequiredFiles("toy", Path(sys.argv[1]), ["a"], ""), pull)
 assert (Path(sys.argv[1]) / "a").read_text() == "whole"
 """
 
@@ -243,13 +245,13 @@ def test_one_process_downloads_and_the_others_wait(tmp_path: Path) -> None:
 
 
 def test_the_lock_goes_with_a_killed_holder(tmp_path: Path) -> None:
-    holder = "import sys, time\nfrom pathlib import Path\nfrom hvdtrain.data.files.download import alone\n"
-    holder += "with alone(Path(sys.argv[1]), ''):\n    print('held', flush=True)\n    time.sleep(60)"
+    holder = "import sys, time\nfrom pathlib import Path\nfrom hvdtrain.data.files.lock import locked\n"
+    holder += "with locked(Path(sys.argv[1]), ''):\n    print('held', flush=True)\n    time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         process.kill()
     begun = perf_counter()
-    with alone(tmp_path, "nothing"):
+    with locked(tmp_path, "nothing"):
         assert perf_counter() - begun < 2
 
 

@@ -19,8 +19,8 @@ from PIL import Image
 from test_folder import PROJECT, colour, fill, save
 
 from hvdtrain.data.datasets import folder
-from hvdtrain.data.images.image_source import Streamed
-from hvdtrain.data.images.pack import Packed, pack
+from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.pack import PackedSource, pack
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import UserError
 
@@ -53,9 +53,9 @@ class Counted:
         return f"image {place}"
 
 
-def streamed(encoded: Counted) -> Streamed:
+def streamed(encoded: Counted) -> ImageSource:
     y = np.arange(len(encoded), dtype=np.int64) % 3
-    return Streamed(encoded, y, 3, (6, 5, 3), False, lambda: "the first")
+    return ImageSource(encoded, y, 3, (6, 5, 3), False, lambda: "the first")
 
 
 def packed(encoded: Counted, home: Path) -> Source:
@@ -76,8 +76,8 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
     np.testing.assert_array_equal(np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)]))
     assert np.load(tmp_path / NAMES[3]).shape == (1, 6, 5, 3)
     told = capsys.readouterr().err
-    assert "decoded memory: 10 / 10 images, " in told and f" images/s, kept in {tmp_path}\n" in told
-    assert isinstance(source, Packed) and (len(source), source.shape, source.classes) == (10, (6, 5, 3), 3)
+    assert "decoded memory: 10 / 10 images, " in told and f" images/s, written to {tmp_path}\n" in told
+    assert isinstance(source, PackedSource) and (len(source), source.shape, source.classes) == (10, (6, 5, 3), 3)
     check_pixels(source, [9, 0, 5, 5, 3, 2, 8])
     asked = list(encoded.asked)
     again = packed(encoded, tmp_path)
@@ -94,12 +94,14 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_fits_one_file_is_one_array(tmp_path: Path) -> None:
     source = pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
     assert isinstance(source, ArraySource) and source.x.shape == (3, 6, 5, 3) and os.path.exists(tmp_path / "images.npy")
-    assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), Packed)
-    assert isinstance(pack(streamed(Counted(2)), tmp_path / "large", 80), Packed)  # an image that is larger than a file may be has its own
+    assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), PackedSource)
+    assert isinstance(
+        pack(streamed(Counted(2)), tmp_path / "large", 80), PackedSource
+    )  # an image that is larger than a file may be has its own
 
 
 def test_an_interrupted_packing_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="cannot keep the decoded images: .*the disk is gone"):
+    with pytest.raises(UserError, match="cannot pack the images: .*the disk is gone"):
         packed(Counted(broken=7), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.npy")) == NAMES[:2]
     encoded = Counted()
@@ -107,7 +109,7 @@ def test_an_interrupted_packing_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == [6, 7, 8, 9]
     told = capsys.readouterr().err
-    assert "decoded memory: 4 / 4 images, " in told and f"images/s, 6 more were there, kept in {tmp_path}\n" in told
+    assert "decoded memory: 4 / 4 images, " in told and f"images/s, 6 more were already there, written to {tmp_path}\n" in told
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -194,7 +196,7 @@ def test_streamed_images_are_the_packed_ones_and_write_nothing(tmp_path: Path) -
     for size, split in ((5, "train"), (4, "val"), (None, "val")):
         options = {"size": size, "cache": tmp_path / "cache"}
         loose = folder.build("folder", tmp_path, split, packed=False, **options)
-        assert sorted(tmp_path.rglob("*")) == before and isinstance(loose, Streamed)
+        assert sorted(tmp_path.rglob("*")) == before and isinstance(loose, ImageSource)
         kept = folder.build("folder", tmp_path, split, **options)
         order = np.array([2, 0, 0, 1, len(kept) - 1])
         one, two = loose.read(order), kept.read(order)
@@ -218,7 +220,7 @@ def test_damage_that_is_met_late_is_named(tmp_path: Path) -> None:
         victim.write_bytes(content) if content else victim.unlink()
         with pytest.raises(UserError) as caught:
             source.read(np.array([0, 1]))
-        assert words in str(caught.value) and f"where: {victim}\n  fix: mend or remove the file" in str(caught.value)
+        assert words in str(caught.value) and f"where: {victim}\n  fix: repair or remove the file" in str(caught.value)
         assert len(source.read(np.array([0, 2, 3]))["x"]) == 3
     save(victim, colour(1, 9, 8))
     with pytest.raises(UserError, match="the images differ in size: 5 x 6 and 8 x 9 pixels\n  where: .*/a.png and .*/b.bmp\n"):
@@ -236,4 +238,4 @@ def test_statistics_of_many_images_are_of_a_fixed_part(tmp_path: Path) -> None:
     np.testing.assert_allclose(mean, pixels.mean((0, 1, 2)), rtol=1e-12)
     np.testing.assert_allclose(deviation, pixels.std((0, 1, 2)), rtol=1e-12)
     kept = pack(images, tmp_path, 90 * 1000)
-    assert isinstance(kept, Packed) and [part.tolist() for part in kept.stats()] == [mean.tolist(), deviation.tolist()]
+    assert isinstance(kept, PackedSource) and [part.tolist() for part in kept.stats()] == [mean.tolist(), deviation.tolist()]

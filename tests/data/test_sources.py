@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
+from hvdtrain.data.channel_stats import channel_stats
 from hvdtrain.data.datasets import digits, synthetic
-from hvdtrain.data.source import ArraySource, channel_stats
+from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 
 PROJECT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_digits_without_scikit_learn_say_what_to_install() -> None:
     script = "import sys; sys.modules['sklearn.datasets'] = None\n"
     script += "from hvdtrain.data.datasets import digits; digits.build('digits', None, 'train')"
     ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert "UserError: the digits are inside scikit-learn" in ended.stderr
+    assert "UserError: the digits are part of scikit-learn" in ended.stderr
     assert "fix: pip install scikit-learn" in ended.stderr
 
 

@@ -1,4 +1,4 @@
-"""data.stage: what is copied, what a second start trusts, what a killed copy leaves, and that training does not notice."""
+"""data.stage: what is copied, what a second start reads again, what a killed copy leaves, and that training gives the same numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ import pytest
 from ranks import environment, mpirun, needs_mpirun, python
 
 from hvdtrain.config.read import configure
-from hvdtrain.data.files import copying, staging
-from hvdtrain.data.files.copying import File, Part, list_files, size_words
-from hvdtrain.data.files.staging import stage_data
+from hvdtrain.data.files.copying import FileSelection, FileState, format_bytes, list_files
+from hvdtrain.data.files.staging import StagedCopy, ensure_staged, stage_data
 from hvdtrain.errors import UserError
 from hvdtrain.train.build import build_source
 
@@ -30,7 +29,7 @@ WHERE = "data.stage, command line"
 
 @pytest.fixture(autouse=True)
 def a_new_process() -> None:
-    staging._staged.cache_clear()
+    ensure_staged.cache_clear()
 
 
 @pytest.fixture
@@ -46,47 +45,49 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def bring(root: Path) -> Path:
-    """As the next start does."""
-    staging._staged.cache_clear()
+def stage(root: Path) -> Path:
+    """The folder of the copy, as the next start of a job stages it."""
+    ensure_staged.cache_clear()
     found, _ = stage_data("other", root, {}, str(root.parent / "disk"), WHERE)
     assert found is not None
     return found
 
 
 def same(one: Path, two: Path) -> bool:
-    files = list_files(one, [Part("", deep=True)])
-    return files == list_files(two, [Part("", deep=True)]) and all((one / path).read_bytes() == (two / path).read_bytes() for path in files)
+    files = list_files(one, [FileSelection("", recursive=True)])
+    return files == list_files(two, [FileSelection("", recursive=True)]) and all(
+        (one / path).read_bytes() == (two / path).read_bytes() for path in files
+    )
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_copy_and_the_starts_after_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = bring(root)
-    words = said(capsys)
+def test_a_copy_is_complete_and_later_starts_copy_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = stage(root)
+    words = printed(capsys)
     assert "staged 40 files, 820 kB in " in words and f"/s) from {root} to {there}\n" in words
     assert same(root, there)
     assert stat.S_IMODE(there.parent.parent.stat().st_mode) == 0o700
     assert [path.name for path in there.parent.parent.iterdir()] == [there.parent.name]
     assert there.parent.name.startswith("other-")
     before = {path: path.stat().st_ino for path in there.rglob("file*")}
-    assert bring(root) == there
-    assert said(capsys) == ""
+    assert stage(root) == there
+    assert printed(capsys) == ""
     assert before == {path: path.stat().st_ino for path in there.rglob("file*")}  # nothing was written anew
 
 
-def test_a_changed_source_is_followed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = bring(root)
+def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = stage(root)
     (root / "part0/file 0").write_bytes(b"new")
     os.utime(root / "part1/file 1", ns=(0, 5))
     (root / "part2/file 2").unlink()
     shutil.rmtree(root / "part3")
     (root / "part3").write_bytes(b"was a folder")
-    said(capsys)
-    assert bring(root) == there
-    assert "staged 3 files" in (words := said(capsys)) and "; 27 more were there" in words
+    printed(capsys)
+    assert stage(root) == there
+    assert "staged 3 files" in (words := printed(capsys)) and "; 27 more were already there" in words
     assert same(root, there)
     assert (there / "part3").is_file()
 
@@ -100,42 +101,42 @@ def flip(path: Path) -> None:
 
 
 def test_a_flipped_bit_of_the_copy_is_noticed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = bring(root)
+    there = stage(root)
     flip(there / "part1/file 5")
     (there / "part2/file 6").touch()  # another time, the same bytes: read again, and kept
     (there / "part3/file 7").unlink()
-    said(capsys)
-    bring(root)
-    words = said(capsys)
-    assert "2 staged files are not what was copied, and are copied again: part1/file 5, ...\n" in words
-    assert "staged 2 files, 14.0 kB in " in words and "; 38 more were there" in words
+    printed(capsys)
+    stage(root)
+    words = printed(capsys)
+    assert "2 staged files differ from what was copied, and are copied again: part1/file 5, ...\n" in words
+    assert "staged 2 files, 14.0 kB in " in words and "; 38 more were already there" in words
     assert (there / "part1/file 5").read_bytes() == (root / "part1/file 5").read_bytes()
-    assert bring(root) == there and said(capsys) == ""
+    assert stage(root) == there and printed(capsys) == ""
 
 
-def test_after_a_restart_of_the_machine_all_is_read(
+def test_after_a_restart_of_the_machine_every_copy_is_read_again(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = bring(root)
-    said(capsys)
+    there = stage(root)
+    printed(capsys)
     lines = (there.parent / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (there.parent / "manifest.jsonl").write_bytes(b"".join([b"another start\n", *lines[1:]]))
-    bring(root)
-    assert "40 staged files are whole, 40 of them were read again" in said(capsys)
-    assert bring(root) == there and said(capsys) == ""
+    stage(root)
+    assert "40 staged files are intact, 40 of them were read again" in printed(capsys)
+    assert stage(root) == there and printed(capsys) == ""
 
 
-def test_a_torn_manifest_costs_only_its_torn_lines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = bring(root)
+def test_unreadable_lines_of_the_manifest_cost_their_files_alone(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = stage(root)
     manifest = there.parent / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    said(capsys)
-    bring(root)
-    assert "staged 1 files" in (words := said(capsys)) and "; 39 more were there" in words
+    printed(capsys)
+    stage(root)
+    assert "staged 1 files" in (words := printed(capsys)) and "; 39 more were already there" in words
     assert same(root, there)
     manifest.write_bytes(b'\xff{"\n[1,2\n["part0/file 0",null]\n{}\n')
-    bring(root)
-    assert "staged 40 files" in said(capsys)
+    stage(root)
+    assert "staged 40 files" in printed(capsys)
     assert same(root, there)
 
 
@@ -154,7 +155,7 @@ def test_four_processes_at_once_make_one_copy(root: Path) -> None:
     assert same(root, Path(ended[0][1][0].strip()))
 
 
-def test_a_killed_copy_is_gone_on_with(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_copy_is_completed_by_the_next_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(12):  # 400 MB: long enough to be killed in the middle of it
         (root / f"large {number}").write_bytes(bytes([number]) * 2**25)
     process = start(root)
@@ -171,72 +172,81 @@ def test_a_killed_copy_is_gone_on_with(root: Path, capsys: pytest.CaptureFixture
     assert 0 < len(lines) < 52
     files = manifest.parent / "files"
     before = {line[0]: (files / line[0]).stat().st_ino for line in lines}
-    there = bring(root)
-    words = said(capsys)
-    assert f"staged {52 - len(lines)} files" in words and f"; {len(lines)} more were there" in words
+    there = stage(root)
+    words = printed(capsys)
+    assert f"staged {52 - len(lines)} files" in words and f"; {len(lines)} more were already there" in words
     assert before == {path: (there / path).stat().st_ino for path in before}
     assert same(root, there)
-    assert not (there.parent / "part").exists()
+    assert not (there.parent / "partial").exists()
 
 
 def test_links_in_the_source(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"outside")
     (root / "link").symlink_to(tmp_path / "elsewhere")
-    there = bring(root)
+    there = stage(root)
     assert (there / "link").read_bytes() == b"outside" and not (there / "link").is_symlink()
     (root / "part0/up").symlink_to(root)
     with pytest.raises(UserError, match="a link leads back to a folder above it\n  where: .*part0/up"):
-        bring(root)
+        stage(root)
     (root / "part0/up").unlink()
     (root / "gone").symlink_to("nowhere")
-    with pytest.raises(UserError, match="a link that leads nowhere\n  where: .*/gone"):
-        bring(root)
+    with pytest.raises(UserError, match="a link to a file that does not exist\n  where: .*/gone"):
+        stage(root)
     (root / "gone").unlink()
     os.mkfifo(root / "pipe")
-    with pytest.raises(UserError, match="no file, but a pipe, a socket or a device\n  where: .*/pipe"):
-        bring(root)
+    with pytest.raises(UserError, match="not a regular file, but a pipe, a socket or a device\n  where: .*/pipe"):
+        stage(root)
 
 
-def test_no_room_is_told_in_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_in_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(-(-1000 * size // 4096) for size in range(1, 41)) * 4096 == 901_120
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 300_000))
     with pytest.raises(
-        UserError, match=r"no room for the data on .*: 40 files take 901 kB, 300 kB are free\n  where: data.stage, .*\n  fix: a larger"
+        UserError, match=r"no space for the data on .*: 40 files take 901 kB, 300 kB are free\n  where: data.stage, .*\n  fix: a larger"
     ):
-        bring(root)
+        stage(root)
 
 
-def test_a_disk_that_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> str:
+def test_a_full_quota_ends_the_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:  # file systems report a quota when data are written back
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(staging, "copy", full)
-        with pytest.raises(
-            UserError, match="ran out of room for the data: Disk quota exceeded\n  where: .*/files\n  fix: a larger data.stage"
-        ):
-            bring(root)
-    monkeypatch.setattr(copying, "checksum", lambda *_: "0" * 32)
-    with pytest.raises(UserError, match="cannot be copied: what is read back differs from what was written\n  where: .*part"):
-        bring(root)
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(
+        UserError, match="ran out of space for the data: Disk quota exceeded\n  where: .*/files\n  fix: a larger data.stage"
+    ):
+        stage(root)
 
 
-def test_a_file_that_changes_under_the_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = {"part0/file 0": File(999, 1)}
-    monkeypatch.setattr(staging, "list_files", lambda *_: listed)
+def test_a_disk_that_stores_other_bytes_is_noticed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrupt(descriptor: int, *_: int) -> None:  # called once all is written, before it is read back
+        os.pwrite(descriptor, b"\0\1\2\3", 100)
+
+    monkeypatch.setattr(os, "posix_fadvise", corrupt)
+    with pytest.raises(
+        UserError, match="cannot be copied: the copy read back from the disk differs from what was written\n  where: .*part"
+    ):
+        stage(root)
+
+
+def test_a_file_that_changes_while_it_is_copied(root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "disk" / "copy"
+    target.mkdir()
+    listed = {"part0/file 0": FileState(999, 1)}  # its state when the source was listed: now it has 1000 bytes
     with pytest.raises(UserError, match="changed while it was copied\n  where: .*part0/file 0"):
-        bring(root)
+        StagedCopy(root, target).update(listed)
+    assert not (target / "files/part0").exists()
 
 
-def test_a_stage_folder_that_is_no_good(root: Path, tmp_path: Path) -> None:
+def test_stage_folders_that_cannot_be_used(root: Path, tmp_path: Path) -> None:
     disk = str(tmp_path / "disk")
     own = tmp_path / "disk" / f"hvdtrain-{os.geteuid()}"
     for folder, says in {
         str(tmp_path / "no/such"): "cannot stage data on .*: .*No such file",
         "": r"data.stage is empty\n.*\n  fix: a folder on a disk of each node .is the variable set here.., or data.stage=null",
-        "$TMPDIR/x": r"no variable is looked up in \$TMPDIR/x\n.*\n  fix: let the shell write it out",
-        str(root / "part0"): "lies inside the data themselves",
+        "$TMPDIR/x": r"contains a variable that the shell has not expanded: \$TMPDIR/x\n.*\n  fix: data.stage=\$TMPDIR, without quotes",
+        str(root / "part0"): "is inside the folder of the data",
         "~nobodyhere/x": "cannot find the folder ~nobodyhere/x",
     }.items():
         with pytest.raises(UserError, match=says):
@@ -303,7 +313,7 @@ def folder_root(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "make", "files"), [("fashion_mnist", idx_root, 4), ("cifar10", cifar_root, 6), ("folder", folder_root, 12)]
 )
-def test_each_data_set_reads_the_same_from_its_stage(
+def test_each_data_set_is_the_same_read_from_the_stage(
     name: str, make: object, files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -312,13 +322,13 @@ def test_each_data_set_reads_the_same_from_its_stage(
     plain = build(words)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     staged = build([*words, f"data.stage={tmp_path / 'disk'}"])
-    assert f"staged {files} files" in said(capsys)
+    assert f"staged {files} files" in printed(capsys)
     assert all((one == two).all() for one, two in zip(plain, staged, strict=True))
     assert not (tmp_path / "cache").exists()  # the decoded pictures of a folder lie in the stage, too
     root.rename(tmp_path / "away")
     if name != "folder":
         with pytest.raises(UserError, match="the files of .* are missing, and data.download is false\n  where: .*/source"):
-            staging._staged.cache_clear()
+            ensure_staged.cache_clear()
             build([*words, f"data.stage={tmp_path / 'disk'}"])
 
 
@@ -327,8 +337,8 @@ def test_a_download_goes_to_the_stage(tmp_path: Path) -> None:
     assert root == tmp_path / f"hvdtrain-{os.geteuid()}" / "download" and options == {}
 
 
-def test_size_words() -> None:
-    assert [size_words(size) for size in (7, 1000, 99_900, 390e6, 1.25e9, 2e12)] == [
+def test_format_bytes() -> None:
+    assert [format_bytes(size) for size in (7, 1000, 99_900, 390e6, 1.25e9, 2e12)] == [
         "7 bytes",
         "1.0 kB",
         "99.9 kB",
@@ -339,7 +349,7 @@ def test_size_words() -> None:
 
 
 @needs_mpirun
-def test_training_does_not_notice(tmp_path: Path) -> None:
+def test_training_from_the_stage_gives_the_same_numbers(tmp_path: Path) -> None:
     root = idx_root(tmp_path / "source")
     words = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "framework=numpy", "model.name=linear", "batch.size=8"]
     words += ["max_steps=10", "log.every_steps=5", "data.download=false"]

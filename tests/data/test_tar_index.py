@@ -76,7 +76,7 @@ def test_hostile_headers(tmp_path: Path) -> None:
             assert "the archive is damaged or cut off: " in with_header(size, kind), (size, kind)
     for kind in (b"1", b"2", b"3", b"6", b"S"):
         told = with_header(kind=kind)
-        assert "the member is no plain file" in told or "damaged or cut off" in told or "0 images and 1 labels" in told, kind
+        assert "the member is not a regular file" in told or "damaged or cut off" in told or "0 images and 1 labels" in told, kind
     path.write_bytes(content[: third + 10] + b"\xff" * 20 + content[third + 30 :])  # tarfile takes it for the end
     assert f"cut off: a damaged header at byte {third}" in refusal(tmp_path)
     path.write_bytes(content + content)
@@ -91,13 +91,13 @@ def test_links_and_sparse_files_are_no_samples(tmp_path: Path) -> None:
             image.type, image.linkname = kind, "/etc/passwd"
             tar.addfile(image)
         told = refusal(tmp_path)
-        assert "the member is no plain file, but a link, a sparse file or a device\n" in told and "train-0.tar: 1.png\n" in told
+        assert "the member is not a regular file, but a link, a sparse file or a device\n" in told and "train-0.tar: 1.png\n" in told
     with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
         image = info("1.png", b"1\n0\n0\n")
         image.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "99999999999999"}
         tar.addfile(image, io.BytesIO(b"1\n0\n0\n"))
         tar.addfile(info("1.cls", b"0"), io.BytesIO(b"0"))
-    assert "the member is no plain file" in refusal(tmp_path)
+    assert "the member is not a regular file" in refusal(tmp_path)
 
 
 def test_compressed_archives_and_what_is_no_file(tmp_path: Path) -> None:

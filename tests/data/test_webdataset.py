@@ -14,7 +14,7 @@ from test_folder import colour, save
 
 from hvdtrain.data.datasets import folder, webdataset
 from hvdtrain.data.files.staging import stage_data
-from hvdtrain.data.images.image_source import Streamed
+from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
 
@@ -69,7 +69,7 @@ def check(source: Source, values: list[int], labels: list[int]) -> None:
 def test_samples_are_read_in_any_order_and_indexed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path)
     source = build(tmp_path)
-    assert isinstance(source, Streamed) and (len(source), source.shape, source.classes) == (3, (6, 5, 3), 3)
+    assert isinstance(source, ImageSource) and (len(source), source.shape, source.classes) == (3, (6, 5, 3), 3)
     check(source, [1, 2, 3], [0, 2, 1])
     batch = source.read(np.array([2, 0, 2]))
     assert batch["y"].tolist() == [1, 0, 1] and (batch["x"][0] == colour(3)).all() and (batch["x"][1] == colour(1)).all()
@@ -200,7 +200,7 @@ def test_labels_beyond_the_classes(tmp_path: Path) -> None:
     fill(tmp_path)
     assert build(tmp_path, classes=7).classes == 7
     told = refusal(tmp_path, classes=2)
-    assert f"label 2 is outside 0..1\n  where: {tmp_path / 'train' / 'a-000000.tar'}: 2.png\n  fix: mend it, or data.classes=N" in told
+    assert f"label 2 is outside 0..1\n  where: {tmp_path / 'train' / 'a-000000.tar'}: 2.png\n  fix: correct it, or data.classes=N" in told
     write(tmp_path / "val" / "b.tar", [*sample(4, 0), *sample(5, 3)])
     assert f"label 3 is outside 0..2\n  where: {tmp_path / 'val' / 'b.tar'}: 5.png" in refusal(tmp_path, "val")
     assert "0 classes are impossible\n  where: data.classes" in refusal(tmp_path, classes=0)
@@ -209,7 +209,7 @@ def test_labels_beyond_the_classes(tmp_path: Path) -> None:
 def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
     write(tmp_path / "train-0.tar", [*sample(1, 0), ("2.png", encoded(2)[:-30]), ("2.cls", b"1"), *sample(3, 0)])
     source = build(tmp_path)
-    with pytest.raises(UserError, match="the image cannot be read: .*\n  where: .*/train-0.tar: 2.png\n  fix: mend or remove the file"):
+    with pytest.raises(UserError, match="the image cannot be read: .*\n  where: .*/train-0.tar: 2.png\n  fix: repair or remove the file"):
         source.read(np.array([0, 1]))
     assert len(source.read(np.array([0, 2]))["x"]) == 2
     write(tmp_path / "train-0.tar", [*sample(1, 0), ("2.png", encoded(2, height=7)), ("2.cls", b"1")])
@@ -218,7 +218,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
 
 
 def test_places_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="archives need their place\n  where: data.root\n  fix: data.root=DIR"):
+    with pytest.raises(UserError, match="data.name=webdataset needs data.root\n  where: data.root\n  fix: data.root=DIR"):
         webdataset.build("webdataset", None, "train")
     assert f"no archives train/*.tar or train-*.tar\n  where: {tmp_path}" in refusal(tmp_path)
     fill(tmp_path)
@@ -226,7 +226,7 @@ def test_places_that_hold_nothing(tmp_path: Path) -> None:
     assert "no archives val/*.tar or val-*.tar or validation/*.tar" in refusal(tmp_path, "val")
     assert "images of size 0 with 3 channels are impossible" in refusal(tmp_path, size=0)
     (tmp_path / "none").write_text("a file where a folder should be")
-    with pytest.raises(UserError, match="cannot keep the index of the archives: .*Not a directory.*\n.*\n  fix: data.cache=DIR"):
+    with pytest.raises(UserError, match="cannot write the index of the archives: .*Not a directory.*\n.*\n  fix: data.cache=DIR"):
         webdataset.build("webdataset", tmp_path, "train", cache=tmp_path / "none")
 
 

@@ -269,7 +269,7 @@ def idx_root() -> str:
         (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
         (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
         (["--config="], ["cannot read the configuration", "where: --config"]),
-        (["data.root=/x"], ["the digits are read from no folder"]),
+        (["data.root=/x"], ["data.name=digits reads no folder"]),
         (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
         (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
         (["log.noise_scale=true"], ["this is one rank", "two ranks or more"]),

@@ -115,7 +115,7 @@ def try_run_folder(config: Config, provenance: Provenance) -> RunFolder:
 
 def try_cache_folder(host: str) -> list[Finding]:
     """Whether the folder for downloaded data and built wheels can be written and locked; one rank of each host calls it."""
-    from hvdtrain.data.files.download import cache_root
+    from hvdtrain.data.files.default_folders import cache_root
 
     folder = cache_root()
     fix = "give XDG_CACHE_HOME= a folder on a local disk, or data.root=DIR; mount a network file system with locks (flock)"

@@ -1,1 +1,1 @@
-"""The data sets that data.name knows: one file each."""
+"""The data sets that data.name selects: one file each."""

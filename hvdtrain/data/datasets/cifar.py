@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their binary version: never the pickled one, which could run code."""
+"""CIFAR-10 and CIFAR-100 in their binary version; the pickled one, which could run code, is never read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.files.download import Wanted, data_root, download
+from hvdtrain.data.files.default_folders import data_root
+from hvdtrain.data.files.download import RequiredFiles, download
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
 
@@ -19,13 +20,15 @@ _FIX = "delete the file and fetch it again"
 
 
 class _Edition(NamedTuple):
+    """CIFAR-10 or CIFAR-100."""
+
     archive: str
     md5: str
     folder: str
     files: dict[Split, tuple[str, ...]]
     label_bytes: int  # the last of them is the class
     classes: int
-    pickled: str  # the folder of the version that is not read
+    pickled_folder: str  # of the version that is not read
 
 
 _EDITIONS = {
@@ -51,9 +54,9 @@ _EDITIONS = {
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
-    """cifar10 or cifar100 (its 100 fine classes): 50000 train and 10000 validate, 32x32x3.
+    """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images, 32x32x3.
 
-    The files lie in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or
+    The files are in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or
     ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
@@ -61,33 +64,34 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     if name not in _EDITIONS:
         raise UserError(f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}")
     edition = _EDITIONS[name]
-    home = data_root(root)
-    paths = [home / edition.folder / file for file in edition.files[split]]
+    folder = data_root(root) / edition.folder
+    paths = [folder / file for file in edition.files[split]]
     if not all(path.is_file() for path in paths):
-        _fetch(name, home, download)
+        _download(name, data_root(root), download)
     records = [_read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths]
     x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
-    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(home / edition.folder))
+    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(folder))
 
 
-def _fetch(name: str, root: Path, allowed: bool) -> None:
+def _download(name: str, root: Path, allowed: bool) -> None:
+    """Downloads both splits. Raises UserError where that fails or is not allowed."""
     edition = _EDITIONS[name]
-    both = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
-    wanted = Wanted(name, root, both, f"unpack {_HOST}{edition.archive} in {root}")
-    if (root / edition.pickled).is_dir():
-        raise wanted.refusal(f"{edition.pickled} is not read: it holds pickles, which can run code")
+    files = [f"{edition.folder}/{file}" for files in edition.files.values() for file in files]
+    required = RequiredFiles(name, root, files, f"unpack {_HOST}{edition.archive} in {root}")
+    if (root / edition.pickled_folder).is_dir():
+        raise required.missing_error(f"{edition.pickled_folder} is not read: it holds pickles, which can run code")
     if not allowed:
-        raise wanted.refusal("data.download is false")
-    download(wanted, lambda staging: _pull(edition, staging))
+        raise required.missing_error("data.download is false")
+    download(required, lambda folder: _download_archive(edition, folder))
 
 
-def _pull(edition: _Edition, staging: Path) -> None:
-    import_torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(staging), md5=edition.md5)
+def _download_archive(edition: _Edition, folder: Path) -> None:
+    import_torchvision().datasets.utils.download_and_extract_archive(_HOST + edition.archive, str(folder), md5=edition.md5)
 
 
 def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
-    """uint8 (n, label bytes + 3072), one row for each image; the file's length, at most `most`, is checked first."""
+    """uint8 (n, label bytes + 3072), one row for each image. Raises UserError where the length is not of whole records, or above `most`."""
     record = label_bytes + _PIXELS
     try:
         length = path.stat().st_size
@@ -97,4 +101,4 @@ def _read_records(path: Path, label_bytes: int, most: int) -> np.ndarray:
             raise UserError(f"found {length} bytes, expected at most {most}", str(path), _FIX)
         return np.fromfile(path, np.uint8, count=length).reshape(-1, record)
     except OSError as error:
-        raise UserError(f"unreadable: {error}", str(path), _FIX) from error
+        raise UserError(f"the file cannot be read: {error}", str(path), _FIX) from error

@@ -1,4 +1,4 @@
-"""A folder of images for each class, decoded once into array files, or whenever an image is read."""
+"""A folder of images for each class; decoded once into array files, or each image whenever it is read."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.config.yaml_reader import short
-from hvdtrain.data.files.download import cache_root
-from hvdtrain.data.images.decode import SUFFIXES, check_file, check_look, extent, read_file
-from hvdtrain.data.images.image_source import Streamed
+from hvdtrain.data.files.default_folders import cache_root
+from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
+from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
-Classes = dict[str, list[str]]  # class -> names of its images, both in sorted order
+ImagesByClass = dict[str, list[str]]  # class -> names of its images, both in sorted order
 
 
 def build(
@@ -32,61 +33,80 @@ def build(
     packed: bool = True,
     cache: Path | None = None,
 ) -> Source:
-    """Images in <root>/<split>/<class>/*.{jpg,jpeg,png,bmp,webp}; `split` is train, and val, validation or test (the first that is there).
+    """Images in <root>/<split>/<class>/*.{jpg,jpeg,png,bmp,webp}; `split` is train, and val, validation or test (the first that exists).
 
     Class numbers follow the sorted names of train's folders. The first run decodes every image once and keeps the pixels in array files of
-    1 GiB; a change of any file's name, size or time makes new ones. Mean and deviation are of all images if one file holds them, else of a
-    fixed 2,000 of them, at most.
+    1 GiB; a change of any file's name, size or time makes new ones. Mean and deviation are of all images if one file holds them, else of at
+    most 2,000, the same in every run.
 
-    size: height and width that images are brought to, centre square of the image (pixels; none: they are all alike already)
+    size: height and width of the images, made from the centre square of each (pixels; none: all have one size already)
     channels: 3 for colour, 1 for grey
-    packed: false: nothing is written, each image is decoded whenever it is read (true or false)
+    packed: false: no array files are written, each image is decoded whenever it is read (true or false)
     cache: folder of the array files (none: $XDG_CACHE_HOME/hvdtrain/folders, or ~/.cache/hvdtrain/folders)
     """
     if root is None:
-        raise UserError("an image folder needs its place", "data.root", "data.root=DIR, with images in DIR/train/<class>/")
-    check_look(size, channels)
+        raise UserError("data.name=folder needs data.root", "data.root", "data.root=DIR, with images in DIR/train/<class>/")
+    check_image_options(size, channels)
     root = expand(root, "data.root")
     try:
-        folder, classes, first = _list(root, split)
-        key = _key(folder, classes, f"{size} {channels}") if packed else ""
+        found = _find_images(root, split)
+        key = _key(found, f"{size} {channels}") if packed else ""
     except OSError as error:
-        raise UserError(f"cannot list the images: {error}", str(root), "mend or remove what is named") from error
-    height, width = (size, size) if size else extent(read_file(first), lambda: first)
-    files = _Files(str(folder), [f"{label}/{image}" for label, images in classes.items() for image in images])
-    y = np.repeat(np.arange(len(classes)), [len(images) for images in classes.values()]).astype(np.int64)
-    images = Streamed(files, y, len(classes), (height, width, channels), size is not None, lambda: first)
-    return pack(images, (expand(cache, "data.cache") if cache else cache_root() / "folders") / key) if packed else images
+        raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
+    first = found.first_of_train
+    height, width = (size, size) if size else height_and_width(read_file(first), lambda: first)
+    paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
+    y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()]).astype(np.int64)
+    source = ImageSource(
+        encoded=_ImageFiles(str(found.folder), paths),
+        y=y,
+        classes=len(found.classes),
+        shape=(height, width, channels),
+        crop=size is not None,
+        first=lambda: first,
+    )
+    if not packed:
+        return source
+    arrays = expand(cache, "data.cache") if cache else cache_root() / "folders"
+    return pack(source, arrays / key)
+
+
+class _Found(NamedTuple):
+    """The image files of one split."""
+
+    folder: Path
+    classes: ImagesByClass
+    first_of_train: str  # the image whose height and width all must have, where no size is set
 
 
 @dataclass(frozen=True)
-class _Files:
-    """The images of one split, by class, then by name."""
+class _ImageFiles:
+    """EncodedImages of one split, by class, then by name."""
 
     where: str  # the split's folder
-    paths: list[str]  # class/name: a Path takes four times the memory
+    paths: list[str]  # class/name; a Path would take four times the memory
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def content(self, place: int) -> bytes:
-        return read_file(self.name(place))
+    def content(self, index: int) -> bytes:
+        return read_file(self.name(index))
 
-    def name(self, place: int) -> str:
-        return f"{self.where}/{self.paths[place]}"
+    def name(self, index: int) -> str:
+        return f"{self.where}/{self.paths[index]}"
 
 
-def _list(root: Path, split: Split) -> tuple[Path, Classes, str]:
-    """The folder of a split, its images, and train's first image: without a size, all have to have its extent."""
-    origin = _split_folder(root, "train")
-    train = _classes(origin)
+def _find_images(root: Path, split: Split) -> _Found:
+    """Raises UserError where train and the split have different classes, or a class has no images; OSError."""
+    train_folder = _split_folder(root, "train")
+    train = _list_classes(train_folder)
     folder = _split_folder(root, split)
-    classes = train if split == "train" else _classes(folder)
+    classes = train if split == "train" else _list_classes(folder)
     if classes.keys() != train.keys():
-        odd = ", ".join(map(short, sorted(classes.keys() ^ train.keys())))
-        raise UserError(f"only one of train and {folder.name} has class {odd}", str(folder), "the same class folders in both")
+        different = ", ".join(map(short, sorted(classes.keys() ^ train.keys())))
+        raise UserError(f"only one of train and {folder.name} has class {different}", str(folder), "the same class folders in both")
     label, images = next(iter(train.items()))
-    return folder, classes, str(origin / label / images[0])
+    return _Found(folder, classes, str(train_folder / label / images[0]))
 
 
 def _split_folder(root: Path, split: Split) -> Path:
@@ -96,28 +116,34 @@ def _split_folder(root: Path, split: Split) -> Path:
     raise UserError(f"no folder {' or '.join(_FOLDERS[split])}", str(root), f"data.root=DIR, with images in DIR/{split}/<class>/")
 
 
-def _classes(folder: Path) -> Classes:
-    """Sorted image files of each class, classes in sorted order; hidden names are passed over."""
+def _list_classes(folder: Path) -> ImagesByClass:
+    """The image files of each class; hidden names are skipped. Raises UserError where a class has none."""
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    classes = {name: _images(folder / name) for name in names}
+    classes = {name: _list_images(folder / name) for name in names}
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
-        what = f"no images ({' '.join(SUFFIXES)}) in class {', '.join(map(short, empty))}" if empty else "no class folders"
+        what = "no class folders"
+        if empty:
+            what = f"no images ({' '.join(SUFFIXES)}) in class {', '.join(map(short, empty))}"
         raise UserError(what, str(folder), "one folder for each class, the images directly in it")
     return classes
 
 
-def _images(folder: Path) -> list[str]:
+def _list_images(folder: Path) -> list[str]:
     return [name for name in sorted(os.listdir(folder)) if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
 
 
-def _key(folder: Path, classes: Classes, options: str) -> str:
-    """Changes with any file's name, size or time, with each class's first image (archives may set all times alike), with the options."""
+def _key(found: _Found, options: str) -> str:
+    """Names the array files: changes with the options, any file's name, size or time, and the content of each class's first image.
+
+    The content is hashed too because unpacking an archive may give all files the same time. Raises OSError, UserError.
+    """
     hashed = hashlib.blake2b(options.encode(), digest_size=12)
-    for label, images in classes.items():
-        for image in images:
-            stat = check_file(folder / label / image)
-            if image is images[0]:
-                hashed.update((folder / label / image).read_bytes())
-            hashed.update(f"{label}/{image}\0{stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    for label, images in found.classes.items():
+        for number, image in enumerate(images):
+            path = found.folder / label / image
+            status = check_file(path)
+            if number == 0:
+                hashed.update(path.read_bytes())
+            hashed.update(f"{label}/{image}\0{status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return hashed.hexdigest()

@@ -1,4 +1,4 @@
-"""The MNIST family in IDX files, read strictly."""
+"""MNIST, Fashion-MNIST and KMNIST in IDX files, whose headers and lengths are checked."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from hvdtrain.core.import_torchvision import import_torchvision
-from hvdtrain.data.files.download import Wanted, data_root, download
+from hvdtrain.data.files.default_folders import data_root
+from hvdtrain.data.files.download import RequiredFiles, download
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
 
 
-class _Member(NamedTuple):
-    folder: str  # torchvision's name of its class, and of its folder
-    address: str  # for a download by hand
+class _Dataset(NamedTuple):
+    """One of the MNIST family."""
+
+    folder: str  # the name of torchvision's class and of its folder
+    url: str  # for a download by hand
 
 
 _FAMILY = {
-    "mnist": _Member("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
-    "fashion_mnist": _Member("FashionMNIST", "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
-    "kmnist": _Member("KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
+    "mnist": _Dataset("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
+    "fashion_mnist": _Dataset("FashionMNIST", "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
+    "kmnist": _Dataset("KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
 }
 _FILES: dict[Split, tuple[str, str]] = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -38,59 +41,60 @@ _DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (
 
 
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
-    """mnist, fashion_mnist or kmnist: 60000 train and 10000 validate, 28x28x1, 10 classes.
+    """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10 classes.
 
-    The files lie in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as .gz. Without a root:
+    The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as .gz. Without a root:
     $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
     """
     if name not in _FAMILY:
         raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")
-    images, labels = _locate(name, data_root(root), split, download)
+    images, labels = _find_or_download(name, data_root(root), split, download)
     x, y = _read_idx(images, 3), _read_idx(labels, 1)
     if len(x) != len(y):
         raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
     return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images))
 
 
-def _locate(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
-    """Paths of the split's images and labels; a download brings both splits, so that the other one finds its own."""
-    member = _FAMILY[name]
-    if not all(_find(root, member, file) for file in _FILES[split]):
-        absent = [f"{member.folder}/raw/{file}" for files in _FILES.values() for file in files if not _find(root, member, file)]
-        fix = f"put them there, from {member.address} (.gz as they are), or set data.root to the folder that holds {member.folder}/raw"
-        wanted = Wanted(name, root, absent, fix)
+def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:
+    """Paths of the split's images and labels. A download brings both splits. Raises UserError where files are missing."""
+    dataset = _FAMILY[name]
+    if not all(_find(root, dataset, file) for file in _FILES[split]):
+        absent = [f"{dataset.folder}/raw/{file}" for files in _FILES.values() for file in files if not _find(root, dataset, file)]
+        fix = f"put them there, from {dataset.url} (.gz as they are), or set data.root to the folder that holds {dataset.folder}/raw"
+        required = RequiredFiles(name, root, absent, fix)
         if not allowed:
-            raise wanted.refusal("data.download is false")
-        download(wanted, lambda staging: _pull(member, staging))
-    return [path for file in _FILES[split] if (path := _find(root, member, file))]
+            raise required.missing_error("data.download is false")
+        download(required, lambda folder: _download_files(dataset, folder))
+    return [path for file in _FILES[split] if (path := _find(root, dataset, file))]
 
 
-def _find(root: Path, member: _Member, file: str) -> Path | None:
-    places = (folder / f"{file}{suffix}" for folder in (root / member.folder / "raw", root) for suffix in ("", ".gz"))
-    return next((place for place in places if place.is_file()), None)
+def _find(root: Path, dataset: _Dataset, file: str) -> Path | None:
+    paths = (folder / f"{file}{suffix}" for folder in (root / dataset.folder / "raw", root) for suffix in ("", ".gz"))
+    return next((path for path in paths if path.is_file()), None)
 
 
-def _pull(member: _Member, staging: Path) -> None:
-    getattr(import_torchvision().datasets, member.folder)(str(staging), download=True)  # knows addresses and checksums
+def _download_files(dataset: _Dataset, folder: Path) -> None:
+    getattr(import_torchvision().datasets, dataset.folder)(str(folder), download=True)  # torchvision has the URLs and checksums
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """The uint8 array of an IDX file with that many dimensions; its length is checked before any memory is taken."""
+    """The uint8 array of an IDX file with so many dimensions. Raises UserError, before memory is taken, where its length does not fit."""
     try:
         with path.open("rb") as raw:
-            room = os.fstat(raw.fileno()).st_size
+            length = os.fstat(raw.fileno()).st_size
             if path.suffix != ".gz":
-                return _parse(raw, room, path, dimensions)
+                return _parse(raw, length, path, dimensions)
             with gzip.open(raw) as unpacked:
-                return _parse(unpacked, room * _DEFLATE_RATIO, path, dimensions)
+                return _parse(unpacked, length * _DEFLATE_RATIO, path, dimensions)
     except (OSError, EOFError, zlib.error) as error:
-        raise _defect(path, f"unreadable: {error}", "an IDX file" + " in gzip" * (path.suffix == ".gz")) from error
+        raise _defect(path, f"an error: {error}", "an IDX file in gzip" if path.suffix == ".gz" else "an IDX file") from error
 
 
-def _parse(file: IO[bytes] | gzip.GzipFile, room: int, path: Path, dimensions: int) -> np.ndarray:
-    """`room`: the most bytes that the file can hold; exactly that many for one that is not compressed."""
+def _parse(file: IO[bytes] | gzip.GzipFile, capacity: int, path: Path, dimensions: int) -> np.ndarray:
+    """`capacity` is the length of a plain file, and an upper bound of the content of a compressed one, in bytes."""
+    compressed = path.suffix == ".gz"
     start = 4 + 4 * dimensions
     header = file.read(start)
     magic = bytes((0, 0, 8, dimensions))  # 8: unsigned bytes
@@ -100,19 +104,21 @@ def _parse(file: IO[bytes] | gzip.GzipFile, room: int, path: Path, dimensions: i
         raise _defect(path, f"a header of {len(header)} bytes", f"{start}")
     shape = tuple(int(length) for length in np.frombuffer(header, ">u4", offset=4))
     length = math.prod(shape)
-    claim = f"{start + length} bytes for the shape {shape} in its header"
-    if start + length > room or (path.suffix != ".gz" and start + length < room):
-        raise _defect(path, f"{'at most ' * (path.suffix == '.gz')}{room} bytes", claim)
+    expected = f"{start + length} bytes for the shape {shape} in its header"
+    if start + length > capacity or (not compressed and start + length < capacity):
+        raise _defect(path, f"{'at most ' if compressed else ''}{capacity} bytes", expected)
     if not 0 < length <= _MOST_BYTES[dimensions]:
         raise _defect(path, f"{length} bytes in the shape {shape} of its header", f"1 to {_MOST_BYTES[dimensions]}")
     body = _read_blocks(file, length + 1)
-    if len(body) != length:
-        raise _defect(path, f"{'more than ' * (len(body) > length)}{start + min(len(body), length)} bytes", claim)
+    if len(body) > length:
+        raise _defect(path, f"more than {start + length} bytes", expected)
+    if len(body) < length:
+        raise _defect(path, f"{start + len(body)} bytes", expected)
     return np.frombuffer(body, np.uint8).reshape(shape)
 
 
 def _read_blocks(file: IO[bytes] | gzip.GzipFile, limit: int) -> bytearray:
-    """At most `limit` bytes; memory grows with what is really there."""
+    """At most `limit` bytes. Memory grows with the bytes that are read, not with `limit`."""
     body = bytearray()
     while len(body) < limit and (block := file.read(min(_BLOCK_BYTES, limit - len(body)))):
         body += block
@@ -120,4 +126,4 @@ def _read_blocks(file: IO[bytes] | gzip.GzipFile, limit: int) -> bytearray:
 
 
 def _defect(path: Path, found: str, expected: str) -> UserError:
-    return UserError(f"not a sound IDX file: found {found}, expected {expected}", str(path), "delete the file and fetch it again")
+    return UserError(f"not a valid IDX file: found {found}, expected {expected}", str(path), "delete the file and fetch it again")

@@ -1,4 +1,4 @@
-"""Images in WebDataset's tar archives, read by their position: shuffled, shared out and resumed like any other data set."""
+"""Images in WebDataset's tar archives, read by their position in any order, so shuffled and resumed like any other data set."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.config.yaml_reader import short
-from hvdtrain.data.files.download import alone, cache_root
-from hvdtrain.data.images.decode import check_look, extent
-from hvdtrain.data.images.image_source import Streamed
-from hvdtrain.data.images.pack import array_file, load_array, pack
-from hvdtrain.data.images.tar_index import name_at, samples
+from hvdtrain.data.files.default_folders import cache_root
+from hvdtrain.data.files.lock import locked
+from hvdtrain.data.files.npy import load_npy, write_npy
+from hvdtrain.data.images.decode import check_image_options, height_and_width
+from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.pack import pack
+from hvdtrain.data.images.tar_index import index_samples, name_at
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 
-_PARTS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
+_SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-_HEAD_BYTES = 4096  # of each archive that its index is bound to: copies may set all times alike
+_HEAD_BYTES = 4096  # of each archive, part of the key of its index: copying may give all files the same time
 
 
 def build(  # noqa: PLR0913 - the options that a user types
@@ -41,36 +43,46 @@ def build(  # noqa: PLR0913 - the options that a user types
 ) -> Source:
     """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or <root>/<split>-*.tar, `split` as for image folders.
 
-    The archives are plain tar files. The first run notes where each image lies; from then on each is decoded out of its archive whenever it
-    is read, in any order. Mean and deviation are of a fixed 2,000 images, at most.
+    The archives are plain tar files. The first run writes an index of the images; each is then decoded from its archive whenever it is
+    read, in any order. Mean and deviation are of at most 2,000 images, the same in every run.
 
-    size: height and width that images are brought to, centre square of the image (pixels; none: they are all alike already)
+    size: height and width of the images, made from the centre square of each (pixels; none: all have one size already)
     channels: 3 for colour, 1 for grey
-    classes: classes (none: train's largest label, and one)
+    classes: number of classes (none: train's largest label plus 1)
     packed: true: decode every image once, into array files, as data.name=folder does (true or false)
     cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or ~/.cache/hvdtrain/webdataset)
     """
     if root is None:
-        raise UserError(
-            "WebDataset archives need their place", "data.root", "data.root=DIR, with archives DIR/train/*.tar and DIR/val/*.tar"
-        )
-    check_look(size, channels)
+        fix = "data.root=DIR, with archives DIR/train/*.tar and DIR/val/*.tar"
+        raise UserError("data.name=webdataset needs data.root", "data.root", fix)
+    check_image_options(size, channels)
     if classes is not None and classes < 1:
         raise UserError(f"{classes} classes are impossible", "data.classes", "1 or more")
-    home = expand(cache, "data.cache") if cache else cache_root() / "webdataset"
-    train = _archives(expand(root, "data.root"), "train", home)
-    archives = train if split == "train" else _archives(expand(root, "data.root"), split, home)
+    root = expand(root, "data.root")
+    cache = expand(cache, "data.cache") if cache else cache_root() / "webdataset"
+    train = _open_archives(root, "train", cache)
+    archives = train if split == "train" else _open_archives(root, split, cache)
     classes = classes or int(train.labels.max()) + 1
     _check_labels(archives, classes)
     first = partial(train.name, 0)
-    height, width = (size, size) if size else extent(train.content(0), first)
-    images = Streamed(archives, archives.labels, classes, (height, width, channels), size is not None, first)
+    height, width = (size, size) if size else height_and_width(train.content(0), first)
+    source = ImageSource(
+        encoded=archives,
+        y=archives.labels,
+        classes=classes,
+        shape=(height, width, channels),
+        crop=size is not None,
+        first=first,
+    )
     if not packed:
-        return images
-    return pack(images, home / hashlib.blake2b(f"{archives.key} {size} {channels}".encode(), digest_size=12).hexdigest())
+        return source
+    key = hashlib.blake2b(f"{archives.key} {size} {channels}".encode(), digest_size=12).hexdigest()
+    return pack(source, cache / key)
 
 
 class _Archive(NamedTuple):
+    """One tar file, as it was when its index was made or checked."""
+
     path: Path
     size: int
     mtime_ns: int
@@ -78,12 +90,12 @@ class _Archive(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Archives:
-    """The images of one split."""
+    """EncodedImages of one split."""
 
     where: str
     files: list[_Archive]
-    key: str  # changes with the name, size, time and beginning of any
-    index: np.ndarray  # int64 (4, n): archive, offset in it, size, label
+    key: str  # changes with the name, size, time and beginning of each archive
+    index: np.ndarray  # int64 (4, n): number of the archive, offset in it, size, label
 
     @property
     def labels(self) -> np.ndarray:
@@ -92,9 +104,13 @@ class _Archives:
     def __len__(self) -> int:
         return self.index.shape[1]
 
-    def content(self, place: int) -> bytes:
-        """Opened anew each time: archives may be more than a process may hold open, and a disk's own cache makes it cheap."""
-        number, offset, size = self.index[:3, place].tolist()
+    def content(self, index: int) -> bytes:
+        """The bytes of one image file.
+
+        The archive is opened each time: there may be more archives than a process may hold open, and the page cache makes it cheap.
+        Raises UserError where it has changed since the index was made, or cannot be read.
+        """
+        number, offset, size = self.index[:3, index].tolist()
         archive = self.files[number]
         try:
             file = os.open(archive.path, os.O_RDONLY)
@@ -104,95 +120,103 @@ class _Archives:
             finally:
                 os.close(file)
         except OSError as error:
-            raise UserError(f"the archive cannot be read: {error}", str(archive.path), "mend it, and start again") from error
+            raise UserError(f"the archive cannot be read: {error}", str(archive.path), "repair it, and start again") from error
         if len(content) != size:
-            raise UserError(
-                f"the archive ends in the middle of an image, at byte {offset + len(content)}", str(archive.path), "copy it again"
-            )
+            what = f"the archive ends in the middle of an image, at byte {offset + len(content)}"
+            raise UserError(what, str(archive.path), "copy it again")
         return content
 
-    def name(self, place: int) -> str:
-        number, offset = self.index[:2, place].tolist()
+    def name(self, index: int) -> str:
+        number, offset = self.index[:2, index].tolist()
         return name_at(self.files[number].path, offset)
 
 
-def _check_unchanged(archive: _Archive, seen: os.stat_result) -> None:
-    if (seen.st_size, seen.st_mtime_ns) != (archive.size, archive.mtime_ns):
-        raise UserError("the archive has changed since the job began", str(archive.path), "start again: its images are looked up anew")
+def _check_unchanged(archive: _Archive, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (archive.size, archive.mtime_ns):
+        raise UserError("the archive has changed since the job began", str(archive.path), "start again: a new index is made")
 
 
-def _archives(root: Path, split: Split, home: Path) -> _Archives:
+def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
+    """The archives of one split and their index, which is read from the cache or made. Raises UserError."""
     try:
-        where, paths = _find(root, split)
-        seen = [(path, path.stat()) for path in paths]
-        files = [_Archive(path, stat.st_size, stat.st_mtime_ns) for path, stat in seen]
+        found = _find_archives(root, split)
+        files = []
+        for path in found.paths:
+            status = path.stat()
+            files.append(_Archive(path, status.st_size, status.st_mtime_ns))
         key = _key(files)
     except OSError as error:
-        raise UserError(f"cannot list the archives: {error}", str(root), "mend or remove what is named") from error
+        raise UserError(f"cannot list the archives: {error}", str(root), "repair or remove what is named") from error
     try:
-        return _Archives(where, files, key, _index(where, files, home / key))
+        return _Archives(found.where, files, key, _load_or_make_index(found.where, files, cache / key))
     except OSError as error:
         fix = "data.cache=DIR, a folder that you may write to"
-        raise UserError(f"cannot keep the index of the archives: {error}", str(home / key), fix) from error
+        raise UserError(f"cannot write the index of the archives: {error}", str(cache / key), fix) from error
 
 
-def _find(root: Path, split: Split) -> tuple[str, list[Path]]:
-    """The split's place, for messages, and its archives, by name."""
-    for part in _PARTS[split]:
-        for folder, start in ((root / part, ""), (root, f"{part}-")):
-            names = sorted(name for name in os.listdir(folder) if name.startswith(start)) if folder.is_dir() else []
-            packed = [name for name in names if name.lower().endswith(_COMPRESSED)]
-            if packed:
+class _Found(NamedTuple):
+    where: str  # for messages: the folder, or the folder and how the names begin
+    paths: list[Path]  # by name
+
+
+def _find_archives(root: Path, split: Split) -> _Found:
+    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar. Raises UserError where there are none; OSError."""
+    for name_of_split in _SPLITS[split]:
+        for folder, prefix in ((root / name_of_split, ""), (root, f"{name_of_split}-")):
+            names = sorted(name for name in os.listdir(folder) if name.startswith(prefix)) if folder.is_dir() else []
+            compressed = [name for name in names if name.lower().endswith(_COMPRESSED)]
+            if compressed:
                 fix = "decompress it: images are read by their position in the archive"
-                raise UserError("the archive is compressed", str(folder / short(packed[0])), fix)
-            if tars := [folder / name for name in names if name.endswith(".tar") and not name.startswith(".")]:
-                return str(folder / start) if start else str(folder), tars
-    looked = " or ".join(f"{part}/*.tar or {part}-*.tar" for part in _PARTS[split])
-    raise UserError(f"no archives {looked}", str(root), f"data.root=DIR, with archives DIR/{split}/*.tar")
+                raise UserError("the archive is compressed", str(folder / short(compressed[0])), fix)
+            paths = [folder / name for name in names if name.endswith(".tar") and not name.startswith(".")]
+            if paths:
+                return _Found(str(folder / prefix) if prefix else str(folder), paths)
+    patterns = " or ".join(f"{name}/*.tar or {name}-*.tar" for name in _SPLITS[split])
+    raise UserError(f"no archives {patterns}", str(root), f"data.root=DIR, with archives DIR/{split}/*.tar")
 
 
 def _key(files: list[_Archive]) -> str:
     hashed = hashlib.blake2b(digest_size=12)
     for archive in files:
         hashed.update(f"{archive.path.name}\0{archive.size} {archive.mtime_ns}\n".encode(errors="surrogateescape"))
-        if archive.path.is_file():  # a pipe would hang; samples() refuses it
+        if archive.path.is_file():  # opening a pipe would hang; index_samples() reports it
             with archive.path.open("rb") as file:
                 hashed.update(file.read(_HEAD_BYTES))
     return hashed.hexdigest()
 
 
-def _index(where: str, files: list[_Archive], home: Path) -> np.ndarray:
-    """int64 (4, n), memory-mapped from `home`; one process of the machine reads the archives' headers, the others wait."""
-    target = home / "index.npy"
-    index = _load(target, files)
+def _load_or_make_index(where: str, files: list[_Archive], folder: Path) -> np.ndarray:
+    """int64 (4, n), memory-mapped from `folder`; one process of the machine makes it, the others wait. Raises UserError, OSError."""
+    path = folder / "index.npy"
+    index = _load_index(path, files)
     if index is None:
-        with alone(home, f"it looks up the images of {where}"):
-            index = _load(target, files)
+        with locked(folder, f"indexes the images of {where}"):
+            index = _load_index(path, files)
             if index is None:
-                begun = perf_counter()
-                table = _look_up(where, files)
-                with array_file(target, "<i8", table.shape) as out:
-                    out.write(table.tobytes())
-                took = f"{perf_counter() - begun:.1f} s"
-                print(f"found {table.shape[1]} images in {len(files)} archives of {where}: {took}", file=sys.stderr, flush=True)
-                index = _load(target, files)
-    assert index is not None, target
+                _make_index(where, files, path)
+                index = _load_index(path, files)
+    assert index is not None, path
     return index
 
 
-def _look_up(where: str, files: list[_Archive]) -> np.ndarray:
-    rows = [
-        np.array([(number, *found) for found in samples(archive.path)], np.int64).reshape(-1, 4) for number, archive in enumerate(files)
-    ]
-    table = np.ascontiguousarray(np.concatenate(rows).T)
-    if not table.size:
+def _make_index(where: str, files: list[_Archive], path: Path) -> None:
+    """Reads the headers of all archives and writes the index."""
+    began_s = perf_counter()
+    rows = []
+    for number, archive in enumerate(files):
+        rows.append(np.array([(number, *location) for location in index_samples(archive.path)], np.int64).reshape(-1, 4))
+    index = np.ascontiguousarray(np.concatenate(rows).T)
+    if not index.size:
         raise UserError("the archives hold no samples", where, "members KEY.jpg and KEY.cls")
-    return table
+    with write_npy(path, "<i8", index.shape) as out:
+        out.write(index.tobytes())
+    seconds = perf_counter() - began_s
+    print(f"found {index.shape[1]} images in {len(files)} archives of {where}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _load(target: Path, files: list[_Archive]) -> np.ndarray | None:
+def _load_index(path: Path, files: list[_Archive]) -> np.ndarray | None:
     """The index, or None where it is absent or points outside the archives."""
-    index = load_array(target, np.dtype("<i8"), (4, None))
+    index = load_npy(path, np.dtype("<i8"), (4, None))
     if index is None or not index.size or index.min() < 0 or index[0].max() >= len(files):
         return None
     sizes = np.array([archive.size for archive in files])
@@ -200,8 +224,10 @@ def _load(target: Path, files: list[_Archive]) -> np.ndarray | None:
 
 
 def _check_labels(archives: _Archives, classes: int) -> None:
+    """Raises UserError for a label that is no class."""
     wrong = np.flatnonzero(archives.labels >= classes)
     if len(wrong):
         first = int(wrong[0])
         what = f"label {archives.labels[first]} is outside 0..{classes - 1}"
-        raise UserError(what, archives.name(first), "mend it, or data.classes=N (where left out: train's largest label, and one)")
+        fix = "correct it, or data.classes=N (where left out: train's largest label plus 1)"
+        raise UserError(what, archives.name(first), fix)

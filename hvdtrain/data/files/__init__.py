@@ -1,1 +1,1 @@
-"""Files of data sets: downloaded once, copied near the ranks, found inside tar archives."""
+"""Files of data sets: downloaded, staged on a node's disk, locked, and written whole or not at all."""

@@ -1,4 +1,4 @@
-"""Many files from one folder to another on several threads: each whole or not there, and read back against its checksum."""
+"""Copies many files on several threads: each complete or absent, and read back against its checksum."""
 
 from __future__ import annotations
 
@@ -16,52 +16,53 @@ from typing import NamedTuple
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.errors import UserError
 
-_WORKERS = 8  # they wait for disks and networks, not for cores
+_THREADS = 8  # they wait for disks and networks, not for cores
 _BLOCK_BYTES = 2**22
-_SAY_S = 2.0
+_PROGRESS_S = 2.0
 
 
-class File(NamedTuple):
-    """A file as its folder tells it."""
+class FileState(NamedTuple):
+    """What changes when a file is written to."""
 
-    size: int
+    size: int  # bytes
     mtime_ns: int
 
 
-class Part(NamedTuple):
-    """Files that belong to a data set: those of a folder whose names match, and with `deep` all that is below it."""
+class FileSelection(NamedTuple):
+    """Some files below a root: those in `folder` whose names match `pattern`; if recursive, all files below `folder`."""
 
     folder: str
-    names: str = "*"
-    deep: bool = False
+    pattern: str = "*"
+    recursive: bool = False
 
 
 @dataclass
-class Worker:
-    """One thread's place to write, its memory, and how much it has done."""
+class CopyThread:
+    """What one thread writes to, and how much it has done."""
 
-    spare: Path
+    partial: Path  # the file under way
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_BLOCK_BYTES)))
     files: int = 0
     bytes: int = 0
 
 
-def list_files(root: Path, parts: Sequence[Part]) -> dict[str, File]:
-    """{path inside root: file} of what the parts name, in order; hidden names are passed over, links are followed.
+def list_files(root: Path, selections: Sequence[FileSelection]) -> dict[str, FileState]:
+    """{path inside root: state} of the selected files, sorted by path. Hidden names are skipped, links are followed.
 
-    A link may lead out of `root`: its content is copied, as the data set would read it. A circle of links, a link to nothing, and what is
-    no file (a pipe would hang) are refused.
+    A link may lead out of `root`: its content is copied, as the data set would read it. Raises OSError, and UserError for a circle of
+    links, a broken link, and what is not a regular file (reading a pipe would hang).
     """
-    found: dict[str, File] = {}
-    for part in parts:
-        if (root / part.folder).is_dir():
-            found |= _walk(root, part.folder, part, ())
+    found: dict[str, FileState] = {}
+    for selection in selections:
+        if (root / selection.folder).is_dir():
+            found |= _walk(root, selection.folder, selection, ())
     return dict(sorted(found.items()))
 
 
-def _walk(root: Path, folder: str, part: Part, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, File]]:
-    here = os.stat(root / folder)
-    if (here.st_dev, here.st_ino) in above:
+def _walk(root: Path, folder: str, selection: FileSelection, parents: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, FileState]]:
+    """`parents` are (device, inode) of the folders above `folder`."""
+    this = os.stat(root / folder)
+    if (this.st_dev, this.st_ino) in parents:
         raise UserError("a link leads back to a folder above it", str(root / folder), "remove the link")
     with os.scandir(root / folder) as entries:
         for entry in entries:
@@ -69,48 +70,52 @@ def _walk(root: Path, folder: str, part: Part, above: tuple[tuple[int, int], ...
                 continue
             path = os.path.join(folder, entry.name)
             if entry.is_dir():
-                if part.deep:
-                    yield from _walk(root, path, part, (*above, (here.st_dev, here.st_ino)))
-            elif part.deep or fnmatch.fnmatchcase(entry.name, part.names):
-                yield path, _file(root / path)
+                if selection.recursive:
+                    yield from _walk(root, path, selection, (*parents, (this.st_dev, this.st_ino)))
+            elif selection.recursive or fnmatch.fnmatchcase(entry.name, selection.pattern):
+                yield path, _file_state(root / path)
 
 
-def _file(path: Path) -> File:
+def _file_state(path: Path) -> FileState:
     try:
-        seen = os.stat(path)
+        found = os.stat(path)
     except FileNotFoundError:
-        raise UserError("a link that leads nowhere", str(path), "remove it, or bring back its file") from None
-    if not stat.S_ISREG(seen.st_mode):
-        raise UserError("no file, but a pipe, a socket or a device", str(path), "remove it from the data")
-    return File(seen.st_size, seen.st_mtime_ns)
+        raise UserError("a link to a file that does not exist", str(path), "remove the link, or restore its file") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError("not a regular file, but a pipe, a socket or a device", str(path), "remove it from the data")
+    return FileState(found.st_size, found.st_mtime_ns)
 
 
-def copy(source: Path, wanted: File, target: Path, worker: Worker) -> str:
-    """The checksum of a file that is now at `target`, with its time; what is read back from the disk has it too."""
+def copy_file(source: Path, expected: FileState, target: Path, thread: CopyThread) -> str:
+    """Copies a file with its modification time, reads the copy back from the disk, and returns its checksum.
+
+    Raises UserError where the file is not in the `expected` state at the end of the copy, and OSError, also where the copy read back
+    differs.
+    """
     import xxhash
 
-    hashed, part = xxhash.xxh3_128(), worker.spare
-    part.unlink(missing_ok=True)  # left by a process that was killed
-    with source.open("rb", buffering=0) as file, part.open("xb") as out:
-        while count := file.readinto(worker.buffer):
-            hashed.update(worker.buffer[:count])
-            out.write(worker.buffer[:count])
-            worker.bytes += count
+    hashed, partial = xxhash.xxh3_128(), thread.partial
+    partial.unlink(missing_ok=True)  # left by a process that was killed
+    with source.open("rb", buffering=0) as file, partial.open("xb") as out:
+        while count := file.readinto(thread.buffer):
+            hashed.update(thread.buffer[:count])
+            out.write(thread.buffer[:count])
+            thread.bytes += count
         out.flush()
-        seen = os.fstat(file.fileno())
-        if (File(seen.st_size, seen.st_mtime_ns), out.tell()) != (wanted, wanted.size):
-            raise UserError("changed while it was copied", str(source), "start again when nobody writes to the data any more")
-        os.utime(part, ns=(seen.st_mtime_ns, seen.st_mtime_ns))
-        _leave_memory(out.fileno())
-    if checksum(part, worker.buffer) != hashed.hexdigest():
-        raise OSError(errno.EIO, "what is read back differs from what was written", str(part))
+        found = os.fstat(file.fileno())
+        if FileState(found.st_size, found.st_mtime_ns) != expected or out.tell() != expected.size:
+            raise UserError("changed while it was copied", str(source), "start again once no process writes to the data")
+        os.utime(partial, ns=(found.st_mtime_ns, found.st_mtime_ns))
+        _drop_from_page_cache(out.fileno())
+    if checksum(partial, thread.buffer) != hashed.hexdigest():
+        raise OSError(errno.EIO, "the copy read back from the disk differs from what was written", str(partial))
     target.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(part, target)
-    worker.files += 1
+    os.replace(partial, target)
+    thread.files += 1
     return hashed.hexdigest()
 
 
-def _leave_memory(descriptor: int) -> None:
+def _drop_from_page_cache(descriptor: int) -> None:
     """The next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         os.fdatasync(descriptor)
@@ -118,7 +123,7 @@ def _leave_memory(descriptor: int) -> None:
 
 
 def checksum(path: Path, buffer: memoryview) -> str:
-    """xxh3, 128 bits: about 10 GB/s, so that the disk sets the pace."""
+    """xxh3, 128 bits, as hex digits: about 10 GB/s, so that the disk is the limit."""
     import xxhash
 
     hashed = xxhash.xxh3_128()
@@ -128,36 +133,41 @@ def checksum(path: Path, buffer: memoryview) -> str:
     return hashed.hexdigest()
 
 
-def on_threads(paths: Sequence[str], work: Callable[[str, Worker], None], spare: Path, say: Callable[[int, int], None]) -> None:
-    """work(path, worker) for every path; say(files, bytes done) every 2 s. What one of them raises ends all."""
-    workers = [Worker(spare / f"{number}.part") for number in range(min(_WORKERS, len(paths)))]
+def for_each_file(
+    paths: Sequence[str], work: Callable[[str, CopyThread], None], folder: Path, show_progress: Callable[[int, int], None]
+) -> None:
+    """work(path, thread) for every path, on several threads that write below `folder`; show_progress(files, bytes done) every 2 s.
+
+    The first error ends all threads and is raised: OSError where the disk or a quota is full, UserError for any other OSError of a file.
+    """
+    threads = [CopyThread(folder / f"{number}.part") for number in range(min(_THREADS, len(paths)))]
     stop = Event()
 
     def run(first: int) -> None:
-        for path in paths[first :: len(workers)]:
+        for path in paths[first :: len(threads)]:
             if stop.is_set():
                 return
             try:
-                work(path, workers[first])
+                work(path, threads[first])
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                what = f"cannot be copied: {error.strerror or error}"
-                raise UserError(f"{short(path)} {what}", str(error.filename or path), "mend what is named; what is copied stays") from error
+                what = f"{short(path)} cannot be copied: {error.strerror or error}"
+                raise UserError(what, str(error.filename or path), "repair what is named; the files copied so far are kept") from error
 
-    with ThreadPoolExecutor(max(1, len(workers))) as pool:
-        futures = [pool.submit(run, first) for first in range(len(workers))]
+    with ThreadPoolExecutor(max(1, len(threads))) as pool:
+        futures = [pool.submit(run, first) for first in range(len(threads))]
         try:
-            while wait(futures, _SAY_S, FIRST_EXCEPTION).not_done and not any(f.done() and f.exception() for f in futures):
-                say(sum(worker.files for worker in workers), sum(worker.bytes for worker in workers))
+            while wait(futures, _PROGRESS_S, FIRST_EXCEPTION).not_done and not any(f.done() and f.exception() for f in futures):
+                show_progress(sum(thread.files for thread in threads), sum(thread.bytes for thread in threads))
         finally:
             stop.set()
     for future in futures:
         future.result()
 
 
-def size_words(size: float) -> str:
-    """1.2 GB, 390 MB, 12 kB, 7 bytes."""
+def format_bytes(size: float) -> str:
+    """1.2 GB, 390 MB, 12.0 kB, 7 bytes."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}" if size < 100 * scale else f"{size / scale:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Where data lies, and how one process brings it there while the others wait."""
+"""Downloading the files of a data set: by one process of a machine, each file whole or absent."""
 
 from __future__ import annotations
 
@@ -12,90 +12,62 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from hvdtrain.config.read import expand
+from hvdtrain.data.files.lock import locked
 from hvdtrain.errors import UserError
 
-_STAGING = ".hvdtrain-download"  # inside the root, so that a rename out of it is atomic
-
-
-def cache_root() -> Path:
-    """$XDG_CACHE_HOME/hvdtrain, or ~/.cache/hvdtrain."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else expand("~/.cache", "$XDG_CACHE_HOME")) / "hvdtrain"
-
-
-def data_root(root: Path | None) -> Path:
-    """The user's data.root, or `data` in the cache."""
-    return cache_root() / "data" if root is None else expand(root, "data.root")
-
-
-@contextmanager
-def alone(folder: Path, work: str) -> Iterator[None]:
-    """One process at a time is in this block for `folder` (made if absent); the others say once, after 2 s, that they wait for `work`."""
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".hvdtrain.lock")
-    try:
-        lock.acquire(timeout=2.0)
-    except Timeout:
-        print(f"waiting for another process on this machine: {work}", file=sys.stderr, flush=True)
-        lock.acquire()  # the system gives it up with its holder, however that one ends
-    try:
-        yield
-    finally:
-        lock.release()
+_DOWNLOADS = ".hvdtrain-download"  # inside the root, so that a rename out of it is atomic
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Files of a data set that are not there yet."""
+class RequiredFiles:
+    """The files of a data set, and how a user gets them by hand."""
 
     name: str
     root: Path
     files: Sequence[str]  # paths inside root
-    fix: str  # how a user gets them by hand
+    fix: str
 
     def missing(self) -> list[str]:
         return [file for file in self.files if not (self.root / file).is_file()]
 
-    def refusal(self, reason: str) -> UserError:
+    def missing_error(self, reason: str) -> UserError:
+        """The error that names the missing files, and why they cannot be downloaded."""
         files = ", ".join(self.missing() or self.files)
         return UserError(f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix)
 
 
-def download(wanted: Wanted, pull: Callable[[Path], None], timeout_s: float = 20.0) -> None:
-    """Bring the wanted files into their root: one process calls `pull(staging folder)`, the others wait and find them there.
+def download(required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float = 20.0) -> None:
+    """Brings the missing files into their root: one process calls fetch(empty folder), the others wait for it.
 
-    A file comes whole, by a rename, and never over one that is there. A connection silent for `timeout_s` ends the attempt; every failure
-    is a UserError that names files and folder.
+    A file appears by a rename, complete, and replaces none that is there. A connection that is silent for `timeout_s` ends the attempt.
+    Raises UserError, with the names of files and folder, where the download fails.
     """
     try:
-        with alone(wanted.root, f"it downloads {wanted.name} into {wanted.root}"):
-            if wanted.missing():
-                print(f"downloading {wanted.name} into {wanted.root}", file=sys.stderr, flush=True)
-                _pull_and_place(wanted, pull, timeout_s)
+        with locked(required.root, f"downloads {required.name} into {required.root}"):
+            if required.missing():
+                print(f"downloading {required.name} into {required.root}", file=sys.stderr, flush=True)
+                _fetch_and_place(required, fetch, timeout_s)
     except (OSError, HTTPException, EOFError, RuntimeError, UserError) as error:  # torchvision gives up with a RuntimeError
-        raise wanted.refusal(f"the download failed: {' '.join(str(error).split())}") from error
+        raise required.missing_error(f"the download failed: {' '.join(str(error).split())}") from error
 
 
-def _pull_and_place(wanted: Wanted, pull: Callable[[Path], None], timeout_s: float) -> None:
-    staging = wanted.root / _STAGING
-    shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
-    staging.mkdir()
+def _fetch_and_place(required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float) -> None:
+    folder = required.root / _DOWNLOADS
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+    folder.mkdir()
     try:
         with _socket_timeout(timeout_s):
-            pull(staging)
-        for file in wanted.missing():
-            (wanted.root / file).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / file, wanted.root / file)
+            fetch(folder)
+        for file in required.missing():
+            (required.root / file).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / file, required.root / file)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _socket_timeout(timeout_s: float) -> Iterator[None]:
-    """For every socket of this process: torchvision opens its own, and gives none a limit."""
+    """For every socket of this process: torchvision opens its own without a timeout."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(timeout_s)
     try:

@@ -1,4 +1,4 @@
-"""data.stage: a copy of the data on each node's own disk, made once, checked, and gone on with where it broke off."""
+"""data.stage: a verified copy of the data on each node's own disk; an interrupted copy is completed by the next start."""
 
 from __future__ import annotations
 
@@ -17,231 +17,290 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.copying import File, Part, Worker, checksum, copy, list_files, on_threads, size_words
-from hvdtrain.data.files.download import alone, data_root
+from hvdtrain.data.files.copying import CopyThread, FileSelection, FileState, checksum, copy_file, for_each_file, format_bytes, list_files
+from hvdtrain.data.files.default_folders import data_root
+from hvdtrain.data.files.lock import locked
 from hvdtrain.errors import UserError
 
-_NO_FILES = ("digits", "synthetic")
-_OWN = ("folder", "webdataset")  # images of the user: nobody downloads them, and what is made of them has its own place
-_PARTS: dict[str, tuple[Part, ...]] = {  # what a data set reads below its root; any other reads all of it
-    **{
-        name: (Part(f"{folder}/raw", "*-ubyte*"), Part("", "*-ubyte*"))
-        for name, folder in {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}.items()
-    },
-    "cifar10": (Part("cifar-10-batches-bin", "*.bin"),),
-    "cifar100": (Part("cifar-100-binary", "*.bin"),),
+_WITHOUT_FILES = ("digits", "synthetic")
+_USER_IMAGES = ("folder", "webdataset")  # never downloaded; the arrays and the index made of them go into the stage, too
+_IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
+_SELECTIONS: dict[str, tuple[FileSelection, ...]] = {  # what a data set reads below its root; any other reads all of it
+    **{name: (FileSelection(f"{folder}/raw", "*-ubyte*"), FileSelection("", "*-ubyte*")) for name, folder in _IDX_FOLDERS.items()},
+    "cifar10": (FileSelection("cifar-10-batches-bin", "*.bin"),),
+    "cifar100": (FileSelection("cifar-100-binary", "*.bin"),),
 }
-_BLOCK_BYTES = 4096  # of a disk: a file takes whole ones
-_STAY_FIX = "a larger data.stage, or room there; or data.stage=null, which reads {source} itself"
+_BLOCK_BYTES = 4096  # of a disk: a file occupies whole blocks
+_NO_SPACE_FIX = "a larger data.stage, or free space there; or data.stage=null, which reads {source} itself"
 
 
-class Kept(NamedTuple):
-    """A line of the manifest: a file that was copied and read back."""
+class StagedData(NamedTuple):
+    """What a data set is built with in place of the user's root and options."""
 
-    path: str
-    source: File
+    root: Path | None
+    options: dict[str, Any]
+
+
+class Fingerprint(NamedTuple):
+    """Of a copy: whatever writes to it or replaces it changes one of these."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+_NO_FINGERPRINT = Fingerprint(0, 0, 0)  # of a copy that is gone: equal to none, so the next start copies the file again
+
+
+class ManifestEntry(NamedTuple):
+    """A file that was copied and read back: a line of the manifest."""
+
+    path: str  # inside the source
+    source: FileState
     checksum: str
-    mark: tuple[int, int, int]  # size, mtime and ctime of the copy: whatever writes to it or replaces it changes one
+    fingerprint: Fingerprint
 
 
-def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: str, where: str) -> tuple[Path | None, dict[str, Any]]:
-    """(the root to read from, the options of the data set): those of a copy below `folder`, on this node.
+class VerifiedFiles(NamedTuple):
+    """The copies that still hold what was copied."""
 
-    One process of a node copies what is not there, the others wait. Data that is nowhere yet is downloaded to there.
+    entries: dict[str, ManifestEntry]
+    reread: int  # files whose bytes were read for that
+
+
+def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: str, where: str) -> StagedData:
+    """Copies the files of data set `name` below `folder`, on this node's disk; returns what it is built with there.
+
+    One process of the node copies, the others wait. Where the source has no files yet, they are downloaded into the stage folder.
+    Raises UserError; `where` is the place of data.stage in the configuration.
     """
-    if name in _NO_FILES:
+    if name in _WITHOUT_FILES:
         raise UserError(f"{name} has no files, there is nothing to stage", where, "leave data.stage out, or choose another data.name")
-    if name in _OWN and root is None:
-        return root, options  # the data set itself says what it needs
+    if name in _USER_IMAGES and root is None:
+        return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()
-    own = _own_folder(folder, source, where)
-    target = own / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
-    if not _staged(name, source, target, where):
-        downloads = name not in _OWN and options.get("download", True)
-        return (own / "download" if downloads else root), options
-    return target / "files", {"cache": target / "decoded", **options} if name in _OWN else options
+    stage = _user_folder(folder, source, where)
+    target = stage / f"{name}-{hashlib.sha256(os.fsencode(source)).hexdigest()[:12]}"
+    if not ensure_staged(name, source, target, where):
+        downloads = name not in _USER_IMAGES and options.get("download", True)
+        return StagedData(stage / "download" if downloads else root, options)
+    if name in _USER_IMAGES:
+        options = {"cache": target / "decoded", **options}
+    return StagedData(target / "files", options)
 
 
-def _own_folder(folder: str, source: Path, where: str) -> Path:
-    """This user's folder in the stage folder, which others may share: nobody else can have put anything into it."""
+def _user_folder(folder: str, source: Path, where: str) -> Path:
+    """This user's folder in the stage folder, which users may share; no other user may write to it."""
     if not folder:
         raise UserError("data.stage is empty", where, "a folder on a disk of each node (is the variable set here?), or data.stage=null")
     if "$" in folder:
-        raise UserError(f"no variable is looked up in {folder}", where, "let the shell write it out: data.stage=$TMPDIR, without quotes")
-    stage = expand(folder, where).absolute()
-    if stage.resolve().is_relative_to(source):
-        raise UserError(f"{stage} lies inside the data themselves, {source}", where, "a folder on a disk of each node")
-    own = stage / f"hvdtrain-{os.geteuid()}"
+        what = f"data.stage contains a variable that the shell has not expanded: {folder}"
+        raise UserError(what, where, "data.stage=$TMPDIR, without quotes")
+    shared = expand(folder, where).absolute()
+    if shared.resolve().is_relative_to(source):
+        raise UserError(f"{shared} is inside the folder of the data, {source}", where, "a folder on a disk of each node")
+    private = shared / f"hvdtrain-{os.geteuid()}"
     try:
-        for part in (stage, own):
+        for path in (shared, private):
             with contextlib.suppress(FileExistsError):
-                part.mkdir(mode=0o700)
-        seen = own.lstat()
+                path.mkdir(mode=0o700)
+        found = private.lstat()
     except OSError as error:
         fix = "an existing folder on a disk of each node, that you may write to"
         raise UserError(f"cannot stage data on {socket.gethostname()}: {error}", where, fix) from None
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.geteuid() or seen.st_mode & 0o022:
-        what = f"{own} belongs to user {seen.st_uid}, mode {stat.filemode(seen.st_mode)}: others could change the data"
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        what = f"{private} belongs to user {found.st_uid}, mode {stat.filemode(found.st_mode)}: others could change the data"
         raise UserError(what, where, "remove it, or another data.stage")
-    return own
+    return private
 
 
-@functools.cache  # the parts of a data set are read one after the other: one look for each process
-def _staged(name: str, source: Path, target: Path, where: str) -> bool:
-    """Whether the source has files; they are in target/files then."""
+@functools.cache  # training and validation data are built one after the other: a process compares source and copy once
+def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
+    """Brings target/files up to date with the source. False where the source has no files."""
     try:
         asked_s = time.time()
         target.mkdir(mode=0o700, exist_ok=True)
-        with alone(target, f"it stages {source}"):
-            if not _looked_at_since(target, asked_s):
-                files = list_files(source, _parts(name, source))
+        with locked(target, f"stages {source}"):
+            if not _verified_since(target, asked_s):
+                files = list_files(source, _selections(name, source))
                 if not files:
                     return False
-                _Stage(source, target).bring(files)
+                StagedCopy(source, target).update(files)
         return True
     except OSError as error:
-        host = socket.gethostname()
-        raise UserError(f"cannot stage the data on {host}: {error}", where, _STAY_FIX.format(source=source)) from error
+        what = f"cannot stage the data on {socket.gethostname()}: {error}"
+        raise UserError(what, where, _NO_SPACE_FIX.format(source=source)) from error
 
 
-def _parts(name: str, source: Path) -> tuple[Part, ...]:
-    if name not in _OWN:
-        return _PARTS.get(name, (Part("", deep=True),))
-    loose = name == "webdataset"  # archives lie in train/, or are train-*.tar
-    held = (split for split in ("val", "validation", "test") if (source / split).is_dir() or (loose and any(source.glob(f"{split}-*"))))
-    splits = ("train", next(held, "val"))
-    return tuple(Part(split, deep=not loose) for split in splits) + tuple(Part("", f"{split}-*") for split in splits if loose)
+def _selections(name: str, source: Path) -> tuple[FileSelection, ...]:
+    """What the data set reads of its root; of user images train and the first validation split that exists."""
+    if name not in _USER_IMAGES:
+        return _SELECTIONS.get(name, (FileSelection("", recursive=True),))
+    archives = name == "webdataset"  # in train/, or train-*.tar in the root
+    existing = (
+        split for split in ("val", "validation", "test") if (source / split).is_dir() or (archives and any(source.glob(f"{split}-*")))
+    )
+    splits = ("train", next(existing, "val"))
+    folders = tuple(FileSelection(split, recursive=not archives) for split in splits)
+    return folders + tuple(FileSelection("", f"{split}-*") for split in splits if archives)
 
 
-def _looked_at_since(target: Path, asked_s: float) -> bool:
-    """Whether another process has made sure of the copy while this one waited: a rank of the same start."""
+def _verified_since(target: Path, asked_s: float) -> bool:
+    """Whether another process of the same start has verified the copy while this one waited for the lock."""
     try:
-        return (target / "looked").stat().st_mtime >= asked_s
+        return (target / "verified").stat().st_mtime >= asked_s
     except FileNotFoundError:
         return False
 
 
-class _Stage:
-    """A copy of `source`: files/, manifest.jsonl with a line for each file, and part/ for what is under way."""
+class StagedCopy:
+    """A copy of the folder `source` in the folder `target`.
+
+    files/ holds the copies, manifest.jsonl a line for each, partial/ files under way; the time of `verified` is that of the last update().
+    """
 
     def __init__(self, source: Path, target: Path) -> None:
-        self.source, self.files, self.manifest, self.part = source, target / "files", target / "manifest.jsonl", target / "part"
-        self.looked, self.host, self.fix = target / "looked", socket.gethostname(), _STAY_FIX.format(source=source)
+        self._source = source
+        self._files = target / "files"
+        self._manifest = target / "manifest.jsonl"
+        self._partial = target / "partial"
+        self._verified = target / "verified"
+        self._host = socket.gethostname()
 
-    def bring(self, wanted: Mapping[str, File]) -> None:
-        """What is wanted is there afterwards, and nothing else that was ever copied."""
-        begun = time.perf_counter()
-        self.looked.unlink(missing_ok=True)
-        for folder in (self.files, self.part):
-            folder.mkdir(exist_ok=True)
-        known, same_boot = self._read()
+    def update(self, wanted: Mapping[str, FileState]) -> None:
+        """Makes files/ hold the `wanted` files of the source, and no others. Raises UserError, OSError."""
+        began_s = time.perf_counter()
+        self._verified.unlink(missing_ok=True)
+        self._files.mkdir(exist_ok=True)
+        self._partial.mkdir(exist_ok=True)
+        known = self._read_manifest()
         for path in known.keys() - wanted.keys():
             self._remove(path)
-        current = {path: kept for path, kept in known.items() if wanted.get(path) == kept.source}
-        good, reread = self._whole(current, same_boot)
-        self._write(good.values())
-        missing = [path for path in wanted if path not in good]
+        current = {path: entry for path, entry in known.items() if wanted.get(path) == entry.source}
+        verified = self._verify(current)
+        self._write_manifest(verified.entries.values())
+        missing = {path: state for path, state in wanted.items() if path not in verified.entries}
         if missing:
-            self._copy(missing, wanted, begun, len(good))
-        elif reread:
-            self._say(f"{len(wanted):,} staged files are whole, {reread:,} of them were read again: {self.files}")
-        self.looked.touch()
-        os.utime(self.looked, ns=(time.time_ns(), time.time_ns()))
+            self._copy(missing, len(verified.entries), began_s)
+        elif verified.reread:
+            self._print(f"{len(wanted):,} staged files are intact, {verified.reread:,} of them were read again: {self._files}")
+        self._verified.touch()
+        os.utime(self._verified, ns=(time.time_ns(), time.time_ns()))
 
-    def _whole(self, current: Mapping[str, Kept], same_boot: bool) -> tuple[dict[str, Kept], int]:
-        """The copies that are as they were; the bytes of those whose mark has changed, or after a restart of the machine all, are read."""
-        marks = {path: _mark(self.files / path) for path in current}
-        good = {path: kept for path, kept in current.items() if same_boot and marks[path] == kept.mark}
-        doubtful = [path for path, kept in current.items() if path not in good and (marks[path] or (-1,))[0] == kept.source.size]
+    def _verify(self, current: Mapping[str, ManifestEntry]) -> VerifiedFiles:
+        """The copies that hold what was copied. The bytes of those whose fingerprint has changed are read.
 
-        def read(path: str, worker: Worker) -> None:
-            found = checksum(self.files / path, worker.buffer)
-            if found == current[path].checksum:
-                good[path] = current[path]._replace(mark=_mark(self.files / path) or (0, 0, 0))
-            worker.files, worker.bytes = worker.files + 1, worker.bytes + current[path].source.size
+        After a restart of the machine all are read: a crash may lose unwritten data of a file that has its name already.
+        """
+        same_boot = self._manifest_boot_id() == _boot_id()
+        fingerprints = {path: _fingerprint(self._files / path) for path in current}
+        intact = {path: entry for path, entry in current.items() if same_boot and fingerprints[path] == entry.fingerprint}
+        doubtful = []
+        for path, entry in current.items():
+            fingerprint = fingerprints[path]
+            if path not in intact and fingerprint is not None and fingerprint.size == entry.source.size:
+                doubtful.append(path)
 
-        on_threads(
-            doubtful, read, self.part, lambda files, size: self._say(f"checking: {files:,} / {len(doubtful):,} files, {size_words(size)}")
-        )
-        if lost := [path for path in current if path not in good]:
-            self._say(f"{len(lost):,} staged files are not what was copied, and are copied again: {lost[0]}{', ...' * (len(lost) > 1)}")
-        return good, len(doubtful)
+        def read_back(path: str, thread: CopyThread) -> None:
+            entry = current[path]
+            if checksum(self._files / path, thread.buffer) == entry.checksum:
+                intact[path] = entry._replace(fingerprint=_fingerprint(self._files / path) or _NO_FINGERPRINT)
+            thread.files += 1
+            thread.bytes += entry.source.size
 
-    def _copy(self, missing: list[str], wanted: Mapping[str, File], begun: float, there: int) -> None:
-        total = sum(wanted[path].size for path in missing)
-        self._check_room(missing, wanted)
-        log = os.open(self.manifest, os.O_WRONLY | os.O_APPEND)
+        def show_progress(files: int, size: int) -> None:
+            self._print(f"checking: {files:,} / {len(doubtful):,} files, {format_bytes(size)}")
 
-        def work(path: str, worker: Worker) -> None:
-            target = self.files / path
-            kept = Kept(path, wanted[path], copy(self.source / path, wanted[path], target, worker), _mark(target) or (0, 0, 0))
-            os.write(log, _line(kept))
+        for_each_file(doubtful, read_back, self._partial, show_progress)
+        changed = [path for path in current if path not in intact]
+        if changed:
+            more = ", ..." if len(changed) > 1 else ""
+            self._print(f"{len(changed):,} staged files differ from what was copied, and are copied again: {changed[0]}{more}")
+        return VerifiedFiles(intact, len(doubtful))
 
-        def say(files: int, size: int) -> None:
-            rate = size_words(size / (time.perf_counter() - begun))
-            self._say(f"staging: {files:,} / {len(missing):,} files, {size_words(size)} / {size_words(total)} ({rate}/s)")
+    def _copy(self, missing: Mapping[str, FileState], present: int, began_s: float) -> None:
+        """Copies the missing files; a line of the manifest is written as soon as its file is complete."""
+        self._check_free_space(missing)
+        total = sum(state.size for state in missing.values())
+        manifest = os.open(self._manifest, os.O_WRONLY | os.O_APPEND)
+
+        def copy(path: str, thread: CopyThread) -> None:
+            target = self._files / path
+            copied = copy_file(self._source / path, missing[path], target, thread)
+            os.write(manifest, _line(ManifestEntry(path, missing[path], copied, _fingerprint(target) or _NO_FINGERPRINT)))
+
+        def show_progress(files: int, size: int) -> None:
+            rate = format_bytes(size / (time.perf_counter() - began_s))
+            self._print(f"staging: {files:,} / {len(missing):,} files, {format_bytes(size)} / {format_bytes(total)} ({rate}/s)")
 
         try:
-            on_threads(missing, work, self.part, say)
+            for_each_file(list(missing), copy, self._partial, show_progress)
         except OSError as error:
-            raise UserError(f"{self.host} ran out of room for the data: {error.strerror}", str(self.files), self.fix) from error
+            what = f"{self._host} ran out of space for the data: {error.strerror}"
+            raise UserError(what, str(self._files), _NO_SPACE_FIX.format(source=self._source)) from error
         finally:
-            os.close(log)
-            shutil.rmtree(self.part, ignore_errors=True)
-        seconds = time.perf_counter() - begun
-        more = f"; {there:,} more were there" if there else ""
-        rate = size_words(total / seconds)
-        self._say(
-            f"staged {len(missing):,} files, {size_words(total)} in {seconds:.1f} s ({rate}/s) from {self.source} to {self.files}{more}"
-        )
+            os.close(manifest)
+            shutil.rmtree(self._partial, ignore_errors=True)
+        seconds = time.perf_counter() - began_s
+        speed = f"{format_bytes(total)} in {seconds:.1f} s ({format_bytes(total / seconds)}/s)"
+        more = f"; {present:,} more were already there" if present else ""
+        self._print(f"staged {len(missing):,} files, {speed} from {self._source} to {self._files}{more}")
 
-    def _check_room(self, missing: list[str], wanted: Mapping[str, File]) -> None:
-        need = sum(-(-wanted[path].size // _BLOCK_BYTES) * _BLOCK_BYTES for path in missing)
-        free = shutil.disk_usage(self.files).free
-        if need > free:
-            what = f"no room for the data on {self.host}: {len(missing):,} files take {size_words(need)}, {size_words(free)} are free"
-            raise UserError(what, f"data.stage, {self.files}", self.fix)
+    def _check_free_space(self, missing: Mapping[str, FileState]) -> None:
+        needed = sum(-(-state.size // _BLOCK_BYTES) * _BLOCK_BYTES for state in missing.values())
+        free = shutil.disk_usage(self._files).free
+        if needed > free:
+            sizes = f"{len(missing):,} files take {format_bytes(needed)}, {format_bytes(free)} are free"
+            what = f"no space for the data on {self._host}: {sizes}"
+            raise UserError(what, f"data.stage, {self._files}", _NO_SPACE_FIX.format(source=self._source))
 
-    def _read(self) -> tuple[dict[str, Kept], bool]:
-        """The manifest's files, and whether the machine has run since: unwritten data of a crash may be lost under a whole file's name."""
-        known: dict[str, Kept] = {}
-        lines = self.manifest.read_bytes().splitlines() if self.manifest.exists() else []
+    def _manifest_boot_id(self) -> bytes:
+        """The start of the machine at which the manifest was written; empty where there is none."""
+        if not self._manifest.exists():
+            return b""
+        with self._manifest.open("rb") as manifest:
+            return manifest.readline().removesuffix(b"\n")
+
+    def _read_manifest(self) -> dict[str, ManifestEntry]:
+        entries: dict[str, ManifestEntry] = {}
+        lines = self._manifest.read_bytes().splitlines() if self._manifest.exists() else []
         for line in lines[1:]:
             with contextlib.suppress(ValueError, TypeError):  # a line that a killed process has not finished
-                path, size, mtime_ns, checked, *mark = json.loads(line)
-                known[path] = Kept(path, File(size, mtime_ns), checked, (mark[0], mark[1], mark[2]))
-        return known, bool(lines) and lines[0] == _boot()
+                path, size, mtime_ns, copied, *fingerprint = json.loads(line)
+                entries[path] = ManifestEntry(path, FileState(size, mtime_ns), copied, Fingerprint(*fingerprint))
+        return entries
 
-    def _write(self, kept: Iterable[Kept]) -> None:
-        unfinished = self.part / "manifest"
-        unfinished.write_bytes(b"".join([_boot() + b"\n", *map(_line, kept)]))
-        os.replace(unfinished, self.manifest)
+    def _write_manifest(self, entries: Iterable[ManifestEntry]) -> None:
+        unfinished = self._partial / "manifest"
+        unfinished.write_bytes(b"".join([_boot_id() + b"\n", *map(_line, entries)]))
+        os.replace(unfinished, self._manifest)
 
     def _remove(self, path: str) -> None:
-        (self.files / path).unlink(missing_ok=True)
+        """A file, and the folders that it leaves empty."""
+        (self._files / path).unlink(missing_ok=True)
         for folder in list(Path(path).parents)[:-1]:
             with contextlib.suppress(OSError):  # not empty
-                (self.files / folder).rmdir()
+                (self._files / folder).rmdir()
 
-    def _say(self, words: str) -> None:
-        print(f"{self.host}: {words}", file=sys.stderr, flush=True)
+    def _print(self, message: str) -> None:
+        print(f"{self._host}: {message}", file=sys.stderr, flush=True)
 
 
-def _mark(copy_: Path) -> tuple[int, int, int] | None:
-    """What changes with whatever is done to a file; None where there is none."""
+def _fingerprint(path: Path) -> Fingerprint | None:
+    """None where there is no regular file."""
     try:
-        seen = copy_.lstat()
+        found = path.lstat()
     except FileNotFoundError:
         return None
-    return (seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns) if stat.S_ISREG(seen.st_mode) else None
+    return Fingerprint(found.st_size, found.st_mtime_ns, found.st_ctime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
-def _line(kept: Kept) -> bytes:
-    return json.dumps([kept.path, *kept.source, kept.checksum, *kept.mark]).encode() + b"\n"
+def _line(entry: ManifestEntry) -> bytes:
+    return json.dumps([entry.path, *entry.source, entry.checksum, *entry.fingerprint]).encode() + b"\n"
 
 
-def _boot() -> bytes:
-    """This start of the machine."""
+def _boot_id() -> bytes:
+    """Changes with every start of the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

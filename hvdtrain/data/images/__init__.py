@@ -1,1 +1,1 @@
-"""Images: decoded, packed, resized, augmented."""
+"""Images: found in archives, decoded, packed into array files, augmented."""

@@ -1,4 +1,4 @@
-"""Where the samples of a WebDataset archive lie in it: a plain tar, read header by header, nothing extracted."""
+"""Where the samples of a WebDataset archive are: a plain tar, whose headers are read; nothing is extracted."""
 
 from __future__ import annotations
 
@@ -16,147 +16,155 @@ from hvdtrain.config.yaml_reader import first_line, short
 from hvdtrain.data.images.decode import MOST_BYTES
 from hvdtrain.errors import UserError
 
-_IMAGES = ("jpg", "jpeg", "png", "webp")
+_IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+_LABEL_SUFFIX = "cls"
 _MOST_CLASSES = 2**20
 _MOST_HEADER_BYTES = 2**20  # of a long name or of extended fields
 _MOST_LABEL_BYTES = 64
-_END_BYTES = 2**16  # looked at behind the end mark: tar pads to 10 KiB, so that a joined archive begins within
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
-_WRITE_FIX = "write it anew, with `tar --sort=name` or a WebDataset writer"
+_END_BYTES = 2**16  # checked after the end mark: tar pads to 10 KiB, so an appended archive begins within
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
+_REWRITE_FIX = "write it again, with `tar --sort=name` or a WebDataset writer"
 
 
-class Sample(NamedTuple):
+class SampleLocation(NamedTuple):
+    """One sample of an archive."""
+
     offset: int  # of the image's first byte in the archive
     size: int  # of the image, bytes
     label: int
 
 
-class _Part(NamedTuple):
-    """A member of the archive, as the format splits its name: at the first dot of its last component."""
+class _Member(NamedTuple):
+    """A member of the archive; WebDataset splits its name at the first dot of the last path component."""
 
     key: str
     suffix: str
-    member: tarfile.TarInfo
+    info: tarfile.TarInfo
 
 
-def samples(path: Path) -> list[Sample]:
-    """Every sample, in order: neighbours KEY.jpg (jpeg, png, webp) and KEY.cls; other members of a KEY are passed over."""
+def index_samples(path: Path) -> list[SampleLocation]:
+    """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and KEY.cls; other members of a KEY are skipped.
+
+    Raises UserError for an incomplete sample, a label that is no class, and a damaged or compressed archive.
+    """
     found = []
     with _opened(path) as file:
-        parts = (part for member in _members(path, file) if (part := _split(member)))
-        for key, group in groupby(parts, lambda part: part.key):
-            members = [part for part in group if part.suffix == "cls" or part.suffix in _IMAGES]
+        named = (member for info in _members(path, file) if (member := _split_name(info)))
+        for key, group in groupby(named, lambda member: member.key):
+            members = [member for member in group if member.suffix == _LABEL_SUFFIX or member.suffix in _IMAGE_SUFFIXES]
             if members:
                 found.append(_sample(path, file, key, members))
     return found
 
 
 def name_at(path: Path, offset: int) -> str:
-    """The archive and its member whose content begins at `offset`: read from its headers, for a message."""
+    """The archive and the member whose content begins at `offset`, for a message; the headers are read for that."""
     with contextlib.suppress(UserError), _opened(path) as file:
-        for member in _members(path, file):
-            if member.offset_data == offset:
-                return f"{path}: {short(member.name)}"
+        for info in _members(path, file):
+            if info.offset_data == offset:
+                return f"{path}: {short(info.name)}"
     return f"{path}: byte {offset}"
 
 
-def _sample(path: Path, file: IO[bytes], key: str, parts: list[_Part]) -> Sample:
-    where = f"{path}: {short(parts[0].member.name)}"
-    images = [part.member for part in parts if part.suffix != "cls"]
-    labels = [part.member for part in parts if part.suffix == "cls"]
+def _sample(path: Path, file: IO[bytes], key: str, members: list[_Member]) -> SampleLocation:
+    images = [member.info for member in members if member.suffix != _LABEL_SUFFIX]
+    labels = [member.info for member in members if member.suffix == _LABEL_SUFFIX]
     if (len(images), len(labels)) != (1, 1):
-        fix = f"one image and one {short(key)}.cls, side by side: {_WRITE_FIX}"
-        raise UserError(f"sample {short(key)} has {len(images)} images and {len(labels)} labels", where, fix)
+        what = f"sample {short(key)} has {len(images)} images and {len(labels)} labels"
+        fix = f"one image and one {short(key)}.cls, side by side: {_REWRITE_FIX}"
+        raise UserError(what, f"{path}: {short(members[0].info.name)}", fix)
     image, label = images[0], labels[0]
-    for member in (image, label):
-        if not member.isreg() or member.issparse():
-            raise UserError(
-                "the member is no plain file, but a link, a sparse file or a device", f"{path}: {short(member.name)}", _WRITE_FIX
-            )
+    for info in (image, label):
+        if not info.isreg() or info.issparse():
+            what = "the member is not a regular file, but a link, a sparse file or a device"
+            raise UserError(what, f"{path}: {short(info.name)}", _REWRITE_FIX)
     if not 1 <= image.size <= MOST_BYTES:
         what = f"the image is a file of {image.size} bytes, expected 1 to {MOST_BYTES}"
-        raise UserError(what, f"{path}: {short(image.name)}", "mend or remove the sample")
-    return Sample(image.offset_data, image.size, _label(path, file, label))
+        raise UserError(what, f"{path}: {short(image.name)}", "repair or remove the sample")
+    return SampleLocation(image.offset_data, image.size, _read_label(path, file, label))
 
 
-def _label(path: Path, file: IO[bytes], member: tarfile.TarInfo) -> int:
-    text = os.pread(file.fileno(), min(member.size, _MOST_LABEL_BYTES), member.offset_data).strip()
-    if member.size > _MOST_LABEL_BYTES or not re.fullmatch(rb"[0-9]{1,18}", text) or int(text) >= _MOST_CLASSES:
-        shown = short(text.decode("ascii", "backslashreplace"), 40)
+def _read_label(path: Path, file: IO[bytes], info: tarfile.TarInfo) -> int:
+    content = os.pread(file.fileno(), min(info.size, _MOST_LABEL_BYTES), info.offset_data).strip()
+    if info.size > _MOST_LABEL_BYTES or not re.fullmatch(rb"[0-9]{1,18}", content) or int(content) >= _MOST_CLASSES:
+        shown = short(content.decode("ascii", "backslashreplace"), 40)
         fix = "the number of the class in decimal digits"
-        raise UserError(f"the label is {shown!r}, expected 0 to {_MOST_CLASSES - 1}", f"{path}: {short(member.name)}", fix)
-    return int(text)
+        raise UserError(f"the label is {shown!r}, expected 0 to {_MOST_CLASSES - 1}", f"{path}: {short(info.name)}", fix)
+    return int(content)
 
 
-def _split(member: tarfile.TarInfo) -> _Part | None:
-    """None of a folder, of a hidden name, of one without a dot, and of the format's own __notes__."""
-    folder, slash, base = member.name.rpartition("/")
+def _split_name(info: tarfile.TarInfo) -> _Member | None:
+    """None for a folder, a hidden name, a name without a dot, and the format's own __notes__."""
+    folder, slash, base = info.name.rpartition("/")
     stem, dot, suffix = base.partition(".")
-    notes = re.match(r"__[^/]*__(/|$)", member.name)
-    return None if member.isdir() or not stem or not dot or notes else _Part(folder + slash + stem, suffix.lower(), member)
+    is_note = re.match(r"__[^/]*__(/|$)", info.name)
+    if info.isdir() or not stem or not dot or is_note:
+        return None
+    return _Member(folder + slash + stem, suffix.lower(), info)
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The archive, open for reading. Raises UserError where it is compressed, not a regular file or cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError("the archive is not a regular file", str(path), "remove it")
         with path.open("rb") as file:
             head = file.read(6)
-            for magic, kind in _PACKED.items():
+            for magic, compression in _COMPRESSED.items():
                 if head.startswith(magic):
-                    raise UserError(
-                        f"the archive is compressed ({kind})", str(path), "decompress it: images are read by their position in it"
-                    )
+                    fix = "decompress it: images are read by their position in the archive"
+                    raise UserError(f"the archive is compressed ({compression})", str(path), fix)
             file.seek(0)
             yield file
     except OSError as error:
-        raise UserError(f"the archive cannot be read: {error}", str(path), "mend or remove it") from error
+        raise UserError(f"the archive cannot be read: {error}", str(path), "repair or remove it") from error
 
 
 def _members(path: Path, file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """All of them, in order, each whole inside the file; of a damaged archive a UserError."""
+    """All members, in order, each completely inside the file. Raises UserError for a damaged archive."""
     size, last = os.fstat(file.fileno()).st_size, -1
     try:
-        with tarfile.open(fileobj=cast("Any", _Headers(file)), mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                if member.size < 0 or member.offset <= last:
-                    raise _damaged(path, f"{short(member.name)} has an impossible size, {member.size}")
-                if member.isreg() and not member.issparse() and member.offset_data + member.size > size:
-                    raise _damaged(path, f"{short(member.name)} ends at byte {member.offset_data + member.size}, the file at {size}")
-                last = member.offset
-                tar.members.clear()  # type: ignore[attr-defined]  # else it remembers all
-                yield member
+        with tarfile.open(fileobj=cast("Any", _BoundedReader(file)), mode="r:") as tar:
+            while (info := tar.next()) is not None:
+                if info.size < 0 or info.offset <= last:
+                    raise _damaged(path, f"{short(info.name)} has an impossible size, {info.size}")
+                if info.isreg() and not info.issparse() and info.offset_data + info.size > size:
+                    raise _damaged(path, f"{short(info.name)} ends at byte {info.offset_data + info.size}, the file at {size}")
+                last = info.offset
+                tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
+                yield info
             end = tar.offset
     except (UserError, GeneratorExit):
         raise
-    except Exception as error:  # tarfile raises TarError, ValueError, OverflowError, RecursionError and more of hostile headers
+    except Exception as error:  # tarfile raises TarError, ValueError, OverflowError, RecursionError and more for hostile headers
         raise _damaged(path, f"{type(error).__name__}: {first_line(error)}") from error
     _check_end(path, file, end)
 
 
 def _check_end(path: Path, file: IO[bytes], end: int) -> None:
-    """tarfile takes a damaged header, and the end of the file, for the end of the archive."""
+    """Raises UserError where the archive does not end by its end mark: tarfile takes a damaged header, too, for the end."""
     file.seek(end)
     rest = file.read(_END_BYTES)
     if len(rest) < tarfile.BLOCKSIZE:
         raise _damaged(path, f"the file ends at byte {end} without the mark that ends an archive")
+    if any(rest[: tarfile.BLOCKSIZE]):
+        raise _damaged(path, f"a damaged header at byte {end}")
     if any(rest):
-        kind = (
-            "a damaged header" if any(rest[: tarfile.BLOCKSIZE]) else "another archive behind the end of this one, which would not be read,"
-        )
-        raise _damaged(path, f"{kind} at byte {end}")
+        raise _damaged(path, f"another archive behind the end of this one, which would not be read, at byte {end}")
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the archive is damaged or cut off: {what}", str(path), "copy it again, or " + _WRITE_FIX)
+    return UserError(f"the archive is damaged or cut off: {what}", str(path), "copy it again, or " + _REWRITE_FIX)
 
 
-class _Headers:
-    """What tarfile reads of the file: no header may ask for endless memory."""
+class _BoundedReader:
+    """The file as tarfile reads it; a header that asks for a huge read is an error."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+        self.seek = file.seek
+        self.tell = file.tell
+        self._read = file.read
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MOST_HEADER_BYTES:

@@ -1,1 +1,1 @@
-"""The samples of each step: planned, read ahead on threads, cut into micro-batches."""
+"""The samples of each step: split into micro-batches, and read ahead on threads."""

@@ -1,0 +1,49 @@
+"""Mean and standard deviation of each channel of a data set: exact, and the same bits on every rank and in every order of samples."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+_BLOCK_BYTES = 2**22  # of pixels counted at once: np.bincount takes eight times as much
+
+
+class ChannelStats(NamedTuple):
+    """Of x / 255, float64 (C,) each."""
+
+    mean: np.ndarray
+    std: np.ndarray  # 1 where a channel is constant
+
+
+def channel_stats(x: np.ndarray) -> ChannelStats:
+    """Over all of x, uint8 (n, H, W, C)."""
+    return stats_of_counts(channel_counts(x))
+
+
+def channel_counts(x: np.ndarray) -> np.ndarray:
+    """How often each channel of x, uint8 (n, H, W, C), has each value: int64 (C, 256). Counts of parts of a data set add up."""
+    channels = x.shape[3]
+    counts = np.zeros((channels, 256), np.int64)
+    samples = max(1, _BLOCK_BYTES // math.prod(x.shape[1:]))
+    for start in range(0, len(x), samples):
+        pixels = x[start : start + samples].reshape(-1, channels)  # (pixels, C)
+        for channel in range(channels):
+            counts[channel] += np.bincount(pixels[:, channel], minlength=256)
+    return counts
+
+
+def stats_of_counts(counts: np.ndarray) -> ChannelStats:
+    """From channel_counts(), int64 (C, 256)."""
+    pairs = [_mean_and_std(histogram) for histogram in counts.tolist()]
+    return ChannelStats(np.array([mean for mean, _ in pairs]), np.array([std for _, std in pairs]))
+
+
+def _mean_and_std(counts: list[int]) -> tuple[float, float]:
+    """Of x / 255, from a histogram of 0..255: in integers until the last division, so that no order of sums changes the result."""
+    pixels = sum(counts)
+    total = sum(value * count for value, count in enumerate(counts))
+    squares = sum(value * value * count for value, count in enumerate(counts))
+    spread = squares * pixels - total * total  # pixels^2 times the variance
+    return total / (255 * pixels), math.sqrt(spread) / (255 * pixels) if spread else 1.0
