@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.images.decode import Name, decode
+from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import check_indices
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.files.lock import locked
 from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import ArraySource, Source, check_indices
 from hvdtrain.errors import UserError
 
