@@ -34,7 +34,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digests
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Event, Log
-from hvdtrain.frameworks.torch import build
+from hvdtrain.frameworks.torch import learner as torch_learner
 from hvdtrain.train.build import connect
 from hvdtrain.train.checkpoint.saver import Saver
 from hvdtrain.train.health.heartbeat import Heartbeat
@@ -85,7 +85,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     job, health, learner = trainer.job, trainer.job.health, trainer.job.learner
     deaf = Deaf(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
     never = torch.zeros((), dtype=torch.bool)
-    blind = ((build, "any_nonfinite", lambda parameters: never), (build, "slope", lambda loss: 1.0))
+    blind = ((torch_learner, "any_nonfinite", lambda parameters: never), (torch_learner, "one_or_nan", lambda loss: 1.0))
 
     def every(steps: int | None) -> tuple[Any, str, Any]:
         return health, "config", job.config.replace(guard=job.config.guard.replace(equal_steps=steps))
@@ -119,7 +119,11 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
         ("flags() and after_sync()", meetings, microseconds(lambda: health.after_sync(sums | health.flags()))),
         ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(communicator, sums, "train.sums"))),
         ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(communicator, sums | flags, "train.sums"))),
-        ("slope() and any_nonfinite()", 1, microseconds(lambda: (build.slope(loss), build.any_nonfinite(parameters)), 500)),
+        (
+            "one_or_nan() and any_nonfinite()",
+            1,
+            microseconds(lambda: (torch_learner.one_or_nan(loss), torch_learner.any_nonfinite(parameters)), 500),
+        ),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
         (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, health.hosts), 100)),
         ("settle", meetings, microseconds(lambda: learner.sync_buffers(communicator), 200)),

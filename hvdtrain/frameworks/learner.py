@@ -1,4 +1,4 @@
-"""Learner: what the core asks of a framework, and the only door to one."""
+"""Learner: the protocol between the trainer and a framework; each framework's build() returns one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hvdtrain.optim.rule import Rule
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is asked to do: images in, one of `classes` labels out."""
+    """What a model is trained for: images in, one of `classes` labels out."""
 
     shape: tuple[int, int, int]  # (H, W, C)
     classes: int
-    mean: np.ndarray  # float64 (C,), of x / 255
-    std: np.ndarray  # float64 (C,)
+    mean: np.ndarray  # float64 (C,), of x / 255 over the training set
+    std: np.ndarray  # float64 (C,), of the same; never 0
 
 
 class Gpu(NamedTuple):
@@ -46,52 +46,84 @@ class Gpu(NamedTuple):
 
 
 class Learner(Protocol):
-    """A model and its optimizer on this rank."""
+    """A model and its optimizer on this rank, and the arithmetic of a step: all that the trainer asks of a framework.
 
-    stopwatch: Stopwatch  # the core enters "data", the learner the other phases of a step, and "" at its end
-    waits_apart: bool  # all waiting for other ranks is in "communication", so what is left is this rank's own work
+    One thread trains: it calls everything but to_device(), which threads that read ahead may call at any time. Methods marked "A
+    collective" communicate with the other ranks: every rank calls them, in the same order.
+
+    A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own. Sums are over samples, never means,
+    and their values are device scalars that float() takes: converting one may wait for the device, adding them does not.
+    """
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """The phases of a step: the trainer enters "data" before it takes a batch, the learner the others, and "" at the step's end."""
+
+    @property
+    def waits_only_in_communication(self) -> bool:
+        """Whether all waiting for other ranks is in the phase "communication": the rest of a step is then this rank's own work."""
 
     def cache_on_device(self, source: Source) -> bool:
-        """Whether the set stays on the device from now on: to_device() then takes "rows" ("rows2") in place of "x", "y" ("x2", "y2")."""
+        """Whether the whole set stays on the device from now on, once before the first step.
 
-    def to_device(self, batch: Batch) -> Batch:
-        """Host -> device, from any thread, with what data/images/augment.py has drawn for the samples done to them."""
+        to_device() then takes "rows" ("rows2") in place of "x" and "y" ("x2" and "y2"). Raises UserError where data.resident=true asks
+        for a set that cannot be held.
+        """
 
-    def step(self, micro: Sequence[Batch], hyper: Hyper, seed: int) -> Sums:
-        """Forward, backward, reduction over ranks, update. Every rank gives equally many micro-batches; one may be empty.
+    def to_device(self, batch: Batch) -> Any:
+        """Host -> DeviceBatch, with the augmentations that were drawn for its samples applied.
 
-        `seed` is the same on all ranks. A micro-batch with weights "w" is learned from with each sample's loss times its weight.
-        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted, as device scalars; and "nonfinite":
-        1 / ranks where the loss of any rank or the mean gradient was not finite, else 0. With guard.nonfinite=skip such a step leaves
-        weights, buffers and slots as they were, on every rank.
+        The batch has "x" uint8 (n, H, W, C) and "y" int64 (n,), n may be 0, and where they apply "w" float64 (n,), "drawn", and of a
+        mixture "x2", "y2", "drawn2" and "share" float64 (n,). The learner may keep the arrays' memory.
+        """
+
+    def step(self, micro: Sequence[Any], hyper: Hyper, seed: int) -> Sums:
+        """Forward, backward, reduction over ranks, update. A collective.
+
+        `micro` are DeviceBatches, one for each pass, equally many on every rank; one may be empty. `hyper` and `seed` are the same on all
+        ranks. The gradient is that of the sum over all ranks of each sample's loss times its weight "w", 1 where there is none, divided
+        by hyper.batch.
+
+        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted; "nonfinite", 1 / ranks where the loss of
+        any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise_scale.py. With
+        guard.nonfinite=skip a step that is not finite leaves weights, buffers and optimizer state as they were, on every rank.
         """
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Makes equal on all ranks what each gathered from its own samples (running statistics). Every rank calls it."""
+        """Makes equal on all ranks what each computed from its own samples: running statistics, and weights after local steps.
 
-    def evaluate(self, batch: Batch) -> Sums:
-        """The same sums, of a batch that is not learned from."""
+        A collective. Call it before weights are compared, evaluated or saved.
+        """
+
+    def evaluate(self, batch: Any) -> Sums:
+        """{"loss", "right", "count"} of a DeviceBatch that is not learned from: no dropout, no label smoothing, running statistics."""
 
     def state(self) -> Arrays:
-        """A host copy of all that a resume needs: "p." weights, "b." buffers, "s." optimizer slots."""
+        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
+
+        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own.
+        """
 
     def views(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of state() one by one, to be read before the next step: without a copy where they are in host memory."""
+        """The arrays of state() one by one: without a copy where they are in host memory, valid until the next step."""
 
-    def published(self) -> dict[str, str]:
-        """{name that the framework's own users know: name in state()} of weights and buffers: a tied array has two of the former."""
+    def state_dict_names(self) -> dict[str, str]:
+        """{name in the state dict of the framework's own users: name in state()}, of weights and buffers; a tied array has two names."""
 
     def load(self, state: Arrays) -> None:
-        """Takes over a state. A name or shape that does not fit is a UserError."""
+        """Copies a state into the live arrays. Raises UserError where a name or a shape does not fit."""
 
     def describe(self) -> str:
-        """One line: model, parameters, device, and how gradients meet."""
+        """One line: model, number of parameters, number type, device, and how gradients are reduced."""
 
     def gpu(self) -> Gpu | None:
-        """None where the rank computes on processors."""
+        """The rank's GPU; None where it computes on a CPU."""
 
     def profile(self, path: Path) -> AbstractContextManager[None]:
-        """What is done inside goes into the folder `path`, with the phases of each step; run/build.py refuses frameworks without."""
+        """Writes a trace of what is done inside into the folder `path`, with the phases of each step.
+
+        train/build.py refuses profiles with frameworks that have no profiler.
+        """
 
 
 def check_knobs(config: Config, provenance: Provenance, communicator: Communicator) -> None:
@@ -125,7 +157,7 @@ def plain_dtype(config: Config, provenance: Provenance) -> np.dtype[Any]:
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """What published() gives where the names are the framework's own, but for "p." and "b."."""
+    """As Learner.state_dict_names(), of a framework whose users know the same names without "p." and "b."."""
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 

@@ -33,7 +33,7 @@ class NumpyLearner:
         self.skips = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.stopwatch: Stopwatch = HostStopwatch()
-        self.waits_apart = True
+        self.waits_only_in_communication = True
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
         self.ops = Plain(np)
@@ -91,7 +91,7 @@ class NumpyLearner:
             (f"s.{name}.{i}", slot) for name, optimizer_state in self.optimizer_state.items() for i, slot in enumerate(optimizer_state)
         )
 
-    def published(self) -> dict[str, str]:
+    def state_dict_names(self) -> dict[str, str]:
         return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 # data: waiting for samples. compute: forward and backward where a framework makes one program of both. communication: waiting for the
@@ -18,21 +19,21 @@ class Stopwatch(Protocol):
     """A step begins with enter("data") and ends with enter("")."""
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and the one before it ends. A phase may come several times in a step. Half a microsecond."""
+        """A phase begins, and the one before it ends. A phase may come several times in a step. Costs half a microsecond."""
 
     def read(self) -> list[PhaseTimes]:
-        """Of each step since the last read. The host waits for the device here."""
+        """The phases of each step since the last read. The host waits for the device here."""
 
 
 class HostStopwatch:
-    """By this process's clock: right where the host waits for what it starts, as on a processor, or where `wait` does so."""
+    """By this process's clock: right on a CPU, where work is over when its call returns; or with a `wait` for the device."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
         self._stamps: list[tuple[str, float]] = []
 
     def enter(self, phase: str) -> None:
-        if not self._stamps and phase != "data":  # nobody reads: a learner that is used by itself
+        if not self._stamps and phase != "data":  # no step began with "data": a learner that is used without the trainer
             return
         if self._wait:
             self._wait()
@@ -41,6 +42,28 @@ class HostStopwatch:
     def read(self) -> list[PhaseTimes]:
         stamps, self._stamps = self._stamps, []
         return phase_times([(phase, b - a) for (phase, a), (_, b) in itertools.pairwise(stamps)])
+
+
+class ReplaceableStopwatch:
+    """The stopwatch that a learner and its strategy share; a profile or a benchmark puts another one in its place for a while."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.current = stopwatch
+
+    def enter(self, phase: str) -> None:
+        self.current.enter(phase)
+
+    def read(self) -> list[PhaseTimes]:
+        return self.current.read()
+
+    @contextmanager
+    def replaced_by(self, other: Stopwatch) -> Iterator[None]:
+        """Phases that are entered inside go to `other`."""
+        before, self.current = self.current, other
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def phase_times(pieces: Sequence[tuple[str, float]]) -> list[PhaseTimes]:

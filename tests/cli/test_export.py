@@ -237,7 +237,7 @@ def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     one = trained("model.name=faulty:Tied")
-    assert one.published()["two.weight"] == one.published()["one.weight"] == "p.one.weight"
+    assert one.state_dict_names()["two.weight"] == one.state_dict_names()["one.weight"] == "p.one.weight"
     shutil.rmtree("run/checkpoints")
     saver = Saver(Path("run"), configure(None, [])[0].checkpoint, {"seed": 5, "data": DATA}, Log([]))
     assert saver.finish(TrainState(Progress(40, 400, 3, 60)), one) == ""

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op, SingleProcessCommunicator
+from hvdtrain.core.metrics import Sums
+from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
 from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
-from hvdtrain.frameworks.torch.parallel.strategy import Named
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
 
 
 class Twice(SingleProcessCommunicator):
@@ -34,23 +36,31 @@ def layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
 
-def named(model: nn.Module) -> Named:
+def named(model: nn.Module) -> NamedParameters:
     return list(model.named_parameters())
 
 
-def backward(model: nn.Module, strategy: Buckets, passes: int = 1) -> None:
-    strategy.begin(passes)
-    for place in range(passes):
-        if place == passes - 1:
-            strategy.last_pass()
-        x = torch.ones(2, next(model.parameters()).shape[1])
-        model(x).square().sum().backward()
-    strategy.finish()
+def buckets(model: nn.Module, communicator: Twice, bucket_bytes: int) -> Buckets:
+    return Buckets(named(model), communicator, bucket_bytes, HostStopwatch())
+
+
+def backward(model: nn.Module, strategy: Buckets, passes: int = 1, x: torch.Tensor | None = None) -> None:
+    """Passes of the same two samples, whose losses are summed."""
+    samples = torch.ones(2, next(model.parameters()).shape[1]) if x is None else x
+
+    def one_pass(batch: torch.Tensor, divisor: int, is_last: bool) -> Sums:
+        assert divisor == 7
+        model(batch).square().sum().backward()
+        return {"loss": 1.0, "right": 0.5, "count": len(batch)}
+
+    sums = strategy.run([samples] * passes, 7, one_pass)
+    assert sums == {"loss": passes, "right": passes / 2, "count": 2 * passes}
+    strategy.reduce()
 
 
 def test_gradients_are_summed_over_ranks_and_passes() -> None:
     model, plain = layers(3, 4, 5), layers(3, 4, 5)
-    backward(model, Buckets(named(model), Twice(), bucket_bytes=64), passes=3)
+    backward(model, buckets(model, Twice(), bucket_bytes=64), passes=3)
     plain(torch.ones(2, 3)).square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, 6 * q.grad)
@@ -58,14 +68,14 @@ def test_gradients_are_summed_over_ranks_and_passes() -> None:
 
 def test_buckets_are_cut_by_bytes_from_the_last_layer_on() -> None:
     model, communicator = layers(3, 4, 5), Twice()  # 12 + 4 + 20 + 5 numbers of 4 bytes
-    backward(model, Buckets(named(model), communicator, bucket_bytes=100))
+    backward(model, buckets(model, communicator, bucket_bytes=100))
     assert communicator.sizes == [(25, torch.float32), (16, torch.float32)]
     assert communicator.seen == ["gradient.0", "gradient.1"]
 
 
 def test_a_bucket_starts_while_backward_still_runs() -> None:
     model, communicator = layers(3, 4, 5), Twice()
-    strategy = Buckets(named(model), communicator, bucket_bytes=100)
+    strategy = buckets(model, communicator, bucket_bytes=100)
     next(model.parameters()).register_hook(lambda gradient: communicator.seen.append("first layer"))
     backward(model, strategy)
     assert communicator.seen == ["gradient.0", "first layer", "gradient.1"]
@@ -73,7 +83,7 @@ def test_a_bucket_starts_while_backward_still_runs() -> None:
 
 def test_only_the_last_pass_starts_buckets() -> None:
     model, communicator = layers(3, 4), Twice()
-    backward(model, Buckets(named(model), communicator, bucket_bytes=1 << 20), passes=4)
+    backward(model, buckets(model, communicator, bucket_bytes=1 << 20), passes=4)
     assert communicator.seen == ["gradient.0"]
 
 
@@ -89,7 +99,7 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
             return self.first(self.second(x))
 
     model, communicator = Reversed(), Twice()
-    strategy = Buckets(named(model), communicator, bucket_bytes=48)
+    strategy = buckets(model, communicator, bucket_bytes=48)
     for _ in range(2):
         communicator.seen.clear()
         backward(model, strategy)
@@ -108,7 +118,7 @@ def test_what_horovod_cannot_reduce_is_told() -> None:
         def __init__(self, params: object, horizon: int) -> None:
             super().__init__(params, lr=0.1)
 
-    assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot make Needs anew without its horizon"
+    assert fits_horovod(Needs(model.parameters(), 3), named(model)) == "Horovod cannot construct Needs again without its horizon"
 
 
 def test_gradients_lie_as_their_parameters_do() -> None:
@@ -119,11 +129,7 @@ def test_gradients_lie_as_their_parameters_do() -> None:
     models[0].to(memory_format=torch.channels_last)
     x = torch.rand(2, 3, 4, 4)
     for model in models:
-        strategy = Buckets(named(model), Twice(), bucket_bytes=200)
-        strategy.begin(1)
-        strategy.last_pass()
-        model(x).square().sum().backward()
-        strategy.finish()
+        backward(model, buckets(model, Twice(), bucket_bytes=200), x=x)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert p.grad.stride() == p.stride()
         torch.testing.assert_close(p.grad, q.grad)

@@ -177,4 +177,4 @@ def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path
 
 def test_own_work_is_told_only_where_phases_are() -> None:
     """On one rank nothing waits for the device in a step, but with log.step_times."""
-    assert (learner().waits_apart, learner("log.step_times=true").waits_apart) == (False, True)
+    assert (learner().waits_only_in_communication, learner("log.step_times=true").waits_only_in_communication) == (False, True)

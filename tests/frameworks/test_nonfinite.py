@@ -26,7 +26,7 @@ from hvdtrain.core.digest import digest
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.frameworks.torch.buffers import Buffers
-from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, slope, unless
+from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
 
@@ -106,8 +106,8 @@ def test_nothing_waits_for_the_device() -> None:
     p = Parameter(torch.zeros(3, device="meta"))
     p.grad = torch.zeros(3, device="meta")
     bad = any_nonfinite([p])
-    kept = unless(bad, {"big": torch.zeros((), dtype=torch.float64, device="meta"), "steps": 0.5})
-    assert {value.device.type for value in (bad, *kept.values(), slope(p.sum()))} == {"meta"}
+    kept = zero_where(bad, {"big": torch.zeros((), dtype=torch.float64, device="meta"), "steps": 0.5})
+    assert {value.device.type for value in (bad, *kept.values(), one_or_nan(p.sum()))} == {"meta"}
     assert {value.dtype for value in kept.values()} == {torch.float64}
 
 

@@ -1,4 +1,4 @@
-"""The slots of every optimizer of the torch framework: saved, loaded, refused by another optimizer."""
+"""The state of every optimizer of the torch framework: saved, loaded, refused by another optimizer."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ MAKERS = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
+def test_saved_state_continues_where_it_was_taken(make: Callable[[list[Parameter]], torch.optim.Optimizer]) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a, b = make(one), make(other)
     walk(a, one, range(3))
     fill_optimizer_state(b)
     for p, q in zip(one, other, strict=True):
         q.data.copy_(p.data)
-        arrays = {key: slot.numpy().copy() for key, slot in optimizer_state(a, p).items()}
+        arrays = {key: tensor.numpy().copy() for key, tensor in optimizer_state(a, p).items()}
         assert arrays and list(arrays) == sorted(arrays)
         load_optimizer_state(b, q, arrays)
         loaded = optimizer_state(b, q)
-        assert {key: (slot.dtype, slot.shape) for key, slot in loaded.items()} == {
-            key: (slot.dtype, slot.shape) for key, slot in optimizer_state(a, p).items()
+        assert {key: (tensor.dtype, tensor.shape) for key, tensor in loaded.items()} == {
+            key: (tensor.dtype, tensor.shape) for key, tensor in optimizer_state(a, p).items()
         }
     for optimizer, some in ((a, one), (b, other)):
         walk(optimizer, some, range(3, 6))
@@ -77,20 +77,20 @@ def test_saved_slots_go_on_where_they_were_taken(make: Callable[[list[Parameter]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_filled_slots_give_the_same_first_step(rule: Any) -> None:
+def test_state_that_was_made_ahead_gives_the_same_first_step(rule: Any) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a, b = make_optimizer(rule, named(one), True), make_optimizer(rule, named(other), True)
     assert optimizer_state(a, one[0]) == {} and one[0] not in a.state
     fill_optimizer_state(a)
-    shapes = [tuple(slot.shape) for slot in optimizer_state(a, one[0]).values()]
+    shapes = [tuple(tensor.shape) for tensor in optimizer_state(a, one[0]).values()]
     assert shapes == {"Sgd": [(3, 4)], "Larc": [(3, 4)], "Adam": [(3, 4), (3, 4)], "NovoGrad": [(3, 4), ()]}[type(rule).__name__]
-    assert all(not slot.any() for p in one for slot in optimizer_state(a, p).values())
+    assert all(not tensor.any() for p in one for tensor in optimizer_state(a, p).values())
     walk(a, one, range(2))
     walk(b, other, range(2))
     assert_equal(one, other)
 
 
-def test_slots_that_are_no_tensors_and_slots_that_go() -> None:
+def test_state_that_is_no_tensor_and_state_that_goes_away() -> None:
     some = parameters((2,))
     optimizer = user(Counting, some)
     walk(optimizer, some, range(3))
@@ -102,18 +102,18 @@ def test_slots_that_are_no_tensors_and_slots_that_go() -> None:
     assert optimizer.state[some[0]]["z"] is kept and kept.tolist() == [4.0, 5.0]
     with pytest.raises(UserError) as caught:
         load_optimizer_state(optimizer, some[0], {"z": np.ones(3)})
-    assert caught.value.what == "slot z has shape (3,), the optimizer's has (2,)"
+    assert caught.value.what == "state z has shape (3,), the optimizer's has (2,)"
     assert "options that the checkpoint was made with" in caught.value.fix
     load_optimizer_state(optimizer, some[0], {})
     assert optimizer_state(optimizer, some[0]) == {}
 
 
-def test_what_a_class_counts_in_its_groups_is_a_slot() -> None:
+def test_what_a_class_counts_in_its_groups_is_state() -> None:
     some = parameters((2, 2), (3,))
     optimizer = user(CountsInGroups, some, "optim.eps=0.25")
     assert optimizer_state(optimizer, some[0]) == {}, "options and what the recipe sets are none"
     walk(optimizer, some, range(3))
-    live = {key: slot.tolist() for key, slot in optimizer_state(optimizer, some[1]).items()}
+    live = {key: tensor.tolist() for key, tensor in optimizer_state(optimizer, some[1]).items()}
     assert live == {"group.calls:int": 3.0, "group.odd:bool": 1.0, "group.sum": [6.0], "odd:bool": 1.0, "seen:int": 3.0}
     load_optimizer_state(optimizer, some[1], {"group.odd:bool": np.array(0.0)})
     weights, biases = optimizer.param_groups
@@ -135,7 +135,7 @@ def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
 
 MADE_BY = "its optimizer was "
 ADAM, RMSPROP = "torch.optim.adam.Adam", "torch.optim.rmsprop.RMSprop"
-CANNOT = f"{ADAM} cannot go on from these slots: KeyError: 'max_exp_avg_sq'"
+CANNOT = f"{ADAM} cannot go on from this state: KeyError: 'max_exp_avg_sq'"
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ CANNOT = f"{ADAM} cannot go on from these slots: KeyError: 'max_exp_avg_sq'"
         ("sgd", "torch.optim.Adam", f"{MADE_BY}one of the rules, this one is {ADAM}"),
         ("torch.optim.Adam", "adam", f"{MADE_BY}{ADAM}, this one is one of the rules"),
         ("torch.optim.Adam", "torch.optim.Adam optim.amsgrad=true", CANNOT),
-        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot go on from these slots: KeyError: "),
+        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot go on from this state: KeyError: "),
         ("torch.optim.Adam", "torch.optim:Adam optim.eps=1e-3", ""),
         ("torch.optim.Adam optim.amsgrad=true", "torch.optim.Adam", ""),
     ],
 )
-def test_the_slots_of_another_optimizer_are_refused(before: str, after: str, what: str) -> None:
+def test_the_state_of_another_optimizer_is_refused(before: str, after: str, what: str) -> None:
     a, b = (learner("model.name=mlp", "model.widths=[3]", *f"optim.name={words}".split()) for words in (before, after))
     a.step([a.to_device(batch(8))], hyper(8), 0)
     if not what:

@@ -82,7 +82,7 @@ def test_joined_statistics_of_half_precision() -> None:
         np.testing.assert_allclose(a[name], b[name], rtol=0.02, atol=2e-3)
 
 
-def test_weights_and_slots_stay_single_and_evaluation_is_half_too() -> None:
+def test_weights_and_optimizer_state_stay_single_and_evaluation_is_half_too() -> None:
     one, other = learner("speed.precision=bf16", "model.name=convnet"), learner("model.name=convnet")
     moved(one)
     assert {a.dtype.name for name, a in one.state().items() if not name.endswith("batches_tracked")} == {"float32"}
@@ -124,13 +124,13 @@ def test_without_room_to_halve_a_bad_step_counts() -> None:
 def test_the_scale_doubles_after_many_good_steps() -> None:
     scale = LossScale(CPU)
     good, bad = torch.tensor(False), torch.tensor(True)
-    assert not any(scale.overflowed(good) for _ in range(GROW_AFTER - 1)) and float(scale._scale) == FIRST_SCALE
-    scale.overflowed(good)
+    assert not any(scale.update(good) for _ in range(GROW_AFTER - 1)) and float(scale._scale) == FIRST_SCALE
+    scale.update(good)
     assert float(scale._scale) == 2 * FIRST_SCALE
-    assert scale.overflowed(bad) and float(scale._scale) == FIRST_SCALE
+    assert scale.update(bad) and float(scale._scale) == FIRST_SCALE
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.full((2,), FIRST_SCALE)
-    scale.down([p])
+    scale.unscale_([p])
     assert p.grad.tolist() == [1.0, 1.0]
 
 
@@ -178,7 +178,7 @@ def test_a_compiled_model_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wanted", [True, False])
 def test_images_come_in_the_order_that_is_asked_for(wanted: bool) -> None:
     one = learner(f"speed.channels_last={wanted}".lower(), "model.name=convnet")
-    x = one.to_device(batch(3, 0))["x"]
+    x = one.to_device(batch(3, 0)).images
     assert x.is_contiguous(memory_format=torch.channels_last) is wanted and x.is_contiguous() is not wanted
 
 

@@ -75,7 +75,7 @@ def test_dtypes_mix_and_stay(rule: Rule) -> None:
     mixed = [*parameters(*SHAPES), *parameters(*SHAPES, dtype=torch.float32)]
     optimizer = make_optimizer(rule, named(mixed), True)
     walk(optimizer, mixed, range(3))
-    assert all(slot.dtype == p.dtype for p in mixed for slot in optimizer_state(optimizer, p).values())
+    assert all(tensor.dtype == p.dtype for p in mixed for tensor in optimizer_state(optimizer, p).values())
     for p, q in zip(mixed[:4], mixed[4:], strict=True):
         np.testing.assert_allclose(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
 

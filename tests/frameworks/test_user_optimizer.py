@@ -87,16 +87,16 @@ class NoRate(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "words", "what", "where", "fix"),
     [
-        (torch.optim.Adam, ["optim.lr=0.1"], "optim.lr is no option", "optim.lr, command line", "use optim.base_lr"),
+        (torch.optim.Adam, ["optim.lr=0.1"], "optim.lr is not an option", "optim.lr, command line", "use optim.base_lr"),
         (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument 'alpha'", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),
         (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a momentum", "optim.name", "optim.<name>=<value>"),
-        (torch.optim.LBFGS, [], "wants a closure", "optim.name", "one gradient a step"),
+        (torch.optim.LBFGS, [], "needs a closure", "optim.name", "one gradient a step"),
         (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
-        (torch.nn.Linear, [], "is no class of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
-        (torch.add, [], "its.Name(...) is no class of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (torch.nn.Linear, [], "is not a subclass of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
+        (torch.add, [], "its.Name(...) is not a subclass of torch.optim.Optimizer", "optim.name", "torch.optim.RMSprop"),
         (NoRate, [], "its.Name has no lr; it has pace", "optim.name", "give another class"),
         (Counting, ["optim.weight_decay=1"], "has no weight_decay; it has lr", "optim.weight_decay, command line", "leave optim"),
         (torch.optim.Adagrad, ["optim.momentum=0.9"], "has no momentum; it has ", "optim.momentum, command line", "leave optim"),
@@ -132,11 +132,11 @@ def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
 def test_plan_refuses_what_training_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     data = ["plan", "--samples", "100", "--image", "8x8x1", "--classes", "10", "--ranks", "1"]
     for words, what in (
-        (["optim.name=os.getcwd"], "os.getcwd(...) is no class of torch.optim.Optimizer"),
-        (["optim.name=builtins.dict"], "builtins.dict(...) is no class of torch.optim.Optimizer"),
-        (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS wants a closure"),
+        (["optim.name=os.getcwd"], "os.getcwd(...) is not a subclass of torch.optim.Optimizer"),
+        (["optim.name=builtins.dict"], "builtins.dict(...) is not a subclass of torch.optim.Optimizer"),
+        (["optim.name=torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure"),
         (["optim.name=torch.optim.SGD", "optim.nesterov=true"], "Nesterov momentum requires a momentum"),
-        (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is no option"),
+        (["optim.name=torch.optim.Adam", "optim.lr=1"], "optim.lr is not an option"),
     ):
         assert main([*data, *words]) == 2
         assert what in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_horovod_is_not_given_a_class_with_options() -> None:
     some = parameters(*SHAPES)
     assert fits_horovod(user(torch.optim.Adagrad, some), named(some)) == ""
     why = fits_horovod(user(torch.optim.Adagrad, some, "optim.initial_accumulator_value=1.0", "optim.eps=0.1"), named(some))
-    assert why == "Horovod would make Adagrad anew without its initial_accumulator_value, eps"
+    assert why == "Horovod would construct Adagrad again without its initial_accumulator_value, eps"
 
 
 ON_RANKS = """
@@ -158,7 +158,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.horovod import connect
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.frameworks.torch import build as on_torch
+from hvdtrain.frameworks.stopwatch import HostStopwatch
+from hvdtrain.frameworks.torch import build
 from hvdtrain.frameworks.torch.optim import rule_optimizer as o
 from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.core.progress import Hyper
@@ -171,24 +172,30 @@ WORDS = {
     "torch.optim:Adagrad": ["optim.initial_accumulator_value=1.0"],
 }
 
-def walk(name, ranks, engine):
+def walk(name, ranks, communicator):
     shapes = ((3, 4), (5,), (2, 3, 2))
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
     model = torch.nn.ParameterList(some)
-    config, origins = configure(None, [f"optim.name={name}", *WORDS[name]])
-    made = on_torch.make_optimizer(config, origins, list(model.named_parameters()))
-    made, reducer = select_strategy(config, origins, engine, made, model)
-    o.fill_optimizer_state(made)
+    config, provenance = configure(None, [f"optim.name={name}", *WORDS[name]])
+    named = list(model.named_parameters())
+    optimizer = build.make_optimizer(config, provenance, named)
+    strategy = select_strategy(config, provenance, communicator, named, optimizer, HostStopwatch())
+    optimizer = strategy.wrap(model, optimizer).optimizer
+    o.fill_optimizer_state(optimizer)
+
+    def one_pass(step, divisor, is_last):
+        losses = [(p * torch.arange(p.numel()).view(p.shape) * (1 + step[0] + 2.5 * rank)).cos().sum() for p in some for rank in ranks]
+        sum(losses).backward()
+        return {"loss": 0.0, "right": 0.0, "count": 1}
+
     for step in range(6):
-        o.set_hyper(made, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
-        made.zero_grad()
-        reducer.begin(1)
-        reducer.last_pass()
-        sum((p * torch.arange(p.numel()).view(p.shape) * (1 + step + 2.5 * rank)).cos().sum() for p in some for rank in ranks).backward()
-        reducer.finish()
-        reducer.apply(made)
-    numbers = torch.cat([*(p.flatten() for p in some), *(s.flatten() for p in some for s in o.slots(made, p).values())])
-    return numbers.tolist(), reducer.words
+        o.set_hyper(optimizer, Hyper(0.1 / (step + 1), 0.8, 0.01, batch=1, step=step))
+        optimizer.zero_grad()
+        strategy.run([[step]], 1, one_pass)
+        strategy.reduce()
+        strategy.optimizer_step(optimizer)
+    state = [tensor.flatten() for p in some for tensor in o.optimizer_state(optimizer, p).values()]
+    return torch.cat([*(p.flatten() for p in some), *state]).tolist(), strategy.summary
 
 hvd = connect(placement(os.environ))
 own = {name: [walk(name, [hvd.rank], hvd), walk(name, range(hvd.size), SingleProcessCommunicator())] for name in WORDS}
@@ -207,5 +214,5 @@ def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
     for own in json.loads(out.read_text()):  # of each rank
         for name, ((together, words), (alone, _)) in own.items():
             np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14, err_msg=name)
-            bucket = "gradients in 1 overlapped bucket: Horovod would make Adagrad anew without its initial_accumulator_value"
+            bucket = "gradients in 1 overlapped bucket: Horovod would construct Adagrad again without its initial_accumulator_value"
             assert words == (bucket if ":" in name else "gradients by hvd.DistributedOptimizer")

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from torch.nn import functional
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
+from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import convnet
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
-from hvdtrain.frameworks.torch.parallel.horovod import wrap_optimizer
+from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer
 
 SHARES: dict[str, Callable[[int, int], int]] = {  # samples of a rank, from rank and size
     "even": lambda rank, size: 8,
@@ -126,26 +128,23 @@ def learn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> tor
 
 
 def sync_net(shares: str, dtype: torch.dtype, strategy: str, communicator: Communicator) -> float:
-    """A network whose gradients travel while backward also meets in its norms: two passes, the second of them the last of the step."""
+    """A network whose gradients are reduced in backward, as its norms are: two passes, the second of them the last of the step."""
     plain = small_net(dtype)
     model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", communicator)
     named = list(model.named_parameters())
     total, mine = cut(communicator, SHARES[shares])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    if strategy == "optimizer":
-        optimizer = wrap_optimizer(optimizer, named)
-        optimizer.set_backward_passes_per_step(2)
-    else:
-        buckets = Buckets(named, communicator, bucket_bytes=256)
-        buckets.begin(2)
     logits, joined = [], []
-    for last in (False, True):
-        if last and strategy == "buckets":
-            buckets.last_pass()
+
+    def one_pass(batch: Sized, divisor: int, is_last: bool) -> Sums:
         x, y = images(total, dtype)
-        logits.append(learn(model, x[mine], y[mine], total))
-        joined.append(learn(plain, x, y, total)[mine])
-    optimizer.step() if strategy == "optimizer" else buckets.finish()
+        logits.append(learn(model, x[mine], y[mine], divisor))
+        joined.append(learn(plain, x, y, divisor)[mine])
+        return zero_sums()
+
+    reducer = HorovodOptimizer(named, communicator) if strategy == "optimizer" else Buckets(named, communicator, 256, HostStopwatch())
+    reducer.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    reducer.run([range(0), range(0)], total, one_pass)
+    reducer.reduce()
     found = [*logits, *[p.grad for p in model.parameters()], *buffers(model)]
     return apart(found, [*joined, *[p.grad for p in plain.parameters()], *buffers(plain)])
 
@@ -161,7 +160,7 @@ def ghosts_of_ranks(dtype: torch.dtype, per_rank: int, communicator: Communicato
         x, y = images(total, dtype)
         found.append(learn(model, x[mine], y[mine], total))
         expected.append(learn(alone, x, y, total)[mine])
-    running = [b / communicator.size for b in buffers(model)]  # settle() averages; the counts of updates are equal on all ranks
+    running = [b / communicator.size for b in buffers(model)]  # sync_buffers() averages; the counts of updates are equal on all ranks
     found += [*summed(communicator, [p.grad for p in model.parameters()]), *summed(communicator, running)]
     return apart(found, [*expected, *[p.grad for p in alone.parameters()], *buffers(alone)])
 

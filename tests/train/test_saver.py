@@ -29,7 +29,7 @@ class Counting:
         self.copies += 1
         return {"p.w": np.full(3, float(self.copies))}
 
-    def published(self) -> dict[str, str]:
+    def state_dict_names(self) -> dict[str, str]:
         return {"w": "p.w"}
 
 

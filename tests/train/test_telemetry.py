@@ -78,7 +78,7 @@ class Three(SingleProcessCommunicator):
 class Watched:
     """A learner whose stopwatch shows two steps."""
 
-    waits_apart = True
+    waits_only_in_communication = True
     stopwatch = SimpleNamespace(
         read=lambda: [
             {"data": 0.001, "forward": 0.010, "backward": 0.020, "communication": 0.005},

@@ -82,7 +82,7 @@ def test_what_steps_took_that_are_not_finite_is_told_and_counted(tmp_path: Path,
 class Still:
     """A learner without steps."""
 
-    waits_apart = True
+    waits_only_in_communication = True
 
     class stopwatch:
         @staticmethod

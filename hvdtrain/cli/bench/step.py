@@ -123,13 +123,13 @@ def _phases_and_operations(config: Config, trainer: Trainer, steps: int, step_s:
     figures = framework.figures()
     learner: Any = trainer.job.learner
     progress = trainer.now.progress
-    stopwatch = figures.patient(learner.device)
-    learner.stopwatch = stopwatch
-    for _ in range(steps):
-        stopwatch.enter("data")
-        hyper, micro_batches = trainer.prefetcher.take(progress)
-        learner.step(micro_batches, hyper, progress.step)
-        progress = progress.advance(hyper.batch)
+    stopwatch = figures.synchronizing_stopwatch(learner.device)
+    with learner.stopwatch.replaced_by(stopwatch):
+        for _ in range(steps):
+            stopwatch.enter("data")
+            hyper, micro_batches = trainer.prefetcher.take(progress)
+            learner.step(micro_batches, hyper, progress.step)
+            progress = progress.advance(hyper.batch)
     phases = total(stopwatch.read())
     hyper, micro_batches = trainer.prefetcher.take(progress)
     flops = figures.step_flops(learner, micro_batches, hyper)

@@ -34,7 +34,7 @@ class JaxLearner:
         self.noise_scale, self.usual = config.log.noise_scale, usual_rows(config.batch.size, config.batch.micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
         self._exact = config.log.step_times
-        self.waits_apart = self._told = self._exact or communicator.size > 1
+        self.waits_only_in_communication = self._told = self._exact or communicator.size > 1
         formulas = Formulas(config, model, rule, task, communicator.size)
         self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
         self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
@@ -108,7 +108,7 @@ class JaxLearner:
         for name, optimizer_state in zip(self.model.names, self.optimizer_state, strict=True):
             yield from ((f"s.{name}.{i}", np.asarray(slot)) for i, slot in enumerate(optimizer_state))
 
-    def published(self) -> dict[str, str]:
+    def state_dict_names(self) -> dict[str, str]:
         return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:

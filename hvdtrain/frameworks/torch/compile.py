@@ -1,4 +1,4 @@
-"""The forward passes of a model: of training and of evaluation, compiled where speed.compile says so."""
+"""speed.compile: torch.compile, what it needs, and how its CUDA graphs are kept from overwriting gradients."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ import torch
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import Forward
 
 COMPILERS = ("g++", "clang++", "c++")
 GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes with CUDA graphs
 
 
-def forwards(config: Config, model: torch.nn.Module, wrapped: torch.nn.Module | None) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(what a forward pass of training goes through, what one of evaluation does); `wrapped` is a reducer's own."""
-    body = compiled(config, model)
-    return (Forward(body, config.norm.kind == "sync") if wrapped is None else wrapped), body
-
-
-def compiled(config: Config, model: torch.nn.Module) -> torch.nn.Module:
+def compiled(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """The model, which torch.compile turns into kernels at its first call: a minute, once for each shape, kept on disk by torch."""
-    mode = config.speed.compile
     return model if mode == "none" else torch.compile(model, mode=mode)  # type: ignore[return-value]
 
 
-def keep_gradients(config: Config, parameters: list[torch.nn.Parameter]) -> None:
+def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
     """Between two passes of a step: CUDA graphs write the next pass's gradients into the memory of this one's."""
-    if config.speed.compile in GRAPHS and parameters[0].device.type == "cuda":
+    if mode in GRAPHS and parameters[0].device.type == "cuda":
         for p in parameters:
             p.grad = None if p.grad is None else p.grad.clone()
 
@@ -48,6 +40,6 @@ def check_compiler(config: Config, provenance: Provenance, device: torch.device)
         raise UserError(what, provenance.where("speed.compile"), "install g++, or speed.compile=none")
 
 
-def compile_words(config: Config) -> str:
-    """For the line that tells the user."""
-    return "" if config.speed.compile == "none" else f", compiled ({config.speed.compile})"
+def compile_summary(mode: str) -> str:
+    """For the line that describes the learner."""
+    return "" if mode == "none" else f", compiled ({mode})"

@@ -1,4 +1,4 @@
-"""How long each phase of a step takes on a GPU, by events in its own stream: nothing waits while a step is made."""
+"""How long each phase of a step takes on a GPU, by events in its own stream: the host waits only where they are read."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class CudaStopwatch:
         return phase_times([(phase, a.elapsed_time(b) / 1e3) for (phase, a), (_, b) in itertools.pairwise(stamps)])
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
-    """For the steps on a device."""
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """The stopwatch for steps on a device."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

@@ -1,4 +1,4 @@
-"""What a torch learner does in a step, in numbers: seconds by phase, floating-point operations, and what the device could do at most."""
+"""How much a torch learner computes in a step: floating-point operations, their time, and the most that the device could do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hvdtrain.frameworks.stopwatch import HostStopwatch
 PRODUCTS = 7
 
 
-def patient(device: torch.device) -> HostStopwatch:
-    """A stopwatch that waits for the device at the end of each phase, so phases that would overlap do not."""
+def synchronizing_stopwatch(device: torch.device) -> HostStopwatch:
+    """A stopwatch that waits for the device at the end of each phase, so that no two phases overlap."""
     return HostStopwatch((lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None)
 
 
 def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
-    """Of one step on this rank, which is made: products and convolutions, forward and backward, a multiplication and an addition being two.
+    """Of the matrix products and convolutions of one step, forward and backward, which this makes; a multiply-add counts as two.
 
-    What torch.compile fuses is not counted.
+    Every rank calls it. What torch.compile fuses is not counted.
     """
     with FlopCounterMode(display=False) as counter:
         learner.step(micro, hyper, 0)
@@ -31,14 +31,14 @@ def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
 
 
 def peak_flops(learner: Any, size: int = 2048) -> float:
-    """Operations a second of a square matrix product in the type of the learner's layers: the median of a few, after two to warm up."""
-    dtype = learner.precision.layers or learner.dtype
+    """Operations per second of a square matrix product in the number type of the layers: the median of PRODUCTS, after two to warm up."""
+    dtype = learner.forward.precision.layers or learner.dtype
     a, b = (torch.randn(size, size, device=learner.device).to(dtype) for _ in range(2))
-    watch = patient(learner.device)
+    stopwatch = synchronizing_stopwatch(learner.device)
     for _ in range(PRODUCTS + 2):
-        watch.enter("data")
-        watch.enter("compute")
+        stopwatch.enter("data")
+        stopwatch.enter("compute")
         torch.mm(a, b)
-        watch.enter("")
-    seconds = [step["compute"] for step in watch.read()]
+        stopwatch.enter("")
+    seconds = [step["compute"] for step in stopwatch.read()]
     return 2 * size**3 / sorted(seconds[2:])[PRODUCTS // 2]

@@ -1,7 +1,9 @@
-"""Where a torch model's samples come to the device: copied ahead of need, or gathered from a set that stays there."""
+"""How a torch model's samples reach the device: copied ahead of need, or gathered from a data set that stays there."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,21 @@ from hvdtrain.frameworks.torch import augment
 SHARE = 0.25  # of a GPU's free memory that a data set may take
 
 
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch on the device, augmented. len() is its samples, n."""
+
+    images: torch.Tensor  # uint8 (n, C, H, W)
+    labels: torch.Tensor  # int64 (n,)
+    weights: torch.Tensor | None = None  # (n,), the model's number type: a factor of each sample's loss
+    partner_labels: torch.Tensor | None = None  # int64 (n,), of the images mixed in (mixup)
+    share: torch.Tensor | None = None  # (n,), the model's number type: of `labels` in the loss, the partner's being 1 - share
+    copied: torch.cuda.Event | None = None  # the copy to a GPU is over
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
 class Inputs:
     """Of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
 
@@ -23,84 +40,93 @@ class Inputs:
         self.device, self._dtype, self._channels_last = device, dtype, channels_last
         self._mean = torch.tensor(task.mean, dtype=dtype, device=device).view(1, -1, 1, 1)
         self._std = torch.tensor(task.std, dtype=dtype, device=device).view(1, -1, 1, 1)
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = None  # images (n, H, W, C), labels
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None  # images (n, H, W, C), labels
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
-        """Whether the set is on the device from now on: as wanted, or where it takes no more than SHARE of a GPU's free memory."""
+        """Whether the set is on the device from now on: as wanted, or where it takes no more than SHARE of a GPU's free memory.
+
+        Raises UserError where it is wanted of a data set that is read sample by sample.
+        """
         if wanted and not isinstance(source, ArraySource):
             raise UserError("this data set is read sample by sample: it cannot stay on the device", "data.resident=true", "leave it out")
         if not isinstance(source, ArraySource) or wanted is False or (wanted is None and not self._has_room(source.x.nbytes)):
             return False
-        self._held = torch.from_numpy(np.array(source.x)).to(self.device), torch.from_numpy(source.y.copy()).to(self.device)
+        self._cached = torch.from_numpy(np.array(source.x)).to(self.device), torch.from_numpy(source.y.copy()).to(self.device)
         return True
 
-    def to_device(self, batch: Batch) -> Batch:
-        """Images as uint8 (n, C, H, W) on the device, changed as "drawn" says; weights and shares as numbers of the model's type.
+    def to_device(self, batch: Batch) -> DeviceBatch:
+        """The batch on the device, augmented as "drawn" and "drawn2" say.
 
-        With "rows" in the place of "x" and "y" the samples come from the set that is held; "rows2" are the other ones of a mixture.
+        With "rows" in the place of "x" and "y" the samples come from the cached set, with "rows2" their partners in a mixture.
         """
-        if self._side is None:
-            return self._put(batch)
-        with torch.cuda.stream(self._side):
-            return self._put(batch) | {"ready": self._side.record_event()}
+        if self._copy_stream is None:
+            return self._device_batch(batch)
+        with torch.cuda.stream(self._copy_stream):
+            return dataclasses.replace(self._device_batch(batch), copied=self._copy_stream.record_event())
 
-    def arrived(self, batch: Batch) -> Batch:
-        """The batch, on the stream that trains."""
-        ready = batch.pop("ready", None)
-        if ready is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(ready)
-            for tensor in batch.values():
-                tensor.record_stream(here)
-        return batch
+    def images(self, batch: DeviceBatch) -> torch.Tensor:
+        """x / 255, less its mean, over its deviation: (n, C, H, W) in the model's number type, on the stream that trains."""
+        self._wait_for_copy(batch)
+        return (batch.images.to(self._dtype) / 255.0 - self._mean) / self._std
 
-    def images(self, batch: Batch) -> torch.Tensor:
-        """x / 255, less its mean, over its deviation."""
-        return (batch["x"].to(self._dtype) / 255.0 - self._mean) / self._std
-
-    def _put(self, batch: Batch) -> Batch:
-        there = (
-            self._gathered(batch) if "rows" in batch else {"y": self._move(batch["y"])} | self._moved(batch, "x") | self._moved(batch, "x2")
-        )
-        there |= {name: self._move(batch[name]) for name in ("y2",) if name in batch}
-        augmentation = {name: batch[name] for name in ("drawn", "drawn2") if name in batch}
-        if augmentation or "x2" in there:
-            there = augment.augment_batch(there | augmentation | {name: batch[name] for name in ("share",) if name in batch})
-        there |= {name: self._move(batch[name]).to(self._dtype) for name in ("w", "share") if name in batch}
+    def _device_batch(self, batch: Batch) -> DeviceBatch:
+        samples = self._gather_cached(batch) if "rows" in batch else self._copy_samples(batch)
+        augmentation: Batch = {name: batch[name] for name in ("drawn", "drawn2", "share") if name in batch}
+        images = augment.augment_batch(augmentation | samples)["x"] if augmentation else samples["x"]
         if not self._channels_last:
-            there["x"] = there["x"].clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are
-        return there
+            images = images.clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are
+        return DeviceBatch(
+            images,
+            labels=samples["y"],
+            weights=self._copy(batch["w"]).to(self._dtype) if "w" in batch else None,
+            partner_labels=samples.get("y2"),
+            share=self._copy(batch["share"]).to(self._dtype) if "share" in batch else None,
+        )
 
-    def _moved(self, batch: Batch, name: str) -> Batch:
-        return {name: self._move(batch[name]).permute(0, 3, 1, 2)} if name in batch else {}  # (n, C, H, W), in channels_last order
+    def _copy_samples(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """As "x" and "x2" uint8 (n, C, H, W), in channels_last order, "y" and "y2" int64 (n,); as far as the batch has them."""
+        images = {name: self._copy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "x2") if name in batch}
+        return images | {name: self._copy(batch[name]) for name in ("y", "y2") if name in batch}
 
-    def _gathered(self, batch: Batch) -> Batch:
-        assert self._held is not None
-        x, y = self._held
-        there: Batch = {}
-        for rows, image, label in (("rows", "x", "y"), ("rows2", "x2", "y2")):
+    def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The same, of the samples "rows" and "rows2" of the cached set."""
+        assert self._cached is not None
+        images, labels = self._cached
+        samples = {}
+        for rows, x, y in (("rows", "x", "y"), ("rows2", "x2", "y2")):
             if rows in batch:
-                where = self._move(batch[rows])
-                there |= {image: x.index_select(0, where).permute(0, 3, 1, 2), label: y.index_select(0, where)}
-        return there
+                index = self._copy(batch[rows])
+                samples[x] = images.index_select(0, index).permute(0, 3, 1, 2)
+                samples[y] = labels.index_select(0, index)
+        return samples
 
-    def _move(self, array: np.ndarray) -> torch.Tensor:
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
         """A tensor of the array's numbers, which the caller does not use any more."""
         tensor = torch.from_numpy(array)
-        return tensor if self._side is None else tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor if self._copy_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _wait_for_copy(self, batch: DeviceBatch) -> None:
+        """The stream that trains waits for the copy, not the host; and the batch's memory is kept until that stream has read it."""
+        if batch.copied is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(batch.copied)
+        for tensor in (batch.images, batch.labels, batch.weights, batch.partner_labels, batch.share):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
     def _has_room(self, size: int) -> bool:
         return self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]
 
 
-def channels_last(asked: bool | None, own_class: bool, model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether images come with their channels innermost: by default to all but a class of the user's own, which may view them flat.
+def use_channels_last(asked: bool | None, is_users_class: bool, model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether images come with their channels innermost: by default for all but a class of the user's own, which may view them flat.
 
-    On a GPU the weights of convolutions lie so too; a CPU's library keeps them in an order of its own.
+    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them in an order of its own.
     """
-    wanted = not own_class if asked is None else asked
+    wanted = not is_users_class if asked is None else asked
     if wanted and device.type == "cuda":
-        whole: Any = model
-        whole.to(memory_format=torch.channels_last)
+        untyped: Any = model  # torch's overloads of to() lack memory_format alone
+        untyped.to(memory_format=torch.channels_last)
     return wanted

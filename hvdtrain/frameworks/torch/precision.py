@@ -14,19 +14,19 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 
 FIRST_SCALE = 2.0**16
-NAME = "s.loss scale"  # of the scale in a state; no parameter's name has a space
+NAME = "s.loss scale"  # of the scale in a state; it has a space, as no parameter's name
 GROW_AFTER = 2000  # good steps, as in torch.amp.GradScaler
 
 
 class Precision(NamedTuple):
-    """Weights, gradients and optimizer slots are of one type; with `layers` matrix products and convolutions compute in another."""
+    """Weights, gradients and optimizer state are of one type; with `layers` matrix products and convolutions compute in another."""
 
     weights: torch.dtype
     layers: torch.dtype | None
-    words: str
+    summary: str  # "float32 and bfloat16"
 
-    def around(self, device: torch.device) -> torch.autocast:
-        """The context of a forward pass."""
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context of a forward pass on the device."""
         return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=self.layers is not None)
 
 
@@ -41,8 +41,8 @@ def pick_precision(config: Config, provenance: Provenance, device: torch.device,
         raise UserError(what, provenance.where("speed.precision"), "speed.precision=bf16, or log.noise_scale=false")
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
-    words = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
-    return Precision(weights, half, words)
+    summary = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
+    return Precision(weights, half, summary)
 
 
 def is_built_for_bf16(device: torch.device) -> bool:
@@ -77,46 +77,51 @@ def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: 
 
 
 class NoScale:
-    """For types whose gradients need no scale."""
+    """For number types whose gradients need no scale."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def up(self, slope: torch.Tensor) -> torch.Tensor:
-        return slope
+    def scale(self, factor: torch.Tensor) -> torch.Tensor:
+        return factor
 
-    def down(self, parameters: list[torch.nn.Parameter]) -> None:
+    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
         pass
 
-    def overflowed(self, bad: torch.Tensor) -> bool:
-        """Whether this step is only to be left out, the scale having been too large. May wait for the device."""
+    def update(self, bad: torch.Tensor) -> bool:
         return False
 
 
 class LossScale:
     """Gradients are computed of the loss times a power of two, which halves where they overflow and doubles after GROW_AFTER good steps.
 
-    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2. All ranks see the same mean gradient, so their scales stay equal. A step that
-    overflows is left out and does not count as one with bad numbers, unless the scale cannot become smaller.
+    Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, as torch.amp.GradScaler. All ranks see the same mean gradient, so their
+    scales stay equal. A step that overflows is left out and does not count as one with bad numbers, unless the scale cannot become smaller.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.tensor(FIRST_SCALE, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int64, device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)  # steps since the scale changed
         self.tensors = {NAME: self._scale, f"{NAME} steps": self._good}
 
-    def up(self, slope: torch.Tensor) -> torch.Tensor:
-        return slope * self._scale
+    def scale(self, factor: torch.Tensor) -> torch.Tensor:
+        """The factor of the loss, times the scale."""
+        return factor * self._scale
 
-    def down(self, parameters: list[torch.nn.Parameter]) -> None:
+    def unscale_(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Divides every p.grad by the scale."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self._scale)
 
-    def overflowed(self, bad: torch.Tensor) -> bool:
-        if bad:  # the host waits for the device here, in each step: bf16 needs none of this
-            hopeless = bool(self._scale <= 1.0)
+    def update(self, bad: torch.Tensor) -> bool:
+        """Whether the step is to be left out because the scale was too large; `bad`: whether a gradient was not finite.
+
+        The host waits for the device here, in each step: bf16 needs none of this.
+        """
+        if bad:
+            cannot_shrink = bool(self._scale <= 1.0)
             self._scale.mul_(0.5).clamp_(min=1.0)
             self._good.zero_()
-            return not hopeless
+            return not cannot_shrink
         self._good += 1
         if self._good >= GROW_AFTER:
             self._scale.mul_(2.0).clamp_(max=2.0**24)
@@ -129,9 +134,13 @@ def loss_scale(precision: Precision, device: torch.device) -> NoScale | LossScal
     return LossScale(device) if precision.layers is torch.float16 else NoScale()
 
 
-def take_scale(scale: NoScale | LossScale | None, state: Arrays) -> Arrays:
-    """The state without a loss scale; where it has one and this job too, it is taken over: a job may go on in another precision."""
-    for name, tensor in (scale.tensors if scale else {}).items():
+def load_loss_scale(scale: NoScale | LossScale, state: Arrays) -> None:
+    """Takes over the scale of a state, where both have one: a job may go on in another precision."""
+    for name, tensor in scale.tensors.items():
         if name in state:
             tensor.copy_(torch.from_numpy(np.asarray(state[name])))
+
+
+def without_loss_scale(state: Arrays) -> Arrays:
+    """All of a state but the loss scale."""
     return {name: array for name, array in state.items() if not name.startswith(NAME)}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from hvdtrain.frameworks.stopwatch import PhaseTimes, Stopwatch
+from hvdtrain.frameworks.stopwatch import PhaseTimes, ReplaceableStopwatch, Stopwatch
 
 
-class Named:
-    """A stopwatch whose phases are ranges of the trace too."""
+class TracingStopwatch:
+    """A stopwatch that also records each phase as a range of the trace."""
 
     def __init__(self, inner: Stopwatch) -> None:
         self.inner, self._thread = inner, threading.get_ident()
@@ -23,7 +23,7 @@ class Named:
 
     def enter(self, phase: str) -> None:
         self.inner.enter(phase)
-        if threading.get_ident() != self._thread:  # of a hook in backward's own thread: a range ends where it began
+        if threading.get_ident() != self._thread:  # a hook in backward's own thread: a range ends on the thread where it began
             return
         if self._range is not None:
             self._range.__exit__(None, None, None)
@@ -36,16 +36,18 @@ class Named:
 
 
 @contextmanager
-def profile(learner: Any, path: Path) -> Iterator[None]:
-    """Writes PATH/trace.json.gz, for https://ui.perfetto.dev or chrome://tracing. Starting it takes a second or two."""
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (learner.device.type == "cuda")]
-    before, learner.stopwatch = learner.stopwatch, Named(learner.stopwatch)
+def profile(stopwatch: ReplaceableStopwatch, device: torch.device, path: Path) -> Iterator[None]:
+    """Traces what is done inside, with the phases of `stopwatch`, into PATH/trace.json.gz.
+
+    The file is for https://ui.perfetto.dev or chrome://tracing. Starting a trace takes a second or two.
+    """
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     trace = torch.profiler.profile(activities=activities, record_shapes=True)
-    trace.__enter__()
-    try:
-        yield
-    finally:
-        learner.stopwatch.enter("")
-        learner.stopwatch = before
-        trace.__exit__(None, None, None)
+    with trace, stopwatch.replaced_by(TracingStopwatch(stopwatch.current)):
+        try:
+            yield
+        finally:
+            stopwatch.enter("")
     trace.export_chrome_trace(str(path / "trace.json.gz"))

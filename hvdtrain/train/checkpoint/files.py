@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     train_state: TrainState
     identity: Identity
-    names: dict[str, str]  # as Learner.published(); empty where "p." and "b." are all that differs
+    names: dict[str, str]  # as Learner.state_dict_names(); empty where "p." and "b." are all that differs
 
 
 class Damaged(UserError):

@@ -87,7 +87,7 @@ class Saver:
         if (now.progress.step, now.evaluated) == self.newest:
             return
         arrays = learner.state()  # the host copy, and on a GPU the wait for the device
-        names = learner.published()
+        names = learner.state_dict_names()
         self._tried = self._clock()
         pause_s = time.perf_counter() - began
         self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")

@@ -157,7 +157,7 @@ class Telemetry:
         self._power(val)
         work = 1e3 * self.epoch_work_s / max(1, self.epoch_steps)
         self.epoch_work_s, self.epoch_steps = np.zeros(self.communicator.size), 0
-        apart = {"rank_work_ms": [round(ms, 3) for ms in work.tolist()]} if self.learner.waits_apart else {}
+        apart = {"rank_work_ms": [round(ms, 3) for ms in work.tolist()]} if self.learner.waits_only_in_communication else {}
         return apart | energy_fields(now, self.kinds, seconds - now.evaluated_s)
 
     def last(self, now: TrainState) -> TrainState:
@@ -167,7 +167,7 @@ class Telemetry:
     def _stragglers(self, work_ms: np.ndarray) -> dict[str, Any]:
         slowest = int(work_ms.argmax())
         spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
-        if not self.learner.waits_apart:  # each rank's work then has its waiting for the slowest in it
+        if not self.learner.waits_only_in_communication:  # each rank's work then has its waiting for the slowest in it
             return {}
         return {"work_ms": spread, "slowest_rank": slowest, "slowest_host": self.hosts[slowest]}
 

@@ -61,6 +61,6 @@ class TorchOps:
         return a.sqrt()
 
 
-def unstack(slot: Any) -> Arrays:
-    """One tensor for each parameter, 0-d where the slot is a Row."""
-    return list(slot.unbind()) if isinstance(slot, torch.Tensor) else slot
+def unstack(entry: Any) -> Arrays:
+    """One tensor for each parameter, 0-d where the entry of the state is a Row."""
+    return list(entry.unbind()) if isinstance(entry, torch.Tensor) else entry

@@ -1,4 +1,4 @@
-"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class, and their slots as arrays by name."""
+"""The optimizers of the torch framework: a Rule as a torch.optim.Optimizer, or a user's own class, and their state as arrays by name."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.ops import TorchOps, unstack
-from hvdtrain.frameworks.torch.optim.user_optimizer import FIX, construct, counters, followed, kept, name_of, put_back, rehearse
+from hvdtrain.frameworks.torch.optim.user_optimizer import FIX, as_tensors, construct, counters, followed, load_entries, name_of, try_step
 from hvdtrain.optim.rule import Rule, is_excluded
 
 Parameters = list[torch.nn.Parameter]
-Named = list[tuple[str, torch.nn.Parameter]]
+NamedParameters = list[tuple[str, torch.nn.Parameter]]
 
 OPS = TorchOps()
-GROUP = "group."  # begins a slot that is its parameter group's
-MADE_BY = "s.made by "  # no parameter's name has a space
-RUN_BYTES = 8 << 20  # of parameters that a rule updates in one call on a CPU: what it makes on the way is small and stays in the cache
+GROUP = "group."  # begins a key of state that belongs to the parameter group
+MADE_BY = "s.made by "  # begins the entry that names a user's class; no parameter's name has a space
+RUN_BYTES = 8 << 20  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache
 
 
 class RuleOptimizer(torch.optim.Optimizer):
     """What `rule` says, for many parameters in one call.
 
-    A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] the rule's slots "0", "1", ..., one number for
-    a parameter as a 0-d tensor. Its groups alone make it anew: hvd.DistributedOptimizer does that. A parameter whose grad is None
-    is left out, as torch does, but step counts for the whole group.
+    A group holds rule, lr, momentum, weight_decay and step, the updates done; state[p] holds the tensors "0", "1", ... of the rule's
+    state, one number for a parameter as a 0-d tensor. Its groups alone construct it again: hvd.DistributedOptimizer does that. A
+    parameter whose grad is None is left out, as torch does, but step counts for the whole group.
     """
 
     def __init__(
@@ -69,44 +69,44 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Makes the slots of every parameter that has none."""
+        """Makes the state of every parameter that has none."""
         for group in self.param_groups:
             for p in group["params"]:
                 self._fill(group["rule"], p)
 
     def _fill(self, rule: Rule, p: torch.nn.Parameter) -> None:
         if "0" not in self.state[p]:
-            self.state[p] |= {str(i): unstack(slot)[0] for i, slot in enumerate(rule.init([p], OPS))}
+            self.state[p] |= {str(i): unstack(entry)[0] for i, entry in enumerate(rule.init([p], OPS))}
 
     def _update(self, rule: Rule, in_rows: tuple[bool, ...], parameters: Parameters, hyper: Hyper) -> None:
         gradients = [dense(p) for p in parameters]
         for p in parameters:
             self._fill(rule, p)
-        live = [[self.state[p][str(i)] for p in parameters] for i in range(len(in_rows))]
-        stacked = tuple(torch.stack(slot) if row else slot for slot, row in zip(live, in_rows, strict=True))
-        moved, after = rule.update(gradients, stacked, parameters, hyper, OPS)
-        for old, new in zip([parameters, *live], [moved, *after], strict=True):
+        state = [[self.state[p][str(i)] for p in parameters] for i in range(len(in_rows))]
+        stacked = tuple(torch.stack(entry) if is_row else entry for entry, is_row in zip(state, in_rows, strict=True))
+        new_parameters, new_state = rule.update(gradients, stacked, parameters, hyper, OPS)
+        for old, new in zip([parameters, *state], [new_parameters, *new_state], strict=True):
             if new is not old:
                 torch._foreach_copy_(old, unstack(new))
 
 
 @functools.cache
 def rows(rule: Any) -> tuple[bool, ...]:
-    """Which slots of a rule, a hashable one, are one number for each parameter."""
-    return tuple(isinstance(slot, torch.Tensor) for slot in rule.init([torch.zeros(1)], OPS))
+    """Which entries of the state of a rule, a hashable one, are one number for each parameter."""
+    return tuple(isinstance(entry, torch.Tensor) for entry in rule.init([torch.zeros(1)], OPS))
 
 
 def runs(parameters: Parameters) -> Iterator[Parameters]:
     """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about RUN_BYTES."""
-    alike: dict[Any, Parameters] = {}
+    alike: dict[tuple[torch.dtype, torch.device], Parameters] = {}
     for p in parameters:
         alike.setdefault((p.dtype, p.device), []).append(p)
-    for some in alike.values():
-        if some[0].device.type != "cpu":
-            yield some
+    for (_, device), members in alike.items():
+        if device.type != "cpu":
+            yield members
         else:
-            ends = itertools.accumulate(p.numel() * p.element_size() for p in some)
-            for _, run in itertools.groupby(zip(ends, some, strict=True), lambda pair: pair[0] // RUN_BYTES):
+            ends = itertools.accumulate(p.numel() * p.element_size() for p in members)
+            for _, run in itertools.groupby(zip(ends, members, strict=True), lambda pair: pair[0] // RUN_BYTES):
                 yield [p for _, p in run]
 
 
@@ -119,7 +119,7 @@ def dense(p: torch.nn.Parameter) -> torch.Tensor:
     return p.grad
 
 
-def make_optimizer(rule: Rule, named: Named, exclude: bool) -> torch.optim.Optimizer:
+def make_optimizer(rule: Rule, named: NamedParameters, exclude: bool) -> torch.optim.Optimizer:
     """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay nor adapt."""
     follow = ("lr", "momentum", "weight_decay", "step")
     return RuleOptimizer(
@@ -127,26 +127,30 @@ def make_optimizer(rule: Rule, named: Named, exclude: bool) -> torch.optim.Optim
     )
 
 
-def groups(named: Named, exclude: bool) -> list[dict[str, Any]]:
+def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
     """The adapted parameters and the excluded ones; a group of none is left out."""
-    out = [exclude and is_excluded(tuple(p.shape)) for _, p in named]
-    parts = [
-        {"params": [p for (_, p), o in zip(named, out, strict=True) if o == excluded], "excluded": excluded} for excluded in (False, True)
-    ]
-    return [part for part in parts if part["params"]]
+    found: list[dict[str, Any]] = [{"params": [], "excluded": False}, {"params": [], "excluded": True}]
+    for _, p in named:
+        found[exclude and is_excluded(tuple(p.shape))]["params"].append(p)
+    return [group for group in found if group["params"]]
 
 
-def make_user_optimizer(make: Callable[..., Any], name: str, named: Named, config: Config, provenance: Provenance) -> torch.optim.Optimizer:
-    """A torch.optim.Optimizer of any class, made with the options of `optim`; lr and decay follow the recipe, momentum where it is given.
+def make_user_optimizer(
+    constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config, provenance: Provenance
+) -> torch.optim.Optimizer:
+    """A torch.optim.Optimizer of any class, from the options of `optim`; lr and decay follow the recipe, momentum where it is set.
 
     The class's own default of weight_decay does not count: optim.weight_decay does. A checkpoint holds the tensors and numbers of its
-    state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, texts, attributes of itself) is
-    dropped, and begins anew where a job is resumed.
+    state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself) is
+    dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
     """
     if "lr" in config.optim.options:
-        raise UserError("optim.lr is no option: the recipe sets the rate of each step", provenance.where("optim.lr"), "use optim.base_lr")
-    parts = groups(named, config.optim.exclude == "norms_and_biases")
-    optimizer = construct(make, name, parts, config, provenance.where("optim.name"))
+        raise UserError(
+            "optim.lr is not an option: the recipe sets the learning rate of each step", provenance.where("optim.lr"), "use optim.base_lr"
+        )
+    optimizer = construct(
+        constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, provenance.where("optim.name")
+    )
     for group in optimizer.param_groups:
         group["follow"] = followed(group, name, config, provenance)
     return optimizer
@@ -164,18 +168,18 @@ def set_hyper(optimizer: torch.optim.Optimizer, hyper: Hyper) -> None:
 
 
 def fill_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the slots of the first step, so that they can be saved, sent and loaded at any time; a user's class makes its own."""
+    """Makes the state of the first step, so that it can be saved, sent and loaded at any time; a user's class makes its own."""
     if isinstance(optimizer, RuleOptimizer):
         optimizer.fill()
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The live slots of a parameter by key, sorted; what a user's class counts in its group as "group.step:int".
+    """The live state of a parameter by key, sorted; what a user's class counts in its group as "group.step:int".
 
-    A Python number is a 0-d float64 tensor of its own, and its key tells its type; what is neither tensor nor number is left out.
+    A Python number is a 0-d float64 tensor of its own, and its key ends with its type; what is neither tensor nor number is left out.
     """
     counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
-    return dict(sorted((kept(optimizer.state.get(p, {})) | counts).items()))
+    return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
 
 
 def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
@@ -184,13 +188,13 @@ def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[st
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[str, np.ndarray]) -> None:
-    """Copies arrays into the live slots of a parameter, makes those that are missing, and removes those that the arrays lack.
+    """Copies arrays into the live state of a parameter, adds entries that are missing, and removes those that the arrays lack.
 
-    Raises a UserError where a user's class cannot go on from them.
+    Raises UserError where a user's class cannot go on from them.
     """
     group = group_of(optimizer, p)
-    if arrays and "made" in group and arrays.keys() != optimizer_state(optimizer, p).keys():
-        rehearse(group, p, lambda other, copy: _load(other, copy, arrays))
+    if arrays and "construction" in group and arrays.keys() != optimizer_state(optimizer, p).keys():
+        try_step(group, p, lambda other, copy: _load(other, copy, arrays))
     _load(optimizer, p, arrays)
 
 
@@ -199,24 +203,24 @@ def _load(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, arrays: dict[
     group, state = group_of(optimizer, p), optimizer.state[p]
     counts_on_host = not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)  # as torch's own do
     own = {key: array for key, array in arrays.items() if not key.startswith(GROUP)}
-    put_back(state, kept(state), own, p.device, counts_on_host)
-    if "made" in group:
+    load_entries(state, as_tensors(state), own, p.device, counts_on_host)
+    if "construction" in group:
         counts = {key.removeprefix(GROUP): array for key, array in arrays.items() if key.startswith(GROUP)}
-        put_back(group, counters(group), counts, p.device, counts_on_host)
-        for key, value in group["made"].initial.items():
+        load_entries(group, counters(group), counts, p.device, counts_on_host)
+        for key, value in group["construction"].initial.items():
             group.setdefault(name_of(key), value)
 
 
-def maker(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """An entry of a learner's state that names the user's class, since arrays hold no text; none for a rule."""
+def class_entry(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """An entry of a learner's state whose name has the user's class in it, since arrays hold no strings; none for a rule."""
     first = optimizer.param_groups[0]
-    return {MADE_BY + first["made"].path: torch.zeros(())} if "made" in first else {}
+    return {MADE_BY + first["construction"].path: torch.zeros(())} if "construction" in first else {}
 
 
-def check_maker(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Raises a UserError where the slots among the names of a state are another class's; a state without slots fits every class."""
-    makers = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": of a slot
-    theirs, ours = "".join(makers), "".join(maker(optimizer))
-    if makers and theirs != ours:
-        words = [name.removeprefix(MADE_BY) or "one of the rules" for name in (theirs, ours)]
-        raise UserError(f"its optimizer was {words[0]}, this one is {words[1]}", "state of the optimizer", FIX)
+def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Raises UserError where the optimizer state among the names of a state is another class's; a state without any fits every class."""
+    classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": not an entry of class_entry()
+    theirs, ours = "".join(classes), "".join(class_entry(optimizer))
+    if classes and theirs != ours:
+        their_class, our_class = (name.removeprefix(MADE_BY) or "one of the rules" for name in (theirs, ours))
+        raise UserError(f"its optimizer was {their_class}, this one is {our_class}", "state of the optimizer", FIX)

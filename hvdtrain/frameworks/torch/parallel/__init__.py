@@ -1,1 +1,1 @@
-"""How the gradients of the ranks are reduced: one file for each strategy, and which one a job takes."""
+"""How the gradients of the ranks become one: a strategy in each file, and select_strategy() that picks the one of a job."""

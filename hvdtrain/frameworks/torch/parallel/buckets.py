@@ -2,131 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence, Sized
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator, Handle, Op
-from hvdtrain.frameworks.torch.parallel.strategy import Named, reduction_device
+from hvdtrain.core.metrics import Sums
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, reduction_device, run_passes
 
-WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+COMPRESSED_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # comm.compression -> number type of the buffers
 
 
 class Buckets:
     """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
 
-    A gradient moves into its buffer as soon as it is there, still in the cache. Bucket k starts only after bucket k - 1, so that the order
-    is the same on every rank whatever order backward takes. On a narrow `wire` nothing overflows that a mean over the batch would not:
-    the loss is divided by the global batch before.
+    In the last pass of a step a gradient is copied into its buffer as soon as backward has computed it, still in the cache. Bucket k
+    starts only after bucket k - 1, so that the order is the same on every rank whatever order backward takes. In a narrow `compressed`
+    type nothing overflows that a mean over the batch would not: the loss is divided by the global batch before.
+
+    With op="adasum" every rank's gradient is the mean over its own samples (Maleki et al. 2020, arXiv:2006.02924), in one bucket for each
+    tensor where bucket_bytes is 0. The phase of `stopwatch` is "communication" while buckets start inside backward: that may wait.
     """
 
-    wrapped = None
+    waits_in_passes = False
 
     def __init__(
-        self, named: Named, communicator: Communicator, bucket_bytes: int, wire: torch.dtype | None = None, op: Op = "sum"
+        self,
+        named: NamedParameters,
+        communicator: Communicator,
+        bucket_bytes: int,
+        stopwatch: Stopwatch,
+        compressed: torch.dtype | None = None,
+        op: Op = "sum",
     ) -> None:
-        self._engine, self._op, self.local_mean = communicator, op, op == "adasum"
-        groups = group(named, bucket_bytes)
-        self._buckets = [_Bucket(some, f"gradient.{i}", communicator, wire) for i, some in enumerate(groups)]
+        self._communicator, self._op, self._stopwatch = communicator, op, stopwatch
+        self._buckets = [
+            _Bucket(parameters, f"gradient.{i}", communicator, compressed) for i, parameters in enumerate(group(named, bucket_bytes))
+        ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._missing: dict[_Bucket, int] = {}
-        self._started = 0
-        self._last = False
-        self.enter: Callable[[str], None] = lambda phase: None  # of the learner's stopwatch
-        overlapped = "overlapped " * ("asynchronous" in communicator.features)
-        self.words = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' * (len(self._buckets) > 1)}"
-        self.words = "gradients by Adasum, each tensor by itself" if op == "adasum" else self.words
-        self.words += f" as {str(wire).removeprefix('torch.')}" if wire else ""
+        self._missing: dict[_Bucket, int] = {}  # gradients that backward has not computed yet
+        self._started = 0  # buckets
+        self._is_last_pass = False
+        self.equal_ranks = communicator.size
+        overlapped = "overlapped " if "asynchronous" in communicator.features else ""
+        self.summary = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' * (len(self._buckets) > 1)}"
+        if op == "adasum":
+            self.summary = "gradients by Adasum, each tensor by itself"
+        if compressed:
+            self.summary += f" as {str(compressed).removeprefix('torch.')}"
         for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._ready)
+            p.register_post_accumulate_grad_hook(self._gradient_is_ready)
 
-    def begin(self, passes: int) -> None:
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return Wrapped(forward, optimizer)
+
+    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
         self._missing = {bucket: len(bucket.parameters) for bucket in self._buckets}
-        self._started, self._last = 0, False
+        self._started, self._is_last_pass = 0, False
+        divisor = max(1, sum(map(len, micro))) if self._op == "adasum" else batch
+        return run_passes(micro, divisor, one_pass, before_last=self._expect_gradients)
 
-    def last_pass(self) -> None:
-        self._last = True
-
-    def finish(self) -> None:
+    def reduce(self) -> None:
         self._start_until(len(self._buckets))  # those that backward did not complete
         for bucket in self._buckets:
             bucket.unpack()
 
-    def apply(self, optimizer: Any) -> None:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
-    def _ready(self, p: torch.nn.Parameter) -> None:
-        if self._last:
-            bucket = self._bucket_of[p]
-            bucket.take(p)
-            self._missing[bucket] -= 1
-            complete = self._started
-            while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
-                complete += 1
-            if complete > self._started:
-                self.enter("communication")  # an engine may wait for the other ranks here
-                self._start_until(complete)
-                self.enter("backward")
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def _expect_gradients(self) -> None:
+        self._is_last_pass = True
+
+    def _gradient_is_ready(self, p: torch.nn.Parameter) -> None:
+        """A hook in backward: p.grad has the sum over all passes of this rank."""
+        if not self._is_last_pass:
+            return
+        bucket = self._bucket_of[p]
+        bucket.take(p)
+        self._missing[bucket] -= 1
+        complete = self._started
+        while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
+            complete += 1
+        if complete > self._started:
+            self._stopwatch.enter("communication")  # an engine may wait for the other ranks here
+            self._start_until(complete)
+            self._stopwatch.enter("backward")
 
     def _start_until(self, count: int) -> None:
         for bucket in self._buckets[self._started : count]:
-            bucket.start(self._engine, self._op)
+            bucket.start(self._communicator, self._op)
         self._started = max(self._started, count)
 
 
 class _Bucket:
-    """Some parameters, and the buffer in which their gradients travel."""
+    """Some parameters, and the buffer in which their gradients are reduced."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], name: str, communicator: Communicator, wire: torch.dtype | None) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], name: str, communicator: Communicator, compressed: torch.dtype | None) -> None:
         self.parameters, self.name = parameters, name
         first = parameters[0]
         device = reduction_device(first.device, communicator)
-        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=wire or first.dtype, device=device)
-        self._reads_buffer = self._flat.dtype == first.dtype and device == first.device  # the optimizer, without a copy
-        self._place = {p: i for i, p in enumerate(parameters)}
-        self._parts = self._split()
+        self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device)
+        self._optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device  # without a copy
+        self._index = {p: i for i, p in enumerate(parameters)}
+        self._views = self._split()  # of the buffer, one for each parameter
         self._taken = [False] * len(parameters)
         self._handle: Handle | None = None
 
     def take(self, p: torch.nn.Parameter) -> None:
         """Moves p.grad into the buffer."""
-        place = self._place[p]
+        index = self._index[p]
         assert p.grad is not None
-        self._parts[place].copy_(p.grad)
-        self._taken[place] = True
-        if self._reads_buffer:
-            p.grad = self._parts[place]
+        self._views[index].copy_(p.grad)
+        self._taken[index] = True
+        if self._optimizer_reads_buffer:
+            p.grad = self._views[index]
 
     def start(self, communicator: Communicator, op: Op) -> None:
-        for p, part, taken in zip(self.parameters, self._parts, self._taken, strict=True):
-            if not taken:  # backward of the last pass did not come by: what passes before it left, or nothing
-                part.zero_() if p.grad is None else part.copy_(p.grad)
+        """Starts the allreduce."""
+        for p, view, taken in zip(self.parameters, self._views, self._taken, strict=True):
+            if not taken:  # the last pass did not reach it: what passes before it left, or nothing
+                view.zero_() if p.grad is None else view.copy_(p.grad)
         self._taken = [False] * len(self.parameters)
         self._handle = communicator.start_allreduce(self._flat, self.name, op)
 
     def unpack(self) -> None:
+        """Waits for the allreduce, and makes each p.grad its result."""
         assert self._handle is not None, self.name
         flat = self._handle.wait()
         if flat is not self._flat:
             self._flat = flat
-            self._parts = self._split()
-        for p, part in zip(self.parameters, self._parts, strict=True):
-            p.grad = part if self._reads_buffer else part.to(p.device, p.dtype)
+            self._views = self._split()
+        for p, view in zip(self.parameters, self._views, strict=True):
+            p.grad = view if self._optimizer_reads_buffer else view.to(p.device, p.dtype)
 
     def _split(self) -> list[torch.Tensor]:
-        parts = self._flat.split([p.numel() for p in self.parameters])
-        return [_shaped(part, p) for p, part in zip(self.parameters, parts, strict=True)]
+        views = self._flat.split([p.numel() for p in self.parameters])
+        return [_shaped_like(view, p) for view, p in zip(views, self.parameters, strict=True)]
 
 
-def _shaped(part: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """Numbers in p's shape, in the order in which p's own lie: what works on many tensors at once wants them alike."""
+def _shaped_like(flat: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+    """(p.numel(),) as p's shape and memory format: what works on many tensors at once wants all in one order."""
     if p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last):
-        return part.as_strided(p.shape, p.stride(), part.storage_offset())
-    return part.view(p.shape)
+        return flat.as_strided(p.shape, p.stride(), flat.storage_offset())
+    return flat.view(p.shape)
 
 
-def group(named: Named, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+def group(named: NamedParameters, bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
     """Parameters from last to first, cut where a bucket is full or the dtype changes."""
     groups: list[list[torch.nn.Parameter]] = []
     used = 0

@@ -1,61 +1,65 @@
-"""comm.reduce=ddp: PyTorch's DistributedDataParallel as one more way for gradients to meet, on the torchdist engine."""
+"""comm.reduce=ddp: gradients are reduced by PyTorch's DistributedDataParallel, on the torchdist engine."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, run_passes
 
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # of torch 2.13
 
 
 class Ddp:
-    """Its hooks start the allreduces of its buckets."""
+    """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward waits for them."""
 
-    words = "gradients by DDP"
-    local_mean = False
+    summary = "gradients by DDP"
+    waits_in_passes = True
 
-    def __init__(self, forward: torch.nn.Module, bucket_mb: float) -> None:
-        buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # ranks settle them where they meet
+    def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
+        self._named, self._bucket_mb = named, bucket_mb
+        self.equal_ranks = dist.get_world_size()
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        no_buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # sync_buffers() does that
         # of channels_last gradients, which it copies; once in each process
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        self.wrapped = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             forward,
             process_group=dist.new_group(),  # its collectives never wait for those of others, whatever their order
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,
-            **buffers,
+            **no_buffers,
         )
-        self._size = dist.get_world_size()
-        self._named = [(name.removeprefix("model."), p) for name, p in forward.named_parameters() if p.requires_grad]
-        self._quiet: AbstractContextManager[Any] | None = None
+        return Wrapped(self._ddp, optimizer)
 
-    def begin(self, passes: int) -> None:
-        if passes > 1:
-            self._quiet = self.wrapped.no_sync()
-            self._quiet.__enter__()
+    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+        with contextlib.ExitStack() as no_sync:
+            if len(micro) > 1:
+                no_sync.enter_context(self._ddp.no_sync())
+            return run_passes(micro, batch, one_pass, before_last=no_sync.close)
 
-    def last_pass(self) -> None:
-        if self._quiet:
-            self._quiet.__exit__(None, None, None)
-            self._quiet = None
-
-    def finish(self) -> None:
+    def reduce(self) -> None:
         """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.
 
-        DDP reduces no bucket whose gradients are not all there, so a parameter that no loss reaches is refused, not waited for.
+        DDP reduces no bucket whose gradients are not all there, so a parameter that no loss reaches is a UserError.
         """
         if missing := [name for name, p in self._named if p.grad is None]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(f"no loss reaches {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto")
-        torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self._size)
+        torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self.equal_ranks)
 
-    def apply(self, optimizer: Any) -> None:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        pass

@@ -1,68 +1,74 @@
-"""comm.local_steps: ranks step apart for some steps, then meet in the mean of their weights and optimizer slots."""
+"""comm.local_steps: each rank steps by itself for some steps, then all take the mean of their weights and optimizer state."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence, Sized
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.metrics import Sums
+from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import group
-from hvdtrain.frameworks.torch.parallel.strategy import Named, fill_missing, reduction_device
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, fill_missing, reduction_device, run_passes
 
 
 class LocalSGD:
-    """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating slots are averaged with the weights.
+    """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point state is averaged with the weights.
 
-    A rank learns from the mean over its own samples of a step. The ranks average after `every` steps, and wherever the job needs them
-    equal: log.every_steps, a checkpoint, an evaluation.
+    A rank learns from the mean over its own samples of a step. The ranks average after `local_steps` steps, and at every sync point:
+    log.every_steps, a checkpoint, an evaluation. The configuration refuses what would leave out an update on some ranks alone.
     """
 
-    wrapped = None
-    local_mean = True
+    equal_ranks = 1
+    waits_in_passes = False
 
-    def __init__(self, named: Named, communicator: Communicator, every: int, bucket_bytes: int) -> None:
-        self._named, self._engine, self._every, self._bytes = named, communicator, every, bucket_bytes
+    def __init__(
+        self, named: NamedParameters, communicator: Communicator, local_steps: int, bucket_bytes: int, stopwatch: Stopwatch
+    ) -> None:
+        self._communicator, self._local_steps, self._bucket_bytes = communicator, local_steps, bucket_bytes
+        self._stopwatch = stopwatch
         self._parameters = [p for _, p in named]
-        self._since = 0  # steps since the ranks were equal
-        self.words = f"{every} local steps between averages"
+        self._steps = 0  # since the ranks were equal
+        self.summary = f"{local_steps} local steps between averages"
 
-    def begin(self, passes: int) -> None:
-        pass
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return Wrapped(forward, optimizer)
 
-    def last_pass(self) -> None:
-        pass
+    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+        return run_passes(micro, max(1, sum(map(len, micro))), one_pass)
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         fill_missing(self._parameters)
 
-    def apply(self, optimizer: Any) -> None:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
-
-    def stepped(self, optimizer: Any) -> None:
-        """Once in each step, whether its update was left out or not: every rank calls it."""
-        self._since += 1
-        if self._since == self._every:
-            self.average(optimizer)
+        self._steps += 1
+        if self._steps == self._local_steps:
+            self._stopwatch.enter("communication")
+            self.sync(optimizer)
+            self._stopwatch.enter("update")
 
     @torch.no_grad()
-    def average(self, optimizer: Any) -> None:
-        """The mean over ranks, where they have stepped apart. Every rank calls it."""
-        if not self._since:
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        """The mean over ranks, unless no step was made since the last one."""
+        if not self._steps:
             return
-        self._since = 0
-        tensors = [torch.nn.Parameter(t.data, requires_grad=False) for t in self._live(optimizer)]
-        handles = []
-        for i, some in enumerate(group([("", t) for t in tensors], self._bytes)):
-            flat = torch.cat([t.reshape(-1) for t in some]).to(reduction_device(some[0].device, self._engine)) / self._engine.size
-            handles.append((some, self._engine.start_allreduce(flat, f"average.{i}")))
-        for some, handle in handles:
-            parts = handle.wait().to(some[0].device).split([t.numel() for t in some])
-            torch._foreach_copy_([t.data for t in some], [part.view(t.shape) for t, part in zip(some, parts, strict=True)])
+        self._steps = 0
+        tensors = [torch.nn.Parameter(t.data, requires_grad=False) for t in self._averaged_tensors(optimizer)]
+        reductions = []
+        for i, bucket in enumerate(group([("", t) for t in tensors], self._bucket_bytes)):
+            device = reduction_device(bucket[0].device, self._communicator)
+            flat = torch.cat([t.reshape(-1) for t in bucket]).to(device) / self._communicator.size
+            reductions.append((bucket, self._communicator.start_allreduce(flat, f"average.{i}")))
+        for bucket, handle in reductions:
+            means = handle.wait().to(bucket[0].device).split([t.numel() for t in bucket])
+            torch._foreach_copy_([t.data for t in bucket], [mean.view(t.shape) for t, mean in zip(bucket, means, strict=True)])
 
-    def _live(self, optimizer: Any) -> list[torch.Tensor]:
+    def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Weights, then the floating-point state of each, by its sorted keys; steps are equal on all ranks."""
         found: list[torch.Tensor] = list(self._parameters)
         for p in self._parameters:
             entries = sorted(optimizer.state.get(p, {}).items())
-            found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]  # steps are alike
+            found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]
         return found

@@ -1,8 +1,6 @@
-"""Which way the gradients of the ranks meet, by comm.reduce, the engine, and what both can do."""
+"""Which strategy reduces the gradients of the ranks, by comm.reduce, the engine, and what both can do."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -11,51 +9,59 @@ from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import check_knobs
-from hvdtrain.frameworks.torch.compile import forwards
-from hvdtrain.frameworks.torch.parallel.buckets import WIRES, Buckets
-from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod, wrap_optimizer
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets
+from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
-from hvdtrain.frameworks.torch.parallel.strategy import Named, SingleProcess, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, SingleProcess, Strategy
 from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 
 
 def select_strategy(
-    config: Config, provenance: Provenance, communicator: Communicator, optimizer: Any, model: torch.nn.Module
-) -> tuple[Any, Strategy]:
-    """The optimizer, wrapped where comm.reduce says so, and the strategy. Every rank calls it."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    comm, kind = config.comm, config.comm.reduce
+    config: Config,
+    provenance: Provenance,
+    communicator: Communicator,
+    named: NamedParameters,
+    optimizer: torch.optim.Optimizer,
+    stopwatch: Stopwatch,
+) -> Strategy:
+    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet. Every rank calls it.
+
+    Raises UserError where the engine, the optimizer or the parameters cannot do what comm.reduce asks for.
+    """
+    comm = config.comm
     refuse(config, provenance, communicator)
-    own_ways = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # which buckets alone have
-    why = "" if own_ways else fits_horovod(optimizer, named)
-    if kind == "distributed_optimizer" and ("horovod_api" not in communicator.features or why):
-        why = why or f"hvd.DistributedOptimizer needs the horovod engine; this is {communicator.name}"
-        raise UserError(why, provenance.where("comm.reduce"), "comm.reduce=auto")
-    if kind == "ddp":
-        return optimizer, _ddp(config, provenance, communicator, model)
-    if communicator.size == 1 and kind == "auto":
-        return optimizer, SingleProcess(named)
+    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # Horovod's optimizer has none of these
+    unfit = "" if needs_buckets else fits_horovod(optimizer, named)
+    if comm.reduce == "distributed_optimizer" and "horovod_api" not in communicator.features:
+        unfit = unfit or f"hvd.DistributedOptimizer needs the horovod engine; this is {communicator.name}"
+    if comm.reduce == "distributed_optimizer" and unfit:
+        raise UserError(unfit, provenance.where("comm.reduce"), "comm.reduce=auto")
+    if comm.reduce == "ddp":
+        return _ddp(config, provenance, communicator, named)
+    if communicator.size == 1 and comm.reduce == "auto":
+        return SingleProcess(named)
     if comm.local_steps > 1:
-        return optimizer, LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20))
-    if "horovod_api" in communicator.features and kind != "bucket" and not why and not own_ways:
-        optimizer = wrap_optimizer(optimizer, named)
-        return optimizer, HorovodOptimizer(optimizer, named)
-    strategy = _buckets(config, named, communicator)
-    strategy.words += f": {why}" if why and kind == "auto" and "horovod_api" in communicator.features else ""
-    return optimizer, strategy
+        return LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20), stopwatch)
+    if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets:
+        return HorovodOptimizer(named, communicator)
+    buckets = _buckets(config, named, communicator, stopwatch)
+    if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
+        buckets.summary += f": {unfit}"
+    return buckets
 
 
-def _buckets(config: Config, named: Named, communicator: Communicator) -> Buckets:
+def _buckets(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> Buckets:
     comm = config.comm
     if comm.op == "adasum":  # a bucket of its own for each tensor: Adasum takes their angles one by one
-        return Buckets(named, communicator, 0, None, "adasum")
-    wire = WIRES.get(comm.compression)
+        return Buckets(named, communicator, 0, stopwatch, op="adasum")
+    compressed = COMPRESSED_TYPES.get(comm.compression)
     if not comm.tune or communicator.size == 1:
-        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), wire)
-    best, words = fastest_bucket_bytes(named, communicator, wire)
-    strategy = Buckets(named, communicator, best, wire)
-    strategy.words += words
-    return strategy
+        return Buckets(named, communicator, int(comm.bucket_mb * 2**20), stopwatch, compressed)
+    tuned = fastest_bucket_bytes(named, communicator, compressed)
+    buckets = Buckets(named, communicator, tuned.bucket_bytes, stopwatch, compressed)
+    buckets.summary += f" of {tuned.bucket_bytes / 2**20:g} MiB, as tuned ({1e3 * tuned.seconds:.2g} ms for all)"
+    return buckets
 
 
 def refuse(config: Config, provenance: Provenance, communicator: Communicator) -> None:
@@ -92,7 +98,7 @@ def refuse(config: Config, provenance: Provenance, communicator: Communicator) -
             raise UserError(what, provenance.where(f"comm.{key}"), fix)
 
 
-def _ddp(config: Config, provenance: Provenance, communicator: Communicator, model: torch.nn.Module) -> Strategy:
+def _ddp(config: Config, provenance: Provenance, communicator: Communicator, named: NamedParameters) -> Strategy:
     where, fix = provenance.where("comm.reduce"), "comm.reduce=auto"
     if communicator.name != "torchdist":
         raise UserError(f"DDP needs the torchdist engine; this is {communicator.name}", where, f"comm.engine=torchdist, or {fix}")
@@ -100,4 +106,4 @@ def _ddp(config: Config, provenance: Provenance, communicator: Communicator, mod
         raise UserError("DDP does not show a rank's own gradients, which log.noise_scale measures", where, fix)
     from hvdtrain.frameworks.torch.parallel.ddp import Ddp
 
-    return Ddp(forwards(config, model, None)[0], config.comm.bucket_mb)
+    return Ddp(named, config.comm.bucket_mb)

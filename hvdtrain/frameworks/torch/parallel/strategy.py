@@ -1,59 +1,73 @@
-"""Strategy: how the gradients of the ranks are reduced; and the strategy of a single process."""
+"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on it; and the strategy of one process."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.metrics import Sums, zero_sums
 
-Named = list[tuple[str, torch.nn.Parameter]]
+NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+# (micro-batch on the device, what the sum of its losses is divided by, whether it is the step's last) -> this rank's sums.
+# One forward and one backward pass, which adds to p.grad.
+OnePass = Callable[[Any, int, bool], Sums]
+
+
+class Wrapped(NamedTuple):
+    """What a strategy puts in the place of a model's forward pass and of its optimizer, or both as they were."""
+
+    forward: torch.nn.Module  # for passes of training alone
+    optimizer: torch.optim.Optimizer
 
 
 class Strategy(Protocol):
     """Makes p.grad the sum over ranks, for every parameter, between the last backward of a step and its update.
 
-    A parameter that no loss reached counts as a gradient of zero, on one rank as on many.
+    The losses of a step are divided by the global batch before backward, so that sum is the mean over the global batch. A parameter that
+    no loss reaches has a gradient of zero, on one rank as on many. Every method is called on every rank, in this order: wrap() once,
+    then for each step run(), reduce() and optimizer_step(), and sync() at each sync point.
     """
 
-    words: str  # for the line that tells the user
-    local_mean: bool  # what it takes is each rank's mean over its own samples, not its share of the mean over the global batch
+    summary: str  # for the line that describes the learner: "gradients in 3 overlapped buckets"
+    equal_ranks: int  # ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its own
+    waits_in_passes: bool  # forward or backward wait for other ranks, so that the time of a pass is not this rank's own work
 
-    @property
-    def wrapped(self) -> torch.nn.Module | None:
-        """What a forward pass of training goes through, where that is not Forward itself."""
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        """Before the optimizer has any state. May be a collective."""
 
-    def begin(self, passes: int) -> None:
-        """A step of `passes` backward passes begins."""
+    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+        """Calls one_pass for each micro-batch, in order, and adds up what it returns. len() of a micro-batch is its samples.
 
-    def last_pass(self) -> None:
-        """The next backward is the step's last: gradients may travel as they appear."""
+        `batch` is the global batch. Reductions may start in the last pass.
+        """
 
-    def finish(self) -> None:
-        """The last backward is over."""
+    def reduce(self) -> None:
+        """Waits until p.grad is the sum over ranks. A collective."""
 
-    def apply(self, optimizer: Any) -> None:
-        """The optimizer's step, with the gradients as they are now."""
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it out, or none."""
 
-
-class Forward(torch.nn.Module):
-    """A model's logits, (n, classes) for n images; of none a scalar 0 whose gradients are 0, without statistics of nothing.
-
-    With `sync` the statistics are those of all ranks, so one without images calls the model too.
-    """
-
-    def __init__(self, model: torch.nn.Module, sync: bool) -> None:
-        super().__init__()
-        self.model, self._sync = model, sync
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if len(x) or self._sync:
-            return self.model(x)
-        return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes weights and optimizer state equal on all ranks, where they are not. A collective."""
 
 
-def fill_missing(parameters: list[torch.nn.Parameter]) -> None:
+def run_passes(micro: Sequence[Any], divisor: int, one_pass: OnePass, before_last: Callable[[], None] = lambda: None) -> Sums:
+    """The sums of all passes of a step, made one after the other; `before_last` is called just before the last of them."""
+    total = zero_sums()
+    for number, batch in enumerate(micro, start=1):
+        is_last = number == len(micro)
+        if is_last:
+            before_last()
+        sums = one_pass(batch, divisor, is_last)
+        total = {name: total[name] + sums[name] for name in total}
+    return total
+
+
+def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Gives a gradient of zero to each parameter that has none."""
     for p in parameters:
         if p.grad is None:
@@ -61,26 +75,29 @@ def fill_missing(parameters: list[torch.nn.Parameter]) -> None:
 
 
 class SingleProcess:
-    """One rank: there is nobody to meet."""
+    """One rank: the sum over ranks is its own gradient."""
 
-    words = "no reduction"
-    wrapped = None
-    local_mean = False
+    summary = "no reduction"
+    equal_ranks = 1
+    waits_in_passes = False
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: NamedParameters) -> None:
         self._parameters = [p for _, p in named]
 
-    def begin(self, passes: int) -> None:
-        pass
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return Wrapped(forward, optimizer)
 
-    def last_pass(self) -> None:
-        pass
+    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+        return run_passes(micro, batch, one_pass)
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         fill_missing(self._parameters)
 
-    def apply(self, optimizer: Any) -> None:
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:
