@@ -137,6 +137,6 @@ def test_gradients_lie_as_their_parameters_do() -> None:
 
 def test_buckets_are_called_overlapped_only_where_the_engine_sums_while_the_caller_computes() -> None:
     communicator = Twice()
-    assert Buckets(named(layers(3, 4)), communicator, 2**20).words == "gradients in 1 bucket"
+    assert buckets(layers(3, 4), communicator, 2**20).summary == "gradients in 1 bucket"
     communicator.features |= {"asynchronous"}
-    assert Buckets(named(layers(3, 4)), communicator, 2**20).words == "gradients in 1 overlapped bucket"
+    assert buckets(layers(3, 4), communicator, 2**20).summary == "gradients in 1 overlapped bucket"
