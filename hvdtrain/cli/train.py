@@ -89,7 +89,8 @@ def _train(
         heartbeat.beat("connecting the ranks", 0, 0)
         communicator, why = connect(*given, place)
         watch.meet(communicator)
-        config, provenance = resolve_batch_size(*_of_all(typed, given, communicator), place.size)
+        config = resolve_batch_size(_of_all(typed, given, communicator)[0], place.size)
+        provenance = config.provenance
         check_batch(config, provenance, place.size)
         heartbeat.beat("reading the data", 0, 0)
         parts = prepare(config, provenance)

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hvdtrain.config.read import COMMAND_LINE, Provenance
 from hvdtrain.config.schema import Config
+from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance
 from hvdtrain.errors import UserError
 
 
-def resolve_batch_size(config: Config, provenance: Provenance, ranks: int) -> tuple[Config, Provenance]:
+def resolve_batch_size(config: Config, ranks: int) -> Config:
     """The configuration with batch.size set to batch.per_rank x ranks, and batch.per_rank to None.
 
     Where both keys are set, the command line overrides files. A run folder stores batch.size, and when its job is resumed that value
     overrides a batch.per_rank of a file: the job keeps its batch on another number of ranks.
     Raises UserError where both keys are set and neither overrides the other.
     """
-    if config.batch.per_rank is None:
-        return config, provenance
-    size = config.batch.size
-    if _key_that_counts(config, provenance) == "batch.per_rank":
-        size = config.batch.per_rank * ranks
-        provenance = Provenance(provenance | {"batch.size": f"{provenance.where('batch.per_rank')} x {ranks} ranks"})
-    return config.replace(batch=config.batch.replace(size=size, per_rank=None)).with_provenance(provenance), provenance
+    per_rank = config.batch.per_rank
+    if per_rank is None:
+        return config
+    if _key_that_counts(config) == "batch.size":
+        return config.replace(batch=config.batch.replace(per_rank=None))
+    provenance = config.provenance | {"batch.size": f"{config.where('batch.per_rank')} x {ranks} ranks"}
+    resolved = config.replace(batch=config.batch.replace(size=per_rank * ranks, per_rank=None))
+    return resolved.with_provenance(Provenance(provenance))
 
 
-def _key_that_counts(config: Config, provenance: Provenance) -> Literal["batch.size", "batch.per_rank"]:
+def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:
     """Which of the two keys sets the global batch, where batch.per_rank is set."""
-    if "batch.size" not in provenance:
+    size_origin, per_rank_origin = config.origin("batch.size"), config.origin("batch.per_rank")
+    if size_origin == DEFAULT:
         return "batch.per_rank"
-    size_on_command_line = provenance["batch.size"] == COMMAND_LINE
-    per_rank_on_command_line = provenance.get("batch.per_rank") == COMMAND_LINE
-    if size_on_command_line and not per_rank_on_command_line:
+    if size_origin == COMMAND_LINE and per_rank_origin != COMMAND_LINE:
         return "batch.size"
-    if per_rank_on_command_line and not size_on_command_line:
+    if per_rank_origin == COMMAND_LINE and size_origin != COMMAND_LINE:
         return "batch.per_rank"
-    if not size_on_command_line and config.resume != "no":
+    if size_origin != COMMAND_LINE and config.resume != "no":
         return "batch.size"
-    raise UserError("batch.size and batch.per_rank are both given", provenance.where("batch.per_rank"), "keep one of them")
+    raise UserError("batch.size and batch.per_rank are both given", config.where("batch.per_rank"), "keep one of them")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, growth_instead_of_decays
@@ -14,17 +13,17 @@ from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
 
-def recipe_from_config(config: Config, provenance: Provenance, dataset: int, momentum: float) -> Recipe:
+def recipe_from_config(config: Config, dataset: int, momentum: float) -> Recipe:
     """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default where optim.momentum is left out.
 
     Raises UserError where keys of the recipe contradict each other, a batch exceeds the data set, the warm-up leaves no epoch to the
     schedule, or a rate is not finite.
     """
-    check(config, provenance)
+    check(config, config.provenance)
     growth = batch_growth(config)
-    _check_batches_fit(growth, config, provenance, dataset)
-    schedule = lr_schedule(config, provenance, dataset)
-    _check_rates_are_finite(schedule, float(total_epochs(config)), provenance)
+    _check_batches_fit(growth, config, dataset)
+    schedule = lr_schedule(config, dataset)
+    _check_rates_are_finite(schedule, config)
     return Recipe(
         lr=schedule,
         batch=growth,
@@ -79,7 +78,7 @@ def warmup_start_lr(config: Config) -> float:
     return config.optim.base_lr if peak_lr(config) > config.optim.base_lr else 0.0
 
 
-def lr_schedule(config: Config, provenance: Provenance, dataset: int) -> Schedule:
+def lr_schedule(config: Config, dataset: int) -> Schedule:
     """The learning rate for the first batch, over the whole job.
 
     Raises UserError where the warm-up leaves no epoch to the schedule, or the last piece of a chain begins after the job's end.
@@ -87,8 +86,8 @@ def lr_schedule(config: Config, provenance: Provenance, dataset: int) -> Schedul
     recipe, warmup, end = config.recipe, warmup_epochs(config, dataset), total_epochs(config)
     if warmup >= end and (recipe.schedule in ("cosine", "polynomial") or recipe.chain):
         what = f"a warm-up of {warmup:g} epochs leaves nothing of {end} epochs to the schedule"
-        raise UserError(what, provenance.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
-    after_warmup = _schedule_after_warmup(config, provenance, warmup)
+        raise UserError(what, config.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
+    after_warmup = _schedule_after_warmup(config, warmup)
     if not warmup:
         return after_warmup
     if recipe.warmup == "constant":
@@ -121,33 +120,34 @@ def batch_growth(config: Config) -> Growth:
     return Growth(first, tuple(epoch * multiplier for epoch in recipe.grow_at), tuple(recipe.grow_to))
 
 
-def _check_batches_fit(growth: Growth, config: Config, provenance: Provenance, dataset: int) -> None:
+def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
     """A step is at most one pass over the data."""
     later_key = "recipe.batch_max" if config.recipe.growth == "decays" else "recipe.grow_to"
     for batch in (growth.first, *growth.to):
         if batch > dataset:
             key = "batch.size" if batch == growth.first else later_key
-            raise UserError(f"batch {batch} is more than the {dataset} training samples", provenance.where(key), f"{dataset} or less")
+            raise UserError(f"batch {batch} is more than the {dataset} training samples", config.where(key), f"{dataset} or less")
 
 
-def _check_rates_are_finite(schedule: Schedule, end: float, provenance: Provenance) -> None:
+def _check_rates_are_finite(schedule: Schedule, config: Config) -> None:
+    end = float(total_epochs(config))
     try:
         finite = all(math.isfinite(schedule(epoch)) for epoch in (0.0, end / 2, end))
     except OverflowError:
         finite = False
     if not finite:
         what = "the learning rate grows beyond the largest float"
-        raise UserError(what, provenance.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
+        raise UserError(what, config.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
 
 
-def _schedule_after_warmup(config: Config, provenance: Provenance, warmup: float) -> Schedule:
+def _schedule_after_warmup(config: Config, warmup: float) -> Schedule:
     """The pieces one after the other, counted from the beginning of the job; those that decay begin after the warm-up."""
     pieces, multiplier = schedule_pieces(config.recipe), epoch_multiplier(config)
     job_end, last = float(total_epochs(config)), pieces[-1]
     starts = [0.0, *itertools.accumulate(float((piece.epochs or 0.0) * multiplier) for piece in pieces[:-1])]
     if starts[-1] >= job_end:
         what = f"the chain's last piece begins at epoch {starts[-1]:g} of {job_end:g}"
-        raise UserError(what, provenance.where("recipe.chain"), "shorter pieces, or more epochs")
+        raise UserError(what, config.where("recipe.chain"), "shorter pieces, or more epochs")
     ends = [*starts[1:], starts[-1] + last.epochs * multiplier if last.epochs else job_end]
     schedules = []
     for piece, start, end in zip(pieces, starts, ends, strict=True):

@@ -101,7 +101,7 @@ def build_learner(config: Config, provenance: Provenance, task: Task, communicat
 
 def build_recipe(config: Config, provenance: Provenance, dataset: int) -> Recipe:
     """Every number of every step of a job on `dataset` training samples."""
-    return recipe_from_config(config, provenance, dataset, momentum(config, provenance))
+    return recipe_from_config(config, dataset, momentum(config, provenance))
 
 
 def make_run_folder(config: Config, provenance: Provenance, resumed: Path | None = None) -> Path:

@@ -71,7 +71,7 @@ def prepare(config: Config, provenance: Provenance) -> Datasets:
     train_source = build_source(config, provenance, "train")
     val_source = build_source(config, provenance, "val")
     build_recipe(config, provenance, len(train_source))
-    augment.check_augmentation(config.augment, train_source.shape, provenance)
+    augment.check_augmentation(config.augment, train_source.shape)
     return Datasets(train_source, val_source, build_task(train_source, val_source, provenance))
 
 

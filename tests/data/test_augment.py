@@ -200,17 +200,17 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["augment.crop=4", "augment.resized_crop=0.5"], "a crop and a resized crop of the same image"),
-        (["augment.crop=8"], "crop=8 may keep nothing of images of 8 x 9 pixels"),
-        (["augment.cutout=9"], "cutout=9 may blacken all of images of 8 x 9 pixels"),
+        (["augment.crop=4", "augment.resized_crop=0.5"], "augment.crop and augment.resized_crop are both set"),
+        (["augment.crop=8"], "augment.crop=8 may leave nothing of images of 8 x 9 pixels"),
+        (["augment.cutout=9"], "augment.cutout=9 may black out all of images of 8 x 9 pixels"),
     ],
 )
 def test_what_leaves_nothing_of_an_image_is_refused(words: list[str], what: str) -> None:
-    config, provenance = configure(None, words)
+    config, _ = configure(None, words)
     with pytest.raises(UserError) as caught:
-        augment.check_augmentation(config.augment, (8, 9, 3), provenance)
+        augment.check_augmentation(config.augment, (8, 9, 3))
     assert caught.value.what == what and caught.value.fix and words[0].split("=")[0] in caught.value.where
-    augment.check_augmentation(AugmentConfig(crop=7, cutout=8), (8, 9, 3), provenance)
+    augment.check_augmentation(AugmentConfig(crop=7, cutout=8), (8, 9, 3))
     assert augment.is_enabled(config.augment) and not augment.is_enabled(AugmentConfig())
 
 

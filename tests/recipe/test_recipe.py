@@ -22,8 +22,8 @@ EPS = 1e-9  # epochs before a boundary
 
 
 def recipe(*words: str, dataset: int = 1000) -> Recipe:
-    config, provenance = configure(None, words)
-    return from_config.recipe_from_config(config, provenance, dataset, 0.9)
+    config, _ = configure(None, words)
+    return from_config.recipe_from_config(config, dataset, 0.9)
 
 
 def configured(*words: str) -> Config:
@@ -175,10 +175,10 @@ def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
 def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
     given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in provenance else [])]
     config, _ = configure(None, given)
-    config = config.replace(resume=str(words.get("resume", "no")))
-    config, new_provenance = batch_size.resolve_batch_size(config, Provenance(provenance), ranks)
+    config = config.replace(resume=str(words.get("resume", "no"))).with_provenance(Provenance(provenance))
+    config = batch_size.resolve_batch_size(config, ranks)
     assert config.batch.per_rank is None
-    return config.batch.size, new_provenance.where("batch.size")
+    return config.batch.size, config.where("batch.size")
 
 
 def test_which_of_two_batches_counts() -> None:
@@ -206,8 +206,8 @@ def test_the_rows_of_the_lars_configuration() -> None:
     rows = [line[1:].split() for line in path.read_text().splitlines() if line.startswith("#   -np")]
     found = []
     for _, ranks, *words in rows:
-        config, provenance = configure(str(path), words)
-        r = from_config.recipe_from_config(config, provenance, 1281167, 0.9)
+        config, _ = configure(str(path), words)
+        r = from_config.recipe_from_config(config, 1281167, 0.9)
         assert config.optim.momentum is not None
         found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
                       config.optim.weight_decay, config.norm.ghost, r.epochs))  # fmt: skip

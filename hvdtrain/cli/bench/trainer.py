@@ -34,7 +34,8 @@ class Trainer:
     def __init__(
         self, config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, parts: Datasets | None = None
     ) -> None:
-        config, provenance = resolve_batch_size(config, provenance, communicator.size)
+        config = resolve_batch_size(config, communicator.size)
+        provenance = config.provenance
         check_batch(config, provenance, communicator.size)
         config = config.replace(epochs=10**6, max_steps=None)
         self.data = parts or prepare(config, provenance)

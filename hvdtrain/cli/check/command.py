@@ -27,7 +27,7 @@ from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Assignment, Provenance, assignments, configure, read_former
+from hvdtrain.config.read import Assignment, assignments, configure, read_former
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import USER, UserError, code_of
 from hvdtrain.recipe.batch_size import resolve_batch_size
@@ -65,8 +65,8 @@ def check(arguments: Sequence[str]) -> int:
         return _report_unconnected(options, place, error)
     try:
         rank = RankInspection(connected_facts(place, communicator))
-        resolved = _resolve_on_all_ranks(options, rank, communicator)
-        config, provenance = resolved or (config, provenance)
+        config = _resolve_on_all_ranks(options, rank, communicator) or config
+        provenance = config.provenance
         time_limit.start_work("reading the data")
         run_folder = inspect_job(rank, config, provenance, communicator)
         report = compare_ranks(rank, config, run_folder, communicator, engine_reason, place, time_limit)
@@ -81,7 +81,7 @@ def check(arguments: Sequence[str]) -> int:
         communicator.abort(code_of(error))
 
 
-def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> tuple[Config, Provenance] | None:
+def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> Config | None:
     """The configuration of the job on this number of ranks; None where it is wrong, which is then a finding. A collective.
 
     The configuration of a run to resume is read by rank 0, which alone may see the run folder.
@@ -90,7 +90,7 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     if communicator.rank == 0:
         read_by_rank_0 = rank.attempt(lambda: read_former(assignments(options.config_path, options.overrides)))
     former: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
-    return rank.attempt(lambda: resolve_batch_size(*configure(options.config_path, options.overrides, former), communicator.size))
+    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, former)[0], communicator.size))
 
 
 def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:

@@ -104,7 +104,7 @@ def _training_data(options: argparse.Namespace, config: Config, provenance: Prov
         raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
     try:
         source = build_source(unstaged(config), provenance, "train")
-        augment.check_augmentation(config.augment, source.shape, provenance)
+        augment.check_augmentation(config.augment, source.shape)
     except UserError as error:
         without_data = f"plan without data, as in {example}"
         raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None

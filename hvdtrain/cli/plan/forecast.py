@@ -93,7 +93,8 @@ class Infeasible(NamedTuple):
 def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Infeasible:
     """The job on `ranks` ranks, after the checks that every rank makes at its start; `dataset`: training samples."""
     try:
-        config, provenance = resolve_batch_size(config, provenance, ranks)
+        config = resolve_batch_size(config, ranks)
+        provenance = config.provenance
         check_batch(config, provenance, ranks)
         recipe = build_recipe(config, provenance, dataset)
     except UserError as error:

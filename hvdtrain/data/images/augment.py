@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.seeds import fold
@@ -44,19 +43,18 @@ def is_enabled(augment: AugmentConfig) -> bool:
     return augment != AugmentConfig()
 
 
-def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int], provenance: Provenance) -> None:
+def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
     """Raises UserError where an image of `shape`, (H, W, C), might become all black, or where both kinds of crop are on."""
     height, width, _ = shape
-    size = f"of images of {height} x {width} pixels"
-    wrong = [
-        (bool(augment.crop and augment.resized_crop), "crop", "a crop and a resized crop of the same image", "keep one of them"),
-        (augment.crop >= min(height, width), "crop", f"crop={augment.crop} may keep nothing {size}", f"less than {min(height, width)}"),
-        (augment.cutout >= max(height, width), "cutout", f"cutout={augment.cutout} may blacken all {size}",
-         f"less than {max(height, width)}"),
-    ]  # fmt: skip
-    for is_wrong, key, what, fix in wrong:
-        if is_wrong:
-            raise UserError(what, provenance.where(f"augment.{key}"), fix)
+    images = f"images of {height} x {width} pixels"
+    if augment.crop and augment.resized_crop:
+        raise UserError("augment.crop and augment.resized_crop are both set", augment.where("crop"), "keep one of them")
+    if augment.crop >= min(height, width):
+        what = f"augment.crop={augment.crop} may leave nothing of {images}"
+        raise UserError(what, augment.where("crop"), f"less than {min(height, width)}")
+    if augment.cutout >= max(height, width):
+        what = f"augment.cutout={augment.cutout} may black out all of {images}"
+        raise UserError(what, augment.where("cutout"), f"less than {max(height, width)}")
 
 
 def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
