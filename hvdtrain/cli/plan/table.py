@@ -18,8 +18,8 @@ _WIDTH = 100  # characters of a line; the name of a parameter may be longer
 _MOST_NAMES = 8  # of parameters without decay, unless --all
 _HEADER = ("ranks", "batch", "each", "passes", "epochs", "steps/epoch", "steps", "lr: start", "warm", "end", "momentum")
 _NOTES = (
-    "batch: samples of a step over all ranks; each: samples of one rank; passes: forward passes of one rank",
-    "steps/epoch: samples / batch; with a fraction, since a step may start in one epoch and end in the next",
+    "batch: samples of a step over all ranks; each: of one rank; passes: forward passes of one rank",
+    "steps/epoch: samples / batch; a step may start in one epoch and end in the next",
     "lr: of the first step, of the first step after the warm-up, of the last step",
 )
 
@@ -173,7 +173,7 @@ def _memory(plan: Plan) -> list[str]:
     strategy = "comm.reduce=bucket" + " (auto without Horovod)" * (plan.config.comm.reduce == "auto")
     return [
         *lines,
-        row("reduction buffers", found.buckets, f"with {strategy}, on 2 ranks or more"),
+        row("reduction buffers", found.buckets, f"with {strategy}, 2 ranks or more"),
         row(sum_label, total + found.buckets, f"without these buffers {_mib(total, digits)}"),
     ]
 
