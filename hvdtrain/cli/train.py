@@ -52,8 +52,6 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
     """What became of the job; or what `failed` makes of an error, a UserError of the first words excepted, which is raised."""
     from hvdtrain.comm.placement import placement
     from hvdtrain.events.rank_log import tagged_warnings
-    from hvdtrain.train.build import check_observation
-    from hvdtrain.train.health.deadline import check_time
     from hvdtrain.train.health.heartbeat import Heartbeat
     from hvdtrain.train.health.signals import Signals
     from hvdtrain.train.health.watchdog import Watchdog
@@ -61,8 +59,6 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
     place = placement(os.environ)
     given = configure(path, words, None if place.rank == 0 else ())
     check_names(*given)
-    check_time(*given)
-    check_observation(*given)
     heartbeat = Heartbeat(of_process=not from_script)
     with (
         Signals(place.rank) as signals,
@@ -80,18 +76,20 @@ def _train(
     failed: Failed,
 ) -> Outcome:
     from hvdtrain.recipe.batch_size import resolve_batch_size
-    from hvdtrain.train.build import check_batch, connect
+    from hvdtrain.train.build import connect
+    from hvdtrain.train.conflicts import refuse_before_connecting, refuse_conflicts
     from hvdtrain.train.job import prepare, train_job
 
     communicator: Communicator | None = None
     signals, heartbeat, watch = eyes
     try:
         heartbeat.beat("connecting the ranks", 0, 0)
+        refuse_before_connecting(given[0], place)
         communicator, why = connect(*given, place)
         watch.meet(communicator)
-        config = resolve_batch_size(_of_all(typed, given, communicator)[0], place.size)
+        config = resolve_batch_size(_of_all(typed, given, communicator)[0], communicator.size)
         provenance = config.provenance
-        check_batch(config, provenance, place.size)
+        refuse_conflicts(config, communicator.name, communicator.size)
         heartbeat.beat("reading the data", 0, 0)
         parts = prepare(config, provenance)
         outcome = Outcome(*train_job(config, provenance, parts, communicator, why, (signals, heartbeat)))

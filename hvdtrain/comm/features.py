@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from typing import Literal
 
 from hvdtrain.config import plugins
@@ -24,6 +25,7 @@ MEANINGS: dict[Feature, str] = {
 }
 
 
+@cache
 def features_of(engine: str) -> frozenset[Feature]:
     """The features that comm.engine=`engine` has on every machine: FEATURES of its file, read without importing torch or MPI.
 

@@ -44,11 +44,11 @@ def rendezvous(place: Placement, environ: Mapping[str, str], address: str | None
     return None
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too."""
+def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:
+    """ "n1:29500" -> ("n1", 29500); "[fe80::1]:29500" too. Raises UserError for anything else; `where` says where the text is from."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise UserError(f"{text!r} is not HOST:PORT", "comm.address", "comm.address=n1:29500")
+        raise UserError(f"{text!r} is not HOST:PORT", where, "comm.address=n1:29500")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

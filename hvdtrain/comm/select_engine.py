@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from hvdtrain.comm.features import features_of
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -37,6 +38,15 @@ def select_engine(place: Placement, environ: Mapping[str, str], found: Installed
     if horovod:
         return "horovod", f"{started}, Horovod is installed"
     return "mpi", f"{started}, {without} (python -m hvdtrain.cli.horovod builds it)"
+
+
+def possible_engines(engine: str, ranks: int) -> list[str]:
+    """What comm.engine=`engine` may mean for so many ranks under a launcher that is not known: for auto every engine that connects them."""
+    if engine != "auto":
+        return [engine]
+    if ranks == 1:
+        return ["single"]
+    return [name for name in plugins.files("comm") if "several_ranks" in features_of(name)]
 
 
 def installed_here(config: Config) -> Installed:

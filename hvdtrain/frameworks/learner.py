@@ -126,34 +126,9 @@ class Learner(Protocol):
         """
 
 
-def check_knobs(config: Config, provenance: Provenance, communicator: Communicator) -> None:
-    """A UserError for settings of Horovod's on another engine."""
-    comm = config.comm
-    knobs = {"hierarchical": comm.hierarchical, "cycle_ms": comm.cycle_ms is not None, "fusion_mb": comm.fusion_mb is not None}
-    for key, given in knobs.items():
-        if given and communicator.name != "horovod":
-            raise UserError(f"comm.{key} is Horovod's; this is {communicator.name}", provenance.where(f"comm.{key}"), "leave it out")
-
-
-def plain_dtype(config: Config, provenance: Provenance) -> np.dtype[Any]:
-    """The number type of a framework that has one for all; a UserError for the wishes about speed that only framework=torch fulfils."""
-    speed = config.speed
-    wrong = {
-        "speed.precision": speed.precision in ("bf16", "fp16"),
-        "speed.compile": speed.compile != "none",
-        "speed.channels_last": speed.channels_last is not None,
-        "data.resident": bool(config.data.resident),
-        "comm.compression": config.comm.compression != "none",
-        "comm.op": config.comm.op != "mean",
-        "comm.local_steps": config.comm.local_steps > 1,
-        "comm.tune": config.comm.tune,
-    }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
-            raise UserError(
-                f"framework={config.framework} cannot do this {key}", provenance.where(key), f"leave {key} out, or framework=torch"
-            )
-    return np.dtype("float64" if speed.precision == "fp64" else "float32")
+def plain_dtype(config: Config) -> np.dtype[Any]:
+    """The number type of a framework that has one for all: float64 with speed.precision=fp64, else float32."""
+    return np.dtype("float64" if config.speed.precision == "fp64" else "float32")
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
@@ -18,8 +17,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
-from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner, Task, build_rule, check_fit, check_knobs, plain_dtype, plain_names
+from hvdtrain.frameworks.learner import Learner, Task, build_rule, check_fit, plain_dtype, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.clipping import clip
 from hvdtrain.optim.rule import Plain, Rule, is_excluded
@@ -146,24 +144,10 @@ class NumpyLearner:
 
 
 def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=numpy; it knows model.name=linear alone."""
-    impossible = {
-        "model.name": config.model.name != "linear",
-        "comm.reduce": config.comm.reduce != "auto",
-        "speed.device": config.speed.device == "cuda",
-        "norm.kind": config.norm.kind != "batch",
-        "model.classifier_std": config.model.classifier_std is not None,
-        "log.noise_scale": config.log.noise_scale,
-    }
-    for key, wrong in impossible.items():
-        if wrong:
-            fix = "framework=numpy takes model.name=linear as it is, comm.reduce=auto and the CPU; or framework=torch"
-            raise UserError(f"framework=numpy cannot do this {key}", provenance.where(key), fix)
-    check_knobs(config, provenance, communicator)
-    return NumpyLearner(config, task, build_rule(config, provenance), communicator, plain_dtype(config, provenance))
+    """The learner of framework=numpy: model.name=linear, which train/conflicts.py has made sure of."""
+    return NumpyLearner(config, task, build_rule(config, provenance), communicator, plain_dtype(config))
 
 
 def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them: without their memory, and with its refusals."""
-    build(config, provenance, replace(task, shape=(1, 1, 1), classes=1), SingleProcessCommunicator())
+    """The parameters by name, as build() makes them, without their memory."""
     return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}

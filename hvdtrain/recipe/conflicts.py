@@ -1,56 +1,95 @@
-"""What a recipe's words must not say: each contradiction is told with its key before anything is read or started."""
+"""Keys of the recipe that contradict each other; train/conflicts.py asks for them when the configuration is read."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from hvdtrain.config.read import Provenance
-from hvdtrain.config.schema import Config, PieceConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
 
-def check(config: Config, provenance: Provenance) -> None:
-    """Raises a UserError where the words of the recipe contradict each other."""
-    r = config.recipe
-    _check_rising("recipe.milestones", r.milestones, provenance.where("recipe.milestones"))
-    _check_rising("recipe.grow_at", r.grow_at, provenance.where("recipe.grow_at"))
-    for place, piece in enumerate(r.chain):
-        _check_piece(f"recipe.chain[{place}]", piece, provenance.where("recipe.chain"))
-    steps = r.schedule == "steps"
-    by_hand = r.growth == "milestones"
-    wrong = [
-        (bool(r.warmup_epochs and r.warmup_steps), "recipe.warmup_steps", "a warm-up in epochs and in steps", "keep one of them"),
-        (steps and not r.milestones, "recipe.schedule", "schedule=steps without milestones", "recipe.milestones=[30,60,80]"),
-        (bool(r.milestones) and not steps, "recipe.milestones", f"milestones for schedule={r.schedule}", "recipe.schedule=steps"),
-        (bool(r.chain) and r.schedule != "constant", "recipe.chain", f"a chain and schedule={r.schedule}", "keep one of them"),
-        (any(p.epochs is None for p in r.chain[:-1]), "recipe.chain", "a piece without epochs before the last", "give its epochs"),
-        (r.growth == "decays" and not steps, "recipe.growth", "growth=decays without decays", "recipe.schedule=steps with milestones"),
-        (r.growth == "decays" and not 0 < r.gamma < 1, "recipe.gamma", f"growth=decays with gamma {r.gamma:g}", "gamma between 0 and 1"),
-        (r.growth == "decays" and (r.batch_max or 0) < config.batch.size, "recipe.batch_max", "growth=decays without room to grow",
-         f"recipe.batch_max={config.batch.size * 8}, say"),
-        (r.growth != "decays" and r.batch_max is not None, "recipe.batch_max", f"batch_max with growth={r.growth}", "recipe.growth=decays"),
-        (by_hand and (not r.grow_at or len(r.grow_at) != len(r.grow_to)), "recipe.grow_to",
-         f"grow_at has {len(r.grow_at)} epochs, grow_to {len(r.grow_to)} batches", "as many of the one as of the other"),
-        (by_hand and min(r.grow_to, default=1) < 1, "recipe.grow_to", f"grow_to is {list(r.grow_to)}", "batches of 1 or more"),
-        (not by_hand and bool(r.grow_at or r.grow_to), "recipe.grow_at", f"grow_at, grow_to with growth={r.growth}",
-         "recipe.growth=milestones"),
-        (bool(r.adapt_regime or r.sample_noise) and config.optim.base_batch is None, "optim.base_batch",
-         "adapt_regime and sample_noise compare the batch with base_batch, which is left out", "optim.base_batch=128, say"),
-    ]  # fmt: skip
-    for is_wrong, key, what, fix in wrong:
-        if is_wrong:
-            raise UserError(what, provenance.where(key), fix)
+def check_recipe(config: Config) -> None:
+    """Raises UserError for the first contradiction in the recipe."""
+    for conflict in recipe_conflicts(config):
+        raise conflict
 
 
-def _check_rising(name: str, epochs: Sequence[float], where: str) -> None:
+def recipe_conflicts(config: Config) -> Iterator[UserError]:
+    """Every contradiction in the recipe that shows without data."""
+    for rule in (_schedule, _chain, _warmup, _growth, _reference_batch):
+        yield from rule(config)
+
+
+def _schedule(config: Config) -> Iterator[UserError]:
+    recipe = config.recipe
+    yield from _not_rising("recipe.milestones", recipe.milestones, config.where("recipe.milestones"))
+    if recipe.schedule == "steps" and not recipe.milestones:
+        yield UserError("recipe.schedule=steps needs recipe.milestones", config.where("recipe.schedule"), "recipe.milestones=[30,60,80]")
+    if recipe.schedule != "steps" and recipe.milestones:
+        what = f"recipe.milestones needs recipe.schedule=steps; it is {recipe.schedule}"
+        yield UserError(what, config.where("recipe.milestones"), "recipe.schedule=steps")
+
+
+def _chain(config: Config) -> Iterator[UserError]:
+    chain, where = config.recipe.chain, config.where("recipe.chain")
+    for index, piece in enumerate(chain):
+        name = f"recipe.chain[{index}]"
+        yield from _not_rising(f"{name}.milestones", piece.milestones, where)
+        if (piece.kind == "steps") != bool(piece.milestones):
+            what = f"{name} is of kind {piece.kind} {'without' if piece.kind == 'steps' else 'with'} milestones"
+            yield UserError(what, where, "{kind: steps, milestones: [30, 60]}")
+        if piece.epochs is None and index < len(chain) - 1:
+            yield UserError(f"{name} has no epochs, which only the last piece may leave out", where, "give its epochs")
+    if chain and config.recipe.schedule != "constant":
+        yield UserError(f"recipe.chain and recipe.schedule={config.recipe.schedule} both set the schedule", where, "keep one of them")
+    last_start = sum(piece.epochs or 0.0 for piece in chain[:-1])
+    if last_start >= config.epochs:
+        what = f"recipe.chain's last piece begins at epoch {last_start:g} of {config.epochs}"
+        yield UserError(what, where, "shorter pieces, or more epochs")
+
+
+def _warmup(config: Config) -> Iterator[UserError]:
+    recipe = config.recipe
+    if recipe.warmup_epochs and recipe.warmup_steps:
+        what = f"recipe.warmup_epochs={recipe.warmup_epochs:g} and recipe.warmup_steps={recipe.warmup_steps} both set the warm-up's length"
+        yield UserError(what, config.where("recipe.warmup_steps"), "keep one of them")
+
+
+def _growth(config: Config) -> Iterator[UserError]:
+    recipe = config.recipe
+    yield from _not_rising("recipe.grow_at", recipe.grow_at, config.where("recipe.grow_at"))
+    if recipe.growth == "decays":
+        if recipe.schedule != "steps":
+            what = f"recipe.growth=decays needs recipe.schedule=steps; it is {recipe.schedule}"
+            yield UserError(what, config.where("recipe.growth"), "recipe.schedule=steps with recipe.milestones")
+        if not 0 < recipe.gamma < 1:
+            what = f"recipe.growth=decays needs recipe.gamma between 0 and 1; it is {recipe.gamma:g}"
+            yield UserError(what, config.where("recipe.gamma"), "recipe.gamma=0.1, say")
+        if recipe.batch_max is None or recipe.batch_max < config.batch.size:
+            what = f"recipe.growth=decays needs recipe.batch_max of batch.size={config.batch.size} or more"
+            yield UserError(what, config.where("recipe.batch_max"), f"recipe.batch_max={config.batch.size * 8}, say")
+    elif recipe.batch_max is not None:
+        what = f"recipe.batch_max needs recipe.growth=decays; it is {recipe.growth}"
+        yield UserError(what, config.where("recipe.batch_max"), "recipe.growth=decays")
+    if recipe.growth == "milestones":
+        if not recipe.grow_at or len(recipe.grow_at) != len(recipe.grow_to):
+            what = f"recipe.grow_at has {len(recipe.grow_at)} epochs, recipe.grow_to {len(recipe.grow_to)} batches"
+            yield UserError(what, config.where("recipe.grow_to"), "one batch for each epoch")
+        if min(recipe.grow_to, default=1) < 1:
+            yield UserError(f"recipe.grow_to is {list(recipe.grow_to)}", config.where("recipe.grow_to"), "batches of 1 or more")
+    elif recipe.grow_at or recipe.grow_to:
+        what = f"recipe.grow_at and recipe.grow_to need recipe.growth=milestones; it is {recipe.growth}"
+        yield UserError(what, config.where("recipe.grow_at"), "recipe.growth=milestones")
+
+
+def _reference_batch(config: Config) -> Iterator[UserError]:
+    if (config.recipe.adapt_regime or config.recipe.sample_noise) and config.optim.base_batch is None:
+        what = "recipe.adapt_regime and recipe.sample_noise compare the batch with optim.base_batch, which is not set"
+        yield UserError(what, config.where("optim.base_batch"), "optim.base_batch=128, say")
+
+
+def _not_rising(key: str, epochs: Sequence[float], where: str) -> Iterator[UserError]:
     if not all(a < b < math.inf for a, b in itertools.pairwise([0.0, *epochs])):
-        raise UserError(f"{name} is {list(epochs)}", where, "give epochs above 0, each more than the one before")
-
-
-def _check_piece(name: str, piece: PieceConfig, where: str) -> None:
-    _check_rising(f"{name}.milestones", piece.milestones, where)
-    if (piece.kind == "steps") != bool(piece.milestones):
-        what = "a piece of steps without milestones" if piece.kind == "steps" else f"milestones in a piece of kind {piece.kind}"
-        raise UserError(f"{name} is {what}", where, "{kind: steps, milestones: [30, 60]}")
+        yield UserError(f"{key} is {list(epochs)}", where, "epochs above 0, each more than the one before")

@@ -8,7 +8,7 @@ import math
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, growth_instead_of_decays
-from hvdtrain.recipe.conflicts import check
+from hvdtrain.recipe.conflicts import check_recipe
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
@@ -19,7 +19,7 @@ def recipe_from_config(config: Config, dataset: int, momentum: float) -> Recipe:
     Raises UserError where keys of the recipe contradict each other, a batch exceeds the data set, the warm-up leaves no epoch to the
     schedule, or a rate is not finite.
     """
-    check(config, config.provenance)
+    check_recipe(config)
     growth = batch_growth(config)
     _check_batches_fit(growth, config, dataset)
     schedule = lr_schedule(config, dataset)
@@ -81,7 +81,7 @@ def warmup_start_lr(config: Config) -> float:
 def lr_schedule(config: Config, dataset: int) -> Schedule:
     """The learning rate for the first batch, over the whole job.
 
-    Raises UserError where the warm-up leaves no epoch to the schedule, or the last piece of a chain begins after the job's end.
+    Raises UserError where the warm-up leaves no epoch to the schedule.
     """
     recipe, warmup, end = config.recipe, warmup_epochs(config, dataset), total_epochs(config)
     if warmup >= end and (recipe.schedule in ("cosine", "polynomial") or recipe.chain):
@@ -114,7 +114,7 @@ def batch_growth(config: Config) -> Growth:
     """The global batch over the whole job."""
     recipe, multiplier, first = config.recipe, epoch_multiplier(config), config.batch.size
     if recipe.growth == "decays":
-        assert recipe.batch_max is not None  # check()
+        assert recipe.batch_max is not None  # check_recipe()
         milestones = tuple(epoch * multiplier for epoch in recipe.milestones)
         return growth_instead_of_decays(first, milestones, recipe.gamma, recipe.batch_max)
     return Growth(first, tuple(epoch * multiplier for epoch in recipe.grow_at), tuple(recipe.grow_to))
@@ -145,9 +145,6 @@ def _schedule_after_warmup(config: Config, warmup: float) -> Schedule:
     pieces, multiplier = schedule_pieces(config.recipe), epoch_multiplier(config)
     job_end, last = float(total_epochs(config)), pieces[-1]
     starts = [0.0, *itertools.accumulate(float((piece.epochs or 0.0) * multiplier) for piece in pieces[:-1])]
-    if starts[-1] >= job_end:
-        what = f"the chain's last piece begins at epoch {starts[-1]:g} of {job_end:g}"
-        raise UserError(what, config.where("recipe.chain"), "shorter pieces, or more epochs")
     ends = [*starts[1:], starts[-1] + last.epochs * multiplier if last.epochs else job_end]
     schedules = []
     for piece, start, end in zip(pieces, starts, ends, strict=True):

@@ -18,7 +18,6 @@ from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.source import Source, Split
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner, Task, momentum
-from hvdtrain.recipe.conflicts import check
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.recipe import Recipe
 
@@ -39,47 +38,30 @@ def unstaged(config: Config) -> Config:
     return config.replace(data=config.data.replace(stage=None))
 
 
+def engine_of(config: Config, place: Placement) -> tuple[str, str]:
+    """(the engine that connect() starts, why it is this one)"""
+    if config.comm.engine != "auto":
+        return config.comm.engine, "as asked"
+    return select_engine(place, os.environ, installed_here(config))
+
+
 def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[Communicator, str]:
     """The engine, and why it is this one."""
-    name, why = config.comm.engine, "as asked"
-    if name == "auto":
-        name, why = select_engine(place, os.environ, installed_here(config))
+    name, why = engine_of(config, place)
     communicator: Communicator = plugins.load("comm", name, provenance.where("comm.engine")).connect(place, config.comm)
     return communicator, why
 
 
-def check_observation(config: Config, provenance: Provenance) -> None:
-    """What is to be seen of a job can be seen; told before any rank waits for another."""
-    profiled(config.profile.steps, config.framework, provenance.where("profile.steps"))
-    odd = [target for target in config.log.targets if not 0 <= target <= 1]
-    if odd:
-        raise UserError(f"log.targets has {odd[0]:g}: accuracies are 0 to 1", provenance.where("log.targets"), "log.targets=[0.9] for 90 %")
-
-
-def profiled(steps: str | None, framework: str, where: str) -> tuple[int, int] | None:
-    """The steps of profile.steps=A:B."""
+def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None:
+    """(A, B) of profile.steps=A:B, None of None. Raises UserError for anything else; `where` says where it was set."""
     if steps is None:
         return None
-    if framework == "numpy":
-        raise UserError("framework=numpy has no profiler", where, "framework=torch or jax, or leave profile.steps out")
     found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
     if not found or int(found[1]) >= int(found[2]):
         raise UserError(
             f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
         )
     return int(found[1]), int(found[2])
-
-
-def check_batch(config: Config, provenance: Provenance, size: int) -> None:
-    """Every rank has a sample of every step, in a recipe without contradictions; what ranks are compared for has ranks to compare."""
-    check(config, provenance)
-    if config.log.noise_scale and size == 1:
-        what = "the gradient noise scale compares the ranks' own gradients with their mean; this is one rank"
-        raise UserError(what, provenance.where("log.noise_scale"), "two ranks or more, or log.noise_scale=false")
-    for key, batch in {"batch.size": config.batch.size, "recipe.grow_to": min(config.recipe.grow_to, default=size)}.items():
-        if batch < size:
-            what = f"batch {batch} does not split over {size} ranks: some would have no sample"
-            raise UserError(what, provenance.where(key), f"{size} or more, or fewer ranks")
 
 
 def build_task(train: Source, val: Source, provenance: Provenance) -> Task:

@@ -93,7 +93,7 @@ def test_without_a_possible_number_of_ranks_the_exit_code_is_2(capsys: pytest.Ca
     for ranks in (100, 200):
         assert f"\n  {ranks}: batch 64 does not split over {ranks} ranks: some would have no sample; fix: {ranks} or more" in text
     text = refused(capsys, *SMALL, "recipe.schedule=steps")  # the same for every number of ranks: reported once
-    assert text.splitlines()[0] == "hvdtrain: schedule=steps without milestones"
+    assert text.splitlines()[0] == "hvdtrain: recipe.schedule=steps needs recipe.milestones"
 
 
 def test_a_job_that_ends_before_its_warmup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +145,7 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
         (["data.name=folder", "data.root=nowhere"], ["nowhere", "or plan without data, as in --samples"]),
-        ([*SMALL, "model.name=mlp"], ["framework=numpy cannot do this model.name"]),
+        ([*SMALL, "model.name=mlp"], ["framework=numpy does not support model.name=mlp"]),
         ([*SMALL, "optim.name=torch.optim.SGD"], ["torch.optim.SGD is a torch optimizer, framework=numpy needs a rule"]),
         (["--config", "none.yaml"], ["cannot read the configuration", "none.yaml"]),
     ],

@@ -200,7 +200,6 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["augment.crop=4", "augment.resized_crop=0.5"], "augment.crop and augment.resized_crop are both set"),
         (["augment.crop=8"], "augment.crop=8 may leave nothing of images of 8 x 9 pixels"),
         (["augment.cutout=9"], "augment.cutout=9 may black out all of images of 8 x 9 pixels"),
     ],

@@ -78,9 +78,6 @@ def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["comm.reduce=bucket"], "framework=jax cannot do this comm.reduce", "leave comm.reduce out, or framework=torch"),
-        (["norm.kind=ghost"], "framework=jax cannot do this norm.kind", "leave norm.kind out"),
-        (["model.classifier_std=0.01"], "framework=jax cannot do this model.classifier_std", "or framework=torch"),
         (["speed.device=cuda"], "no CUDA device is visible to jax", "speed.device=cpu, or a jax built for this GPU"),
         (["optim.name=torch.optim.RMSprop"], "torch.optim.RMSprop is a torch optimizer, framework=jax needs a rule", "framework=torch"),
         (["model.name=resnet18"], "unknown name for framework=jax: resnet18", "known: convnet, linear, mlp"),

@@ -225,21 +225,16 @@ def test_a_state_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["framework=numpy", "model.name=mlp"], "framework=numpy cannot do this model.name"),
-        (["framework=numpy", "model.name=linear", "speed.device=cuda"], "framework=numpy cannot do this speed.device"),
-        (["framework=numpy", "model.name=linear", "comm.reduce=bucket"], "framework=numpy cannot do this comm.reduce"),
         (["model.name=torch.nn:Identity"], "torch.nn:Identity has no parameter to train"),
         (["model.name=torch.nn:Conv2d", "model.in_channels=2", "model.out_channels=5", "model.kernel_size=1"], "not logits (2, 3)"),
         (["model.widths=[0,4,4,4]"], "make no network"),
         (["model.name=mlp", "model.dropout=2"], "make no network"),
-        (["comm.reduce=distributed_optimizer"], "needs the horovod engine; this is single"),
         (["speed.device=cuda"], "no CUDA device is visible"),
         (["optim.name=sgdd"], "unknown name: sgdd"),
         (
             ["framework=numpy", "model.name=linear", "optim.name=torch.optim.SGD"],
             "torch.optim.SGD is a torch optimizer, framework=numpy needs a rule",
         ),
-        (["framework=numpy", "model.name=linear", "norm.kind=ghost"], "framework=numpy cannot do this norm.kind"),
         (["model.name=mlp", "norm.kind=ghost"], "no batch norm layer"),
         (["model.name=faulty:not_a_model"], "gave a str, not a torch.nn.Module"),
         (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),

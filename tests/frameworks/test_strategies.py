@@ -71,28 +71,3 @@ def test_tuned_buckets_are_the_same_on_all_ranks_and_change_nothing(engine: str)
 def test_adasum_of_two_ranks_is_its_formula_tensor_by_tensor() -> None:
     adasum = found("horovod")["adasum"]
     assert adasum["gap"] < 1e-12 and "by Adasum, each tensor by itself" in adasum["model"]
-
-
-REFUSED = {
-    "comm.local_steps=2 norm.kind=sync model.name=convnet model.widths=[8]": "norm.kind=sync joins the ranks in every step",
-    "comm.op=adasum comm.local_steps=2": "comm.op=adasum and comm.local_steps=2 do not go together",
-    "comm.compression=fp16 speed.precision=fp64": "it would round float64",
-    "comm.local_steps=3": "the ranks meet every 10 steps, where they average too",
-    "comm.local_steps=2 speed.precision=fp16": "each rank would have a loss scale of its own",
-    "comm.local_steps=2 guard.nonfinite=skip": "a rank that skips a step by itself parts from the others",
-    "comm.local_steps=2 comm.reduce=bucket": "local steps have no gradients for buckets",
-    "comm.local_steps=2 comm.tune=true": "there are no buckets to tune",
-    "comm.local_steps=2 log.noise_scale=true": "local steps have no common gradient",
-    "comm.compression=fp16 comm.reduce=distributed_optimizer": "distributed_optimizer has no comm.compression=fp16",
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_wishes_that_cannot_be_fulfilled_are_told(engine: str) -> None:
-    refused, horovod = found(engine)["refused"], engine == "horovod"
-    for words, text in REFUSED.items():
-        assert text in refused[words]
-    assert ("Horovod has no bfloat16" in refused["comm.compression=bf16"]) == horovod
-    assert ("Adasum is Horovod's" in refused["comm.op=adasum"]) == (not horovod)
-    for words in ("comm.cycle_ms=1", "comm.hierarchical=true"):
-        assert (f"{words.split('=')[0]} is Horovod's" in refused[words]) == (not horovod)

@@ -26,22 +26,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.train.build import build_learner
 
-REFUSED = [
-    "comm.compression=bf16",
-    "comm.op=adasum",
-    "comm.op=adasum comm.local_steps=2",
-    "comm.compression=fp16 speed.precision=fp64",
-    "comm.local_steps=2 norm.kind=sync model.name=convnet model.widths=[8]",
-    "comm.local_steps=2 log.noise_scale=true",
-    "comm.local_steps=3",
-    "comm.local_steps=2 speed.precision=fp16",
-    "comm.local_steps=2 guard.nonfinite=skip",
-    "comm.local_steps=2 comm.reduce=bucket",
-    "comm.local_steps=2 comm.tune=true",
-    "comm.compression=fp16 comm.reduce=distributed_optimizer",
-    "comm.cycle_ms=1",
-    "comm.hierarchical=true",
-]
 TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
@@ -151,16 +135,6 @@ def sums(communicator: Communicator) -> dict[str, Any]:
     return found
 
 
-def refused(communicator: Communicator) -> dict[str, str]:
-    found = {}
-    for words in REFUSED:
-        try:
-            found[words] = learner(communicator, *words.split()).describe()
-        except UserError as error:
-            found[words] = str(error)
-    return found
-
-
 def main(name: str, out: str) -> None:
     place = placement(os.environ)
     communicator: Communicator = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
@@ -169,7 +143,6 @@ def main(name: str, out: str) -> None:
         "fp16": wire(communicator, "fp16"),
         "sums": sums(communicator),
         "tuned": tuned(communicator),
-        "refused": refused(communicator),
     }
     if name != "horovod":
         found["bf16"] = wire(communicator, "bf16")

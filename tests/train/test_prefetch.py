@@ -170,8 +170,6 @@ def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
         config = configure(None, words.split())[0].data
         assert (choose_read_ahead(config, False, 2), choose_read_ahead(config, True, 2)) == (slow, fast), words
     assert choose_read_ahead(configure(None, [])[0].data, False, 6) == ReadAhead(DEFAULT_STEPS_AHEAD, 1)
-    with pytest.raises(UserError, match="nothing to do"):
-        choose_read_ahead(configure(None, ["data.ahead=0", "data.readers=2"])[0].data, False)
 
 
 def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:

@@ -25,7 +25,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
-from hvdtrain.train.build import profiled
+from hvdtrain.train.build import parse_profile_steps
 from hvdtrain.train.progress.train_state import Reached, TrainState, from_json, to_json
 from hvdtrain.train.progress.triggers import energy_fields, energy_of, judge
 from hvdtrain.train.telemetry.energy import Counter, Energy, measure
@@ -196,15 +196,6 @@ def test_all_ranks_look_at_their_counters_together_and_power_is_of_the_time_betw
     assert told[0] is None and told[1] == pytest.approx(200.0, rel=0.05) and told[2] == pytest.approx(told[1], rel=0.3)
 
 
-def test_what_cannot_be_seen_is_refused_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, text in {
-        "log.targets=[0.5,95]": "log.targets has 95: accuracies are 0 to 1\n  where: log.targets, command line",
-        "profile.steps=banana": "profile.steps=banana is no range of steps",
-    }.items():
-        assert main([word, f"run={tmp_path / 'run'}", "data.name=folder", "data.root=nowhere"]) == 2
-        assert text in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
@@ -237,20 +228,14 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
 @pytest.mark.parametrize("text", ["10", "15:10", "5:5", "a:b", "1:2:3", "-1:4", ""])
 def test_profile_steps_that_are_no_range(text: str) -> None:
     with pytest.raises(UserError, match=r"is no range of steps\n.*where: profile.steps, x\n.*profile.steps=10:15 traces the five steps"):
-        profiled(text, "torch", "profile.steps, x")
-    assert profiled("10:15", "torch", "") == (10, 15) and profiled(None, "numpy", "") is None
+        parse_profile_steps(text, "profile.steps, x")
+    assert parse_profile_steps("10:15", "") == (10, 15) and parse_profile_steps(None, "") is None
 
 
 def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("profile:\n  steps: 10:15\n")  # which YAML 1.1 reads as 615
     config, _ = configure(str(tmp_path / "c.yaml"), [])
     assert config.profile.steps == "10:15"
-
-
-def test_numpy_has_no_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["framework=numpy", "model.name=linear", "max_steps=3", "profile.steps=1:2", "run=out"]) == 2
-    assert "framework=numpy has no profiler\n  where: profile.steps" in capsys.readouterr().err
 
 
 def ranges(trace: Path) -> list[str]:

@@ -295,13 +295,3 @@ def test_a_bug_shows_its_traceback_and_code_1(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "ArithmeticError: forward 2 was made to fail" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("rank 0 on ")
-
-
-def test_too_few_samples_for_the_ranks() -> None:
-    from hvdtrain.errors import UserError
-    from hvdtrain.train.build import check_batch
-
-    config, provenance = configure(None, ["batch.size=1"])
-    check_batch(config, provenance, SingleProcessCommunicator.size)
-    with pytest.raises(UserError, match="batch 1 does not split over 2 ranks"):
-        check_batch(config, provenance, 2)

@@ -15,7 +15,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
-from hvdtrain.train.build import build_learner, build_recipe, check_batch
+from hvdtrain.train.build import build_learner, build_recipe
+from hvdtrain.train.conflicts import refuse_conflicts
 from hvdtrain.train.health.deadline import Deadline
 from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.monitor import HealthMonitor
@@ -36,7 +37,7 @@ class Trainer:
     ) -> None:
         config = resolve_batch_size(config, communicator.size)
         provenance = config.provenance
-        check_batch(config, provenance, communicator.size)
+        refuse_conflicts(config, communicator.name, communicator.size)
         config = config.replace(epochs=10**6, max_steps=None)
         self.data = parts or prepare(config, provenance)
         learner: Any = build_learner(config, provenance, self.data.task, communicator)

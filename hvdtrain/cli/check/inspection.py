@@ -56,8 +56,10 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
 
 def inspect_job(rank: RankInspection, config: Config, provenance: Provenance, communicator: Communicator) -> RunFolderFacts | None:
     """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
-    from hvdtrain.train.build import check_batch
+    from hvdtrain.train.conflicts import refuse_conflicts
 
+    if communicator.rank == 0:
+        rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))
     rank.facts["config"] = digest(values_by_key(config))
     rank.facts["libraries"] = dry_run.load_libraries(communicator)
     rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config, provenance))
@@ -66,7 +68,6 @@ def inspect_job(rank: RankInspection, config: Config, provenance: Provenance, co
         rank.findings += rank.attempt(lambda: dry_run.try_cache_folder(rank.facts["host"])) or []
     if communicator.rank != 0:
         return None
-    rank.attempt(lambda: check_batch(config, provenance, communicator.size))
     run_folder = rank.attempt(lambda: dry_run.try_run_folder(config, provenance))
     if run_folder is None:
         return None

@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast, group_by_recipe
+from hvdtrain.cli.plan.forecast import Forecast, Infeasible, find_conflict, forecast, group_by_recipe
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
@@ -38,6 +38,9 @@ def plan(arguments: Sequence[str]) -> int:
     options, config_arguments = _parse(arguments)
     config, provenance = configure(options.config, config_arguments)
     plugins.check_names(config, provenance)
+    conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
+    if len(conflicts) == len(options.ranks):  # before data are read
+        raise _none_feasible(conflicts)
     data = _training_data(options, config, provenance)
     forecasts = [forecast(config, provenance, data.samples, ranks) for ranks in options.ranks]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]

@@ -19,7 +19,8 @@ from hvdtrain.optim.rule import Plain, Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.train.build import build_recipe, check_batch
+from hvdtrain.train.build import build_recipe
+from hvdtrain.train.conflicts import refuse_on_every_engine
 from hvdtrain.train.input.micro_batches import micro_batches_per_step
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
@@ -90,13 +91,22 @@ class Infeasible(NamedTuple):
     error: UserError
 
 
-def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Infeasible:
-    """The job on `ranks` ranks, after the checks that every rank makes at its start; `dataset`: training samples."""
+def find_conflict(config: Config, ranks: int) -> Infeasible | None:
+    """Why the configuration does not fit `ranks` ranks, whatever the data; None where it does."""
     try:
-        config = resolve_batch_size(config, ranks)
-        provenance = config.provenance
-        check_batch(config, provenance, ranks)
-        recipe = build_recipe(config, provenance, dataset)
+        refuse_on_every_engine(resolve_batch_size(config, ranks), ranks)
+    except UserError as error:
+        return Infeasible(ranks, error)
+    return None
+
+
+def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Infeasible:
+    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them; `dataset`: training samples."""
+    if conflict := find_conflict(config, ranks):
+        return conflict
+    config = resolve_batch_size(config, ranks)
+    try:
+        recipe = build_recipe(config, config.provenance, dataset)
     except UserError as error:
         return Infeasible(ranks, error)
     return Forecast(ranks, config, recipe, dataset, batch_phases(recipe, dataset, config.max_steps))

@@ -44,11 +44,9 @@ def is_enabled(augment: AugmentConfig) -> bool:
 
 
 def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> None:
-    """Raises UserError where an image of `shape`, (H, W, C), might become all black, or where both kinds of crop are on."""
+    """Raises UserError where an image of `shape`, (H, W, C), might become all black."""
     height, width, _ = shape
     images = f"images of {height} x {width} pixels"
-    if augment.crop and augment.resized_crop:
-        raise UserError("augment.crop and augment.resized_crop are both set", augment.where("crop"), "keep one of them")
     if augment.crop >= min(height, width):
         what = f"augment.crop={augment.crop} may leave nothing of {images}"
         raise UserError(what, augment.where("crop"), f"less than {min(height, width)}")

@@ -12,34 +12,19 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner, Task, build_rule, check_knobs, fair_threads, plain_dtype
+from hvdtrain.frameworks.learner import Learner, Task, build_rule, fair_threads, plain_dtype
 
 
 def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=jax."""
-    refuse(config, provenance)
-    check_knobs(config, provenance, communicator)
     jax = load_jax(provenance)
     start_threads(jax, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner
     from hvdtrain.frameworks.jax.model import Place, build_model
 
-    place = Place(pick_device(jax, config, provenance, communicator), plain_dtype(config, provenance))
+    place = Place(pick_device(jax, config, provenance, communicator), plain_dtype(config))
     model = build_model(config, provenance, task, place)
     return JaxLearner(config, model, build_rule(config, provenance), task, communicator, place)
-
-
-def refuse(config: Config, provenance: Provenance) -> None:
-    """A UserError for what framework=torch alone does."""
-    impossible = {
-        "comm.reduce": config.comm.reduce != "auto",
-        "norm.kind": config.norm.kind != "batch",
-        "model.classifier_std": config.model.classifier_std is not None,
-    }
-    plain_dtype(config, provenance)
-    for key, wrong in impossible.items():
-        if wrong:
-            raise UserError(f"framework=jax cannot do this {key}", provenance.where(key), f"leave {key} out, or framework=torch")
 
 
 def load_jax(provenance: Provenance) -> Any:
@@ -82,7 +67,6 @@ def pick_device(jax: Any, config: Config, provenance: Provenance, communicator: 
 
 def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
-    refuse(config, provenance)
     jax = load_jax(provenance)
     from hvdtrain.frameworks.jax.model import Place, build_model
 

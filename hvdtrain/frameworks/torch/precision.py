@@ -36,9 +36,6 @@ def pick_precision(config: Config, provenance: Provenance, device: torch.device,
     if name == "auto":
         able = all(communicator.allgather_object(is_built_for_bf16(device)))
         name, why = ("bf16", ", which this device is built for") if able else ("fp32", ": no bf16 unit")
-    if name == "fp16" and config.log.noise_scale:
-        what = "log.noise_scale reads each rank's own gradients, which fp16 scales"
-        raise UserError(what, provenance.where("speed.precision"), "speed.precision=bf16, or log.noise_scale=false")
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
     summary = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why

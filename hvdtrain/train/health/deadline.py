@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from hvdtrain.config.read import Provenance
-from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
 STEPS_LEFT = 1.5  # of the longest interval between two meetings of the ranks: the next one must be in time
@@ -46,12 +44,6 @@ def _seconds(words: str) -> float | None:
         first, second, third = match.groups()
         return 60.0 * int(first) + int(second) if third is None else 3600.0 * int(first) + 60 * int(second) + int(third)
     return None
-
-
-def check_time(config: Config, provenance: Provenance) -> None:
-    """A UserError where guard.max_time is no length of time; before any rank waits for another."""
-    if config.guard.max_time is not None:
-        parse_duration(config.guard.max_time, provenance.where("guard.max_time"))
 
 
 class Limit(NamedTuple):

@@ -16,7 +16,6 @@ from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.source import ArraySource, Source
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.train.input.micro_batches import read_batch, split_step
@@ -149,10 +148,7 @@ def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1)
     """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this rank's part of the cores.
 
     A reader reads a whole step, so there are at least as many steps ahead as readers.
-    Raises UserError where data.readers is set with data.ahead=0.
     """
-    if config.ahead == 0 and config.readers:
-        raise UserError("readers have nothing to do without steps ahead", "data.readers", "data.ahead=2, or leave data.readers out")
     if config.ahead == 0 or (config.ahead is None and is_fast and not config.readers):
         return ReadAhead(0, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

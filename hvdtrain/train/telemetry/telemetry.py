@@ -25,7 +25,7 @@ from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import LOGGER
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
-from hvdtrain.train.build import profiled
+from hvdtrain.train.build import parse_profile_steps
 from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.progress.triggers import energy_fields
 from hvdtrain.train.telemetry.energy import PAUSE_S, Energy, measure
@@ -41,7 +41,7 @@ def telemetry(
     communicator, learner = rank
     gpu = learner.gpu()
     energy = measure(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
-    steps, name = profiled(config.profile.steps, config.framework, provenance.where("profile.steps")), f"rank-{communicator.rank:05d}"
+    steps, name = parse_profile_steps(config.profile.steps, provenance.where("profile.steps")), f"rank-{communicator.rank:05d}"
     profile = (*steps, run / "profile" / name) if steps else None
     return Telemetry(communicator, learner, energy, hosts, log, config.log.step_times, profile)
 
