@@ -20,7 +20,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.frameworks.learner import Learner, Task, build_rule, check_fit, plain_dtype, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.clipping import clip
-from hvdtrain.optim.rule import Plain, Rule, is_excluded
+from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
 
 
 class NumpyLearner:
@@ -34,7 +34,7 @@ class NumpyLearner:
         self.waits_only_in_communication = True
         features = int(np.prod(task.shape))
         self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
-        self.ops = Plain(np)
+        self.ops = ArrayOps(np)
         self.optimizer_state = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
         spared = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
         self.rules = {name: rule.without_trust_ratio() if name in spared else rule for name in self.weights}

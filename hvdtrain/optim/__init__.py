@@ -1,1 +1,1 @@
-"""The optimizers that optim.name knows, each a pair of functions over arrays of any framework."""
+"""The optimizers that optim.name selects: one file each, written once for all frameworks."""

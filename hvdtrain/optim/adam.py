@@ -1,10 +1,10 @@
-"""Adam: each number's step is scaled by running means of its gradient and of the gradient's square."""
+"""Adam: the step of each number is the running mean of its gradient over the root of the running mean of the gradient's square."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -13,7 +13,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 @dataclass(frozen=True)
 class Adam:
-    """p = p - lr u, u = adapted(g + d p) (Kingma, Ba 2014, arXiv:1412.6980, algorithm 1; the decay as torch.optim.Adam adds it)."""
+    """p = p - lr u, u = adapted_gradient(g + d p) (Kingma, Ba 2014, arXiv:1412.6980, algorithm 1; the decay as in torch.optim.Adam)."""
 
     beta2: float = 0.999
     eps: float = 1e-8
@@ -25,48 +25,53 @@ class Adam:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         decayed = ops.axpy(h.weight_decay, P, ops.copy(g))
-        factor, u, optimizer_state = adapted(decayed, optimizer_state, h, (self.beta2, self.eps), ops)
-        return ops.axpy(-h.lr * factor, u, P), optimizer_state
+        u = adapted_gradient(decayed, state, h, self.beta2, self.eps, ops)
+        return ops.axpy(-h.lr * u.factor, u.direction, P), u.state
 
 
 def moments(p: Array, ops: Ops) -> tuple[Any, ...]:
-    """The slots of adapted(): running means of the gradient and of its square."""
+    """The state of adapted_gradient(): running means of the gradient and of its square."""
     return ops.zeros_like(p), ops.zeros_like(p)
 
 
-def adapted(
-    g: Array, optimizer_state: tuple[Any, ...], h: Hyper, constants: tuple[float, float], ops: Ops
-) -> tuple[Any, Array, tuple[Any, ...]]:
-    """(factor, u, new slots); `factor u`, u in new memory, is the mean of gradients over the root of the mean of their squares.
+class AdaptedGradient(NamedTuple):
+    """Adam's step, `factor` times `direction`, and the new state."""
+
+    factor: Any  # corrects the means for their start at 0
+    direction: Array  # in new memory
+    state: tuple[Any, ...]
+
+
+def adapted_gradient(g: Array, state: tuple[Any, ...], h: Hyper, beta2: float, eps: float, ops: Ops) -> AdaptedGradient:
+    """The running mean of gradients over the root of the running mean of their squares.
 
     With m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g g, corrected for their start at 0 by c1 = 1 - b1^t and c2 = 1 - b2^t:
-    (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps sqrt(c2)). `constants` are (b2, eps).
-    t counts the job's steps, as in timm; torch.optim.Adam counts each parameter's own, so the two part where one gets its first
-    gradient late. In hvdtrain none does: a parameter that no loss reached has a gradient of zero.
+    (m / c1) / (sqrt(v / c2) + eps) = (sqrt(c2) / c1) m / (sqrt(v) + eps sqrt(c2)).
+    t counts the steps of the job, as in timm. torch.optim.Adam counts those of each parameter, which differs for a parameter that gets its
+    first gradient late; in hvdtrain none does, since a parameter that no loss depends on has a gradient of zero.
     """
-    beta2, eps = constants
     t = h.step + 1
     root = (1 - beta2**t) ** 0.5
-    m = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, optimizer_state[0]))
-    v = ops.addcmul(1 - beta2, g, g, ops.scale(beta2, optimizer_state[1]))
-    return root / (1 - h.momentum**t), ops.over_root(m, v, eps * root), (m, v)
+    m = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, state[0]))
+    v = ops.addcmul(1 - beta2, g, g, ops.scale(beta2, state[1]))
+    return AdaptedGradient(root / (1 - h.momentum**t), ops.divide_by_sqrt(m, v, eps * root), (m, v))
 
 
 def check_moments(beta2: float, eps: float) -> None:
-    """A UserError for a beta2 or eps with which no mean of squares can be divided by."""
+    """Raises UserError where beta2 makes no running mean, or eps cannot be added to a divisor."""
     if not 0 <= beta2 < 1:
         what = f"a beta2 of {beta2} makes no running mean"
         raise UserError(what, "optim.beta2", "give 0 or more and less than 1, as in optim.beta2=0.999")
     if not 0 <= eps < math.inf:
-        raise UserError(f"an eps of {eps} cannot guard a division", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
+        raise UserError(f"eps={eps} is negative or not finite", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-8) -> Rule:
     """The rule of optim.name=adam; optim.momentum is its beta1.
 
-    beta2: how much of the running mean of squares stays at each step
+    beta2: decay of the running mean of squares
     eps: added to the root of the mean of squares
     """
     check_moments(beta2, eps)

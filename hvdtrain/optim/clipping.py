@@ -1,4 +1,4 @@
-"""Gradient clipping: the mean gradient is cut by value, then by its norm over all parameters."""
+"""Gradient clipping: the mean gradient is clipped by value, then by its norm over all parameters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 Array = Any
 
 
-def clip(gradients: Sequence[Array], norm: float | None, value: float | None, xp: Any) -> list[Array]:
-    """The gradients of all parameters, cut; xp is numpy, jax.numpy or torch. Nothing is changed in place.
+def clip(gradients: Sequence[Array], max_norm: float | None, max_value: float | None, xp: Any) -> list[Array]:
+    """The clipped gradients of all parameters; xp is numpy, jax.numpy or torch. Nothing is changed in place.
 
-    `value`: each number is cut to [-value, value]. `norm`: then all are scaled by min(1, norm / length), where length is the Euclidean
-    norm over all parameters together (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, algorithm 1).
+    Each number is clipped to [-max_value, max_value]; then all are scaled by min(1, max_norm / norm), where norm is the Euclidean norm over
+    all parameters together (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, algorithm 1).
     """
-    cut = list(gradients) if value is None else [xp.clip(g, -value, value) for g in gradients]
-    if norm is None:
-        return cut
-    length = xp.sqrt(sum((g * g).sum() for g in cut))
-    share = norm / xp.clip(length, norm, None)
-    return [g * share for g in cut]
+    clipped = list(gradients) if max_value is None else [xp.clip(g, -max_value, max_value) for g in gradients]
+    if max_norm is None:
+        return clipped
+    norm = xp.sqrt(sum((g * g).sum() for g in clipped))
+    factor = max_norm / xp.clip(norm, max_norm, None)
+    return [g * factor for g in clipped]

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled, layer by layer, to the norm of the weights."""
+"""LAMB: Adam whose step is scaled, layer by layer, by the norm of the weights over the norm of the step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.core.progress import Hyper
-from hvdtrain.optim.adam import adapted, check_moments, moments
-from hvdtrain.optim.lars import moving, ratio_or_one
+from hvdtrain.optim.adam import adapted_gradient, check_moments, moments
+from hvdtrain.optim.lars import both_positive, ratio_or_one
 from hvdtrain.optim.rule import Array, Ops, Rule
 
 
 @dataclass(frozen=True)
 class Lamb:
-    """u = adapted(g) + d p, p = p - lr (|p| / |u|) u, the ratio 1 where a norm is 0.
+    """u = adapted_gradient(g) + d p, p = p - lr (|p| / |u|) u, the ratio 1 where a norm is 0.
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2 with phi the identity.
     """
@@ -29,19 +29,20 @@ class Lamb:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        factor, u, optimizer_state = adapted(g, optimizer_state, h, (self.beta2, self.eps), ops)
-        u = ops.axpy(h.weight_decay, P, ops.scale(factor, u))
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        adam = adapted_gradient(g, state, h, self.beta2, self.eps, ops)
+        u = ops.axpy(h.weight_decay, P, ops.scale(adam.factor, adam.direction))
         if not self.adapt:
-            return ops.axpy(-h.lr, u, P), optimizer_state
-        weights, step = ops.norm(P), ops.norm(u)
-        return ops.axpy(-h.lr * ratio_or_one(weights, step, moving(weights, step), ops), u, P), optimizer_state
+            return ops.axpy(-h.lr, u, P), adam.state
+        weight_norm, step_norm = ops.norm(P), ops.norm(u)
+        trust_ratio = ratio_or_one(weight_norm, step_norm, both_positive(weight_norm, step_norm), ops)
+        return ops.axpy(-h.lr * trust_ratio, u, P), adam.state
 
 
 def build(*, beta2: float = 0.999, eps: float = 1e-6) -> Rule:
     """The rule of optim.name=lamb; optim.momentum is its beta1.
 
-    beta2: how much of the running mean of squares stays at each step
+    beta2: decay of the running mean of squares
     eps: added to the root of the mean of squares
     """
     check_moments(beta2, eps)

@@ -1,13 +1,20 @@
-"""LARC: LARS whose ratio may lower a layer's rate, never raise it."""
+"""LARC: LARS whose trust ratio may lower the learning rate of a layer, never raise it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hvdtrain.core.progress import Hyper
-from hvdtrain.optim.lars import check_ratio, moving, ratio_or_one
+from hvdtrain.optim.lars import both_positive, check_ratio, ratio_or_one
 from hvdtrain.optim.rule import Array, Ops, Rule
+
+
+class _Factors(NamedTuple):
+    """Of the gradient and of the weights, whose sum goes into the momentum."""
+
+    gradient: Any
+    decay: Any
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Larc:
     """a = trust |p| / (|g| + d |p| + eps), in mode=clip then min(a / lr, 1); v = m v + a (g + d p), p = p - lr v.
 
     Source: NVIDIA Apex, apex/parallel/LARC.py, around an SGD with momentum as torch.optim.SGD has it.
-    Where |p| or |g| is 0 the gradient is left alone, as in Apex: v = m v + g, without decay. timm's Lars(trust_clip=True) differs there,
+    Where |p| or |g| is 0 the gradient is not scaled, as in Apex: v = m v + g, without decay. timm's Lars(trust_clip=True) differs there,
     it decays and scales by min(1 / lr, 1); a test holds both.
     """
 
@@ -31,21 +38,20 @@ class Larc:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        a, decay = self._factors(g, P, h, ops)
-        v = ops.axpy(decay, P, ops.axpy(a, g, ops.scale(h.momentum, optimizer_state[0])))
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        factors = self._factors(g, P, h, ops)
+        v = ops.axpy(factors.decay, P, ops.axpy(factors.gradient, g, ops.scale(h.momentum, state[0])))
         return ops.axpy(-h.lr, v, P), (v,)
 
-    def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> tuple[Any, Any]:
-        """Of the gradient, and of the weights that are added to it."""
+    def _factors(self, g: Array, p: Array, h: Hyper, ops: Ops) -> _Factors:
         if not self.adapt:
-            return 1.0, h.weight_decay
-        weights, gradient = ops.norm(p), ops.norm(g)
-        moves = moving(weights, gradient)
-        a = ratio_or_one(self.trust * weights, gradient + h.weight_decay * weights + self.eps, moves, ops)
+            return _Factors(1.0, h.weight_decay)
+        weight_norm, gradient_norm = ops.norm(p), ops.norm(g)
+        scaled = both_positive(weight_norm, gradient_norm)
+        a = ratio_or_one(self.trust * weight_norm, gradient_norm + h.weight_decay * weight_norm + self.eps, scaled, ops)
         if self.mode == "clip":
-            a = ops.where(moves, a / ops.where(a > h.lr, a, h.lr), 1.0)  # min(a / lr, 1), for a rate of 0 too
-        return a, ops.where(moves, a * h.weight_decay, 0.0)
+            a = ops.where(scaled, a / ops.where(a > h.lr, a, h.lr), 1.0)  # min(a / lr, 1), defined for lr = 0 too
+        return _Factors(a, ops.where(scaled, a * h.weight_decay, 0.0))
 
 
 def build(*, mode: Literal["clip", "scale"] = "clip", trust: float = 0.02, eps: float = 1e-8) -> Rule:

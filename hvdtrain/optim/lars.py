@@ -1,4 +1,4 @@
-"""LARS: each layer's step is scaled to the norm of its weights."""
+"""LARS: SGD with momentum whose learning rate is scaled, layer by layer, by the norm of the weights over that of the gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Lars:
     """a = trust |p| / (|g| + d |p| + eps), 1 where |p| or |g| is 0 (You, Gitman, Ginsburg 2017, arXiv:1708.03888, eq. 6 and algorithm 1).
 
     form=paper: v = m v + lr a (g + d p), p = p - v. form=torch: v = m v + a (g + d p), p = p - lr v. Equal while lr is constant.
-    Deviations, held by tests: eps (MLPerf's) is not in the paper; a layer without gradient decays unscaled, as in timm, because a is 1.
+    Deviations, held by tests: eps (MLPerf's) is not in the paper; a layer without gradient decays unscaled, as in timm, since a is 1.
     """
 
     form: Literal["torch", "paper"] = "torch"
@@ -31,35 +31,37 @@ class Lars:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)  # the rate after the momentum, or inside of it
-        a = before * self._ratio(g, P, h, ops)
-        v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, optimizer_state[0])))
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        # the learning rate multiplies what goes into the momentum (paper), or what comes out of it (torch)
+        before, after = (1.0, h.lr) if self.form == "torch" else (h.lr, 1.0)
+        a = before * self._trust_ratio(g, P, h, ops)
+        v = ops.axpy(a * h.weight_decay, P, ops.axpy(a, g, ops.scale(h.momentum, state[0])))
         return ops.axpy(-after, v, P), (v,)
 
-    def _ratio(self, g: Array, p: Array, h: Hyper, ops: Ops) -> Scalar | float:
+    def _trust_ratio(self, g: Array, p: Array, h: Hyper, ops: Ops) -> Scalar | float:
         if not self.adapt:
             return 1.0
-        weights, gradient = ops.norm(p), ops.norm(g)
-        return ratio_or_one(self.trust * weights, gradient + h.weight_decay * weights + self.eps, moving(weights, gradient), ops)
+        weight_norm, gradient_norm = ops.norm(p), ops.norm(g)
+        denominator = gradient_norm + h.weight_decay * weight_norm + self.eps
+        return ratio_or_one(self.trust * weight_norm, denominator, both_positive(weight_norm, gradient_norm), ops)
 
 
-def moving(weights: Scalar, step: Scalar) -> Any:
+def both_positive(a: Scalar, b: Scalar) -> Any:
     """Where neither of two norms is 0."""
-    return (weights > 0) & (step > 0)
+    return (a > 0) & (b > 0)
 
 
-def ratio_or_one(above: Scalar, below: Scalar, where: Any, ops: Ops) -> Scalar:
-    """above / below, and 1 elsewhere, where nothing is divided: numpy would warn."""
-    return ops.where(where, above / ops.where(where, below, 1.0), 1.0)
+def ratio_or_one(numerator: Scalar, denominator: Scalar, where: Any, ops: Ops) -> Scalar:
+    """numerator / denominator, and 1 elsewhere, where nothing is divided: numpy would warn of a division by 0."""
+    return ops.where(where, numerator / ops.where(where, denominator, 1.0), 1.0)
 
 
 def check_ratio(trust: float, eps: float) -> None:
-    """A UserError for a trust or eps with which no ratio can be computed."""
+    """Raises UserError for a trust or eps with which no trust ratio can be computed."""
     if not 0 < trust < math.inf:
         raise UserError(f"a trust of {trust} moves no layer", "optim.trust", "give a number above 0, as in optim.trust=0.001")
     if not 0 <= eps < math.inf:
-        raise UserError(f"an eps of {eps} cannot guard a division", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
+        raise UserError(f"eps={eps} is negative or not finite", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
 
 
 def build(*, form: Literal["torch", "paper"] = "torch", trust: float = 0.001, eps: float = 0.0) -> Rule:

@@ -1,4 +1,4 @@
-"""NovoGrad: each layer's gradient is divided by a running mean of its norm, before the momentum."""
+"""NovoGrad: the gradient of each layer is divided by the root of a running mean of its squared norm, before the momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NovoGrad:
     """v = b2 v + (1 - b2) |g|^2, m = b1 m + g / (sqrt(v) + eps) + d p, p = p - lr m; v is one number for each layer, |g|^2 at first.
 
     (Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1.) Deviation, as NVIDIA's own code and timm's copy of it do, held by a test:
-    v takes |g|^2 whole as long as it is 0, so gradients of zero at the beginning do not count as the first.
+    v is set to |g|^2 as long as it is 0, so gradients of zero at the beginning do not count as the first one.
     """
 
     beta2: float = 0.98
@@ -28,19 +28,19 @@ class NovoGrad:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return ops.zeros_like(p), ops.zero(p)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         norm = ops.norm(g)
         square = norm * norm
-        v = ops.where(optimizer_state[1] > 0, self.beta2 * optimizer_state[1] + (1 - self.beta2) * square, square)
-        share = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)  # where v is 0 so is g: no division by an eps of 0
-        m = ops.axpy(h.weight_decay, P, ops.axpy(share, g, ops.scale(h.momentum, optimizer_state[0])))
+        v = ops.where(state[1] > 0, self.beta2 * state[1] + (1 - self.beta2) * square, square)
+        factor = 1.0 / ops.where(v > 0, ops.sqrt(v) + self.eps, 1.0)  # where v is 0 so is g: no division by an eps of 0
+        m = ops.axpy(h.weight_decay, P, ops.axpy(factor, g, ops.scale(h.momentum, state[0])))
         return ops.axpy(-h.lr, m, P), (m, v)
 
 
 def build(*, beta2: float = 0.98, eps: float = 1e-8) -> Rule:
     """The rule of optim.name=novograd; optim.momentum is its beta1, 0.95 where left out.
 
-    beta2: how much of the running mean of a layer's squared gradient norm stays at each step
+    beta2: decay of the running mean of a layer's squared gradient norm
     eps: added to the root of that mean
     """
     check_moments(beta2, eps)

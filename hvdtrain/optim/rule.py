@@ -1,4 +1,4 @@
-"""Rule: an optimizer as a pair of functions over arrays of any framework, written against a handful of array operations."""
+"""Rule: an optimizer as two functions, init and update, over the arrays of any framework."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
 
-Array = Any  # the arrays of one or more parameters, as the Ops at hand take them: touched by Ops alone, never by operators
-Scalar = Any  # one number for each parameter (a 0-d array, or a row of them): plain operators and Ops.where work on it
+Array = Any  # the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops, never by operators
+Scalar = Any  # one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where work on it
 
 
 class Ops(Protocol):
-    """What a rule may do to arrays. A capital Y may be overwritten and must not be used again: take the result.
+    """The array operations of a rule. An argument with a capital letter may be overwritten: use the result in its place.
 
-    Factors `a` are Python numbers or Scalars; a Python 0.0 costs nothing. `axpy` and `scale` are BLAS's words.
+    Factors `a` are Python numbers or Scalars; with a Python 0.0 nothing is computed. `axpy` is the name of BLAS.
     """
 
     def zeros_like(self, x: Array) -> Array: ...
     def zero(self, x: Array) -> Scalar:
-        """A Scalar of zeros in x's dtype, for slots that hold one number for each parameter."""
+        """A Scalar of zeros in x's dtype, for state that is one number for each parameter."""
 
     def copy(self, x: Array) -> Array: ...
     def scale(self, a: Scalar | float, Y: Array) -> Array:
@@ -30,7 +30,7 @@ class Ops(Protocol):
     def addcmul(self, a: float, x: Array, z: Array, Y: Array) -> Array:
         """a x z + Y, elementwise"""
 
-    def over_root(self, x: Array, v: Array, eps: float) -> Array:
+    def divide_by_sqrt(self, x: Array, v: Array, eps: float) -> Array:
         """x / (sqrt(v) + eps), elementwise, in new memory"""
 
     def norm(self, x: Array) -> Scalar:
@@ -41,24 +41,24 @@ class Ops(Protocol):
 
 
 class Rule(Protocol):
-    """How parameters move. `slots` is what the rule remembers of each: arrays of its shape, or Scalars."""
+    """How parameters are updated. Its state of each parameter is a tuple of arrays of the parameter's shape, or Scalars."""
 
     @property
     def momentum(self) -> float:
-        """Hyper.momentum where the user names none."""
+        """The default of optim.momentum."""
 
     def without_trust_ratio(self) -> Rule:
-        """The rule for norms and biases, whose step no layer-wise ratio scales: itself where there is no such ratio."""
+        """The rule for parameters that no trust ratio scales (norms, biases): itself where the rule has no trust ratio."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
-        """The slots before the first step."""
+        """The state before the first step."""
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        """(new parameters, new slots); g is the gradient of the mean loss and stays as it is, P and the slots may be overwritten."""
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        """(new parameters, new state). g is the gradient of the mean loss and is not changed; P and the state may be overwritten."""
 
 
-class Plain:
-    """Ops of one array at a time in numpy or jax.numpy: everything in new memory."""
+class ArrayOps:
+    """Ops on one array at a time, in numpy or jax.numpy; every result is a new array."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
@@ -81,7 +81,7 @@ class Plain:
     def addcmul(self, a: float, x: Array, z: Array, Y: Array) -> Array:
         return a * x * z + Y
 
-    def over_root(self, x: Array, v: Array, eps: float) -> Array:
+    def divide_by_sqrt(self, x: Array, v: Array, eps: float) -> Array:
         return x / (self._xp.sqrt(v) + eps)
 
     def norm(self, x: Array) -> Scalar:
@@ -95,5 +95,5 @@ class Plain:
 
 
 def is_excluded(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter counts as a norm's or a bias: it has at most one dimension. No decay and no layer-wise ratio for these."""
+    """Whether a parameter counts as a norm or a bias, because it has at most one dimension: without weight decay and trust ratio."""
     return len(shape) <= 1

@@ -22,8 +22,8 @@ class Sgd:
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
 
-    def update(self, g: Array, optimizer_state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, optimizer_state[0])))
+    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
+        v = ops.axpy(h.weight_decay, P, ops.axpy(1.0, g, ops.scale(h.momentum, state[0])))
         if self.nesterov:
             step = ops.axpy(h.momentum, v, ops.axpy(h.weight_decay, P, ops.copy(g)))
             return ops.axpy(-h.lr, step, P), (v,)

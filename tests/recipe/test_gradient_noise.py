@@ -43,15 +43,15 @@ def test_annealed_noise_is_normal_and_the_same_for_the_same_seed() -> None:
     assert noise_variance(0.01, 0) == 0.01
     assert noise_variance(0.01, 999) == pytest.approx(0.01 * 1000**-0.55)
     p = [torch.nn.Parameter(torch.zeros(100_000)), torch.nn.Parameter(torch.zeros(3))]
-    augmentation = []
+    noisy = []
     for seed in (1, 1, 2):
         for q in p:
             q.grad = torch.full_like(q, 5.0)
         add_noise_(p, 0.04, seed)
-        augmentation.append(p[0].grad.clone())
-    assert torch.equal(augmentation[0], augmentation[1]) and not torch.equal(augmentation[0], augmentation[2])
-    assert float(augmentation[0].mean()) == pytest.approx(5, abs=4 * 0.2 / math.sqrt(100_000))
-    assert float(augmentation[0].std()) == pytest.approx(0.2, rel=0.01)
+        noisy.append(p[0].grad.clone())
+    assert torch.equal(noisy[0], noisy[1]) and not torch.equal(noisy[0], noisy[2])
+    assert float(noisy[0].mean()) == pytest.approx(5, abs=4 * 0.2 / math.sqrt(100_000))
+    assert float(noisy[0].std()) == pytest.approx(0.2, rel=0.01)
     before = p[1].grad.clone()
     add_noise_(p, 0.0, 1)
     assert torch.equal(p[1].grad, before)

@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import largest_share
 from hvdtrain.errors import UserError
-from hvdtrain.optim.rule import Plain, Rule
+from hvdtrain.optim.rule import ArrayOps, Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.recipe import Recipe
@@ -171,6 +171,6 @@ def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
     dtype = np.dtype("float64" if precision == "fp64" else "float32")  # weights of half precision are float32
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
-    ops = Plain(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
+    ops = ArrayOps(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
     optimizer_state = None if rule is None else sum(state.nbytes for array in arrays for state in rule.init(array, ops))
     return Memory(weights, weights, optimizer_state, weights)

@@ -15,7 +15,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.jax.model import Model, key_of
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.clipping import clip
-from hvdtrain.optim.rule import Plain, Rule, is_excluded
+from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
 
 Weights = list[jax.Array]  # in the order of Model.names
 Slots = list[tuple[Any, ...]]  # of each parameter
@@ -52,7 +52,7 @@ class Formulas:
 
     def start(self, weights: Weights) -> Slots:
         """The slots of every parameter before the first step."""
-        return [self._rule_of(p).init(p, Plain(jnp)) for p in weights]
+        return [self._rule_of(p).init(p, ArrayOps(jnp)) for p in weights]
 
     def update(
         self, weights: Weights, optimizer_state: Slots, row: Any, hyper: Hyper, key: Any, noisy: bool
@@ -70,7 +70,7 @@ class Formulas:
         remembered: Slots = []
         for g, slot, p in zip(gradients, optimizer_state, weights, strict=True):
             h = hyper._replace(weight_decay=0.0) if self._is_excluded(p) else hyper
-            new, kept = self._rule_of(p).update(g, slot, p, h, Plain(jnp))
+            new, kept = self._rule_of(p).update(g, slot, p, h, ArrayOps(jnp))
             moved.append(new.astype(p.dtype))  # keeps the types as they were, or the next step would be compiled anew
             remembered.append(tuple(jnp.asarray(a).astype(b.dtype) for a, b in zip(kept, slot, strict=True)))
         if self.skips:

@@ -43,7 +43,7 @@ class TorchOps:
         torch._foreach_addcmul_(Y, x, z, value=a)
         return Y
 
-    def over_root(self, x: Arrays, v: Arrays, eps: float) -> Arrays:
+    def divide_by_sqrt(self, x: Arrays, v: Arrays, eps: float) -> Arrays:
         below = torch._foreach_sqrt(v)
         torch._foreach_add_(below, eps)
         return list(torch._foreach_div(x, below))
