@@ -1,4 +1,4 @@
-"""What `export` writes, against the learner that was saved; what it prints; and what it refuses."""
+"""What `export` writes, against the learner that was saved; what it prints; and its errors."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluat
     return files.write(Path("run"), train_state, arrays, {"seed": 5, "data": DATA})
 
 
-def trained(*words: str) -> Learner:
-    """After one step; its checkpoint and its config.yaml are in `run`."""
-    config, provenance = configure(None, words)
+def trained(*arguments: str) -> Learner:
+    """A learner after one step; its checkpoint and its config.yaml are in `run`."""
+    config, provenance = configure(None, arguments)
     one = build_learner(config, provenance, TASK, SingleProcessCommunicator())
     one.step([one.to_device(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
     save(1, one.state())
@@ -63,23 +63,23 @@ def images() -> dict[str, np.ndarray]:
     return {"x": rng.integers(0, 256, (6, *TASK.shape), dtype=np.uint8), "y": rng.integers(0, 3, 6)}
 
 
-def exported(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def exported(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """The lines of an export."""
-    assert export(["run", *words]) == 0
+    assert export(["run", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def refused(*words: str) -> str:
-    """Words of export; nothing is left behind."""
+def refused(*arguments: str) -> str:
+    """The error of an export, which leaves no file behind."""
     before = sorted(Path().rglob("*"))
     with pytest.raises(UserError) as caught:
-        export(words)
+        export(arguments)
     assert sorted(Path().rglob("*")) == before
     assert caught.value.where and caught.value.fix
     return str(caught.value)
 
 
-def about(path: str = "m.safetensors") -> dict[str, str]:
+def metadata(path: str = "m.safetensors") -> dict[str, str]:
     with safe_open(path, "np") as file:
         return file.metadata()
 
@@ -94,17 +94,17 @@ def about(path: str = "m.safetensors") -> dict[str, str]:
     ids=["ghost", "sync", "fp64"],
 )
 def test_the_files_give_the_logits_of_the_learner(name: str, options: dict, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A new model, strict, on images normalized by what the file tells; its loss is that of the learner's evaluation."""
+    """A new model, loaded strictly, on images normalized by the metadata; its loss is that of the learner's evaluation."""
     learner = trained(f"model.name={name}", *words)
     dtype = torch.float64 if "speed.precision=fp64" in words else torch.float32
     lines = [exported(capsys, "--to", file) for file in ("m.safetensors", "m.pt")]
-    told, batch = about(), images()
-    assert {key: json.loads(told[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
+    fields, batch = metadata(), images()
+    assert {key: json.loads(fields[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
         **{"mean": [0.4, 0.5], "std": [0.2, 0.3], "image_shape": [8, 4, 2], "classes": 3, "step": 1, "epochs": 0.5}
     }
-    assert (told["format"], told["hvdtrain"], told["framework"], told["accuracy"]) == ("pt", __version__, "torch", "0.5")
-    assert json.loads(told["model"]) == {"name": name, "options": {key: list(v) if key == "widths" else v for key, v in options.items()}}
-    mean, std = (torch.tensor(json.loads(told[key]), dtype=dtype).view(1, -1, 1, 1) for key in ("mean", "std"))
+    assert (fields["format"], fields["hvdtrain"], fields["framework"], fields["accuracy"]) == ("pt", __version__, "torch", "0.5")
+    assert json.loads(fields["model"]) == {"name": name, "options": {key: list(v) if key == "widths" else v for key, v in options.items()}}
+    mean, std = (torch.tensor(json.loads(fields[key]), dtype=dtype).view(1, -1, 1, 1) for key in ("mean", "std"))
     x = (torch.from_numpy(batch["x"]).permute(0, 3, 1, 2).to(dtype) / 255 - mean) / std
     for printed in lines:  # the two lines of Python that export printed
         model = plugins.load("frameworks/torch/models", name, "here").build(name, TASK.shape, TASK.classes, **options).to(dtype)
@@ -128,7 +128,7 @@ def test_both_formats_hold_the_state_dict_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("framework", ["jax", "numpy"])
-def test_other_frames_keep_their_names(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_frameworks_keep_their_names(framework: str, capsys: pytest.CaptureFixture[str]) -> None:
     state = trained(f"framework={framework}", "model.name=linear").state()
     lines = exported(capsys, "--to", "m.safetensors")
     found: dict = {}
@@ -136,11 +136,11 @@ def test_other_frames_keep_their_names(framework: str, capsys: pytest.CaptureFix
     for weights in (found["weights"], load_numpy("m.safetensors")):
         assert weights.keys() == {"fc.weight", "fc.bias"}
         np.testing.assert_array_equal(weights["fc.weight"], state["p.fc.weight"])
-    assert about()["framework"] == framework
+    assert metadata()["framework"] == framework
     assert exported(capsys, "--to", "m.pt")[-1] == '         weights = torch.load("m.pt", weights_only=True)'
 
 
-def test_the_lines_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
     trained("framework=numpy", "model.name=linear")
     save(30, accuracy=0.75, evaluated=20)
     assert exported(capsys, "--to", "m.safetensors")[:3] == [
@@ -148,30 +148,30 @@ def test_the_lines_of_an_export(capsys: pytest.CaptureFixture[str]) -> None:
         'model    {"name": "linear", "options": {}} of framework \'numpy\'',
         "input    (pixels / 255 - mean) / std: mean [0.4, 0.5], std [0.2, 0.3], image_shape [8, 4, 2], classes 3",
     ]
-    assert (about()["accuracy"], about()["accuracy_of_step"]) == ("0.75", "20")
+    assert (metadata()["accuracy"], metadata()["accuracy_of_step"]) == ("0.75", "20")
     save(31, accuracy=math.nan, evaluated=0)
     assert "(epoch 15.50, not evaluated yet)" in exported(capsys, "--to", "m.safetensors", "--force")[0]
-    assert "accuracy" not in about()
+    assert "accuracy" not in metadata()
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["run", "-h"]])
-def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(words) == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "-h"]])
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(arguments) == 0
     assert capsys.readouterr().out == f"{USAGE}\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "expected"),
     [
         (["--to", "m.pt"], ["RUN is missing\n  where: command line of export\n  fix: python -m hvdtrain export RUN --to FILE"]),
         (["run"], ["--to is missing\n", "fix: python -m hvdtrain export RUN"]),
         (["run", "--to"], ["argument --to: expected one argument\n", "fix: python -m hvdtrain export RUN"]),
-        (["run", "--too", "m.pt"], ["cannot read the word '--too'\n", "fix: did you mean --to?; python -m hvdtrain export RUN"]),
-        (["run", "more", "--to", "m.pt"], ["cannot read the word 'more'\n", "fix: known: --to, --checkpoint, --force; python"]),
+        (["run", "--too", "m.pt"], ["unknown argument '--too'\n", "fix: did you mean --to?; python -m hvdtrain export RUN"]),
+        (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --force; python"]),
         (["run", "--to", "m.onnx"], ["m.onnx ends neither in .safetensors nor in .pt\n  where: --to\n  fix: as in --to model.safetensors"]),
         (["run", "--to", "no/m.pt"], ["there is no folder no\n  where: --to\n  fix: mkdir -p no"]),
-        (["run", "--to", "old.pt"], ["old.pt is there already\n  where: --to\n  fix: --force replaces it"]),
-        (["run", "--to", "link.pt"], ["link.pt is there already\n"]),
+        (["run", "--to", "old.pt"], ["old.pt exists already\n  where: --to\n  fix: --force overwrites it"]),
+        (["run", "--to", "link.pt"], ["link.pt exists already\n"]),
         (["run", "--to", "folder.pt", "--force"], ["folder.pt is a folder\n"]),
         (["nowhere", "--to", "m.pt"], ["no checkpoint in nowhere\n  where: RUN\n  fix: give the run folder"]),
         (["run", "--to", "m.pt", "--checkpoint", "bets"], ["run has no checkpoint bets\n  where: --checkpoint\n  fix: did you mean best?"]),
@@ -180,22 +180,22 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "--to", "m.pt", "--checkpoint", "best"],
             ["no checkpoint of run was evaluated at its own step\n", "fix: --checkpoint newest"],
         ),
-        (["run", "--to", f"{'m' * 250}.pt"], ["File name too long\n", "fix: give a folder that can be written, with room"]),
+        (["run", "--to", f"{'m' * 250}.pt"], ["File name too long\n", "fix: give a folder that can be written and has room"]),
     ],
-    ids=lambda words: " ".join(words)[:40],
+    ids=lambda arguments: " ".join(arguments)[:40],
 )
-def test_mistakes(words: list[str], says: list[str]) -> None:
+def test_mistakes(arguments: list[str], expected: list[str]) -> None:
     save(3, evaluated=2)
     Path("old.pt").write_text("old")
     Path("link.pt").symlink_to("gone.pt")
     Path("folder.pt").mkdir()
-    text = refused(*words)
-    for part in says:
-        assert part in text, text
+    text = refused(*arguments)
+    for message in expected:
+        assert message in text, text
 
 
 @pytest.mark.parametrize("to", ["m.safetensors", "m.pt"])
-def test_a_full_disk_leaves_the_file_as_it_was_and_another_run_replaces_it(to: str) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was_and_the_next_export_overwrites_it(to: str) -> None:
     save(1, {"p.w": np.zeros(10000)})
     Path(to).write_text("old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_another_run_replaces_it(to: s
     assert sorted(os.listdir()) == sorted([to, "plain", "run"])
 
 
-def test_a_whole_job_is_exported_without_torch() -> None:
+def test_a_numpy_job_is_exported_without_torch() -> None:
     words = ["framework=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
     code = f"""
 import sys
@@ -228,11 +228,11 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in Path("job/events.jsonl").read_text().splitlines()]
     best = max(event["val_accuracy"] for event in events if event["kind"] == "epoch")
-    assert float(about()["accuracy"]) == best and json.loads(about()["model"])["name"] == "linear"
+    assert float(metadata()["accuracy"]) == best and json.loads(metadata()["model"])["name"] == "linear"
     assert {name: a.shape for name, a in load_numpy("m.safetensors").items()} == {"fc.weight": (10, 64), "fc.bias": (10,)}
 
 
-def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
+def test_tied_weights_load_strictly_and_unsaved_buffers_are_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
@@ -244,16 +244,16 @@ def test_tied_weights_load_strictly_and_what_is_not_kept_is_left_out(
     exported(capsys, "--to", "model.safetensors")
     from faulty import Tied
 
-    there = Tied(TASK.shape, TASK.classes)
-    there.load_state_dict(load_file("model.safetensors"), strict=True)
-    assert there.two.weight is there.one.weight
-    assert torch.equal(there.one.weight, torch.from_numpy(one.state()["p.one.weight"]))
+    model = Tied(TASK.shape, TASK.classes)
+    model.load_state_dict(load_file("model.safetensors"), strict=True)
+    assert model.two.weight is model.one.weight
+    assert torch.equal(model.one.weight, torch.from_numpy(one.state()["p.one.weight"]))
 
 
-def test_published_names_that_are_not_there_are_refused() -> None:
+def test_listed_names_of_missing_arrays_are_refused() -> None:
     folder = save(3)
     tree = json.loads((folder / "progress.json").read_text())
     (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
     sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.NUMBER_TYPES)]
     (folder / "SHA256SUMS").write_text("".join(sums))
-    assert "the checkpoint publishes names that it has not" in refused("run", "--to", "model.pt")
+    assert "the checkpoint lists names of arrays that are missing" in refused("run", "--to", "model.pt")

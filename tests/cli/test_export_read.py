@@ -1,4 +1,4 @@
-"""Which checkpoint `export` takes, and that a run folder can be a stranger's: nothing of it runs, takes all memory, or is waited for."""
+"""Which checkpoint `export` takes; and a run folder of a stranger: nothing in it runs, takes all memory, or blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_export import about, exported, refused, save
+from test_export import exported, metadata, refused, save
 
 from hvdtrain import __version__
 from hvdtrain.core.progress import Progress
@@ -24,9 +24,9 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def step_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+def step_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """What is in the file, and the lines before the one that names it."""
-    lines = exported(capsys, "--to", "m.safetensors", "--force", *words)
+    lines = exported(capsys, "--to", "m.safetensors", "--force", *arguments)
     return int(load_file("m.safetensors")["w"][0]), lines[: next(i for i, line in enumerate(lines) if " -> m.safetensors: " in line)]
 
 
@@ -35,7 +35,7 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     for step, accuracy, evaluated in ((0, math.nan, 0), (1, 0.5, 1), (2, 0.7, 2), (3, 0.7, 3), (4, 0.9, 3), (5, 0.6, 5)):
         save(step, accuracy=accuracy, evaluated=evaluated)
     unknown = [
-        "the model's name stays unknown: config.yaml: cannot read the configuration: [Errno 2] No such file or directory: 'run/config.yaml'"
+        "the model's name is unknown: config.yaml: cannot read the configuration: [Errno 2] No such file or directory: 'run/config.yaml'"
     ]
     assert step_of(capsys) == (5, unknown)
     assert step_of(capsys, "--checkpoint", "best") == (2, unknown)
@@ -54,7 +54,7 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         (["p.../../x"], "the checkpoint has an array named 'p.../../x'"),
         (["p./etc/passwd"], "the checkpoint has an array named 'p./etc/passwd'"),
@@ -68,15 +68,15 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_names_of_no_model(names: list[str], says: str) -> None:
+def test_names_that_no_model_has(names: list[str], message: str) -> None:
     save(1, {name: np.zeros(2) for name in names})
     text = refused("run", "--to", "m.safetensors")
-    assert says in text and len(text) < 400
+    assert message in text and len(text) < 400
     assert "fix: hvdtrain writes no such checkpoint: do not trust this run folder" in text
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "slots.safetensors", "progress.json", "SHA256SUMS"])
-def test_a_pipe_is_not_waited_for(name: str) -> None:
+def test_a_pipe_does_not_block(name: str) -> None:
     path = save(1) / name
     path.unlink()
     os.mkfifo(path)
@@ -85,15 +85,15 @@ def test_a_pipe_is_not_waited_for(name: str) -> None:
     assert f"the checkpoint is damaged: {name}: not a plain file" in refused("run", "--to", "m.pt", "--checkpoint", "step-00000001")
 
 
-def test_more_than_the_memory_is_not_read() -> None:
+def test_a_checkpoint_larger_than_the_memory_is_not_read() -> None:
     with (save(1) / "weights.safetensors").open("r+b") as file:
-        file.truncate(1 << 43)  # 8 TiB of nothing, on paper
+        file.truncate(1 << 43)  # 8 TiB, sparse
     text = refused("run", "--to", "m.pt")
     assert "the checkpoint has 8,796,093," in text and "fix: export it on a machine with more memory" in text
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (os.mkfifo, "cannot read the configuration: not a regular file: 'run/config.yaml'"),
         (lambda path: path.write_text("x: y\n" * 20000), "cannot read the configuration: more than 65536 bytes"),
@@ -109,30 +109,30 @@ def test_more_than_the_memory_is_not_read() -> None:
     ],
     ids=["pipe", "large", "alias", "deep", "broken", "short", "escape", "bytes"],
 )
-def test_weights_without_a_readable_configuration(make: Callable[[Path], object], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_without_a_readable_configuration(make: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     save(1)
     make(Path("run/config.yaml"))
-    assert exported(capsys, "--to", "m.safetensors")[0].startswith(f"the model's name stays unknown: config.yaml: {says}")
-    assert "model" not in about() and load_file("m.safetensors").keys() == {"w", "n"}
+    assert exported(capsys, "--to", "m.safetensors")[0].startswith(f"the model's name is unknown: config.yaml: {message}")
+    assert "model" not in metadata() and load_file("m.safetensors").keys() == {"w", "n"}
 
 
-def test_nothing_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_part_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PASSWORD", "secret")
     save(1)
     Path("run/config.yaml").write_text("framework: torch\nmodel:\n  name: os:system\n  command: ${oc.env:PASSWORD}\n  loss: touch x\n")
     lines = exported(capsys, "--to", "m.safetensors")
     assert "cannot read the value of model.command: ${oc.env:PASSWORD}: only the value of another key is looked up" in lines[0]
-    assert "secret" not in "".join(lines) and "model" not in about()
+    assert "secret" not in "".join(lines) and "model" not in metadata()
     Path("run/config.yaml").write_text("framework: torch\nmodel:\n  name: os:system\n  command: touch x\n")
     exported(capsys, "--to", "m.safetensors", "--force")
-    assert json.loads(about()["model"]) == {"name": "os:system", "options": {"command": "touch x"}}
+    assert json.loads(metadata()["model"]) == {"name": "os:system", "options": {"command": "touch x"}}
     assert not Path("x").exists()
 
 
-def test_numbers_of_images_that_are_none_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_data_fields_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     run = Path("run")
     for step, identity in enumerate(({"data": 3}, {"data": {"mean": "\x1b[2J", "std": [[1]], "shape": {}, "classes": True}}, {})):
         files.write(run, TrainState(Progress(40, 400, step)), {"p.w": np.zeros(2)}, identity)
         lines = exported(capsys, "--to", "m.safetensors", "--force")
         assert "input    (pixels / 255 - mean) / std: mean unknown, std unknown, image_shape unknown, classes unknown" in lines
-        assert about() == {"format": "pt", "hvdtrain": __version__, "step": str(step), "epochs": "0.0"}
+        assert metadata() == {"format": "pt", "hvdtrain": __version__, "step": str(step), "epochs": "0.0"}

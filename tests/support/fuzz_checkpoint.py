@@ -13,7 +13,8 @@ import numpy as np
 from fuzz_bytes import chance, mutated, odd, pick
 from numpy.random import Generator
 
-from hvdtrain.cli.export.read import about, own_names, read
+from hvdtrain.cli.export.read import metadata, model_state
+from hvdtrain.cli.export.read import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
@@ -88,7 +89,7 @@ def read_checkpoint(rng: Generator, home: Path) -> Callable[[], None]:
         (folder / name).write_bytes(data)
     if chance(rng, 0.1):
         odd(rng, folder / pick(rng, tuple(there)))
-    return lambda: go_on(home / "run") if chance(rng, 0.7) else give_away(home / "run")
+    return lambda: go_on(home / "run") if chance(rng, 0.7) else export(home / "run")
 
 
 def harmed(rng: Generator, tree: object) -> object:
@@ -129,8 +130,8 @@ def go_on(run: Path) -> None:
         learner.load(before)
 
 
-def give_away(run: Path) -> None:
-    found, arrays, _ = read(run, "newest")
-    weights = own_names(arrays, found)
+def export(run: Path) -> None:
+    checkpoint, arrays, _ = read_for_export(run, "newest")
+    weights = model_state(arrays, checkpoint)
     assert weights and not any(".." in name.split("/") for name in weights)
-    about(run, found)
+    metadata(run, checkpoint)
