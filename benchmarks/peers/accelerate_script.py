@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate on CPU processes that talk over Gloo, a DataLoader over a TensorDataset.
+"""Hugging Face Accelerate on CPU processes over Gloo, a DataLoader over a TensorDataset.
 
 mpirun -np 2 python benchmarks/peers/accelerate_script.py --root DIR        needs: pip install -c constraints.txt accelerate
 """
@@ -53,7 +53,7 @@ def main() -> None:
 
     clock = Clock(options, gather)
     clock.run(block)
-    clock.tell(rank, "accelerate", {"accelerate": accelerate.__version__})
+    clock.print_result(rank, "accelerate", {"accelerate": accelerate.__version__})
     accelerator.end_training()
 
 

@@ -1,4 +1,4 @@
-"""What the peers have in common: the command line, Fashion-MNIST in memory, the network, and the clock that prints a script's one line."""
+"""What the peers have in common: options, Fashion-MNIST in memory, the network, and the clock that prints the script's line of JSON."""
 
 from __future__ import annotations
 
@@ -27,23 +27,28 @@ Gather = Callable[[list[float]], list[list[float]]]  # each rank's numbers, in r
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The words that every script takes, with the same defaults."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--root", type=Path, required=True, help="folder that holds FashionMNIST/raw")
-    made.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
-    made.add_argument("--dropout", type=float, default=0.0)
-    made.add_argument("--batch", type=int, default=128, help="samples of a step over all ranks")
-    made.add_argument("--warmup", type=int, default=10, help="steps before the first block")
-    made.add_argument("--blocks", type=int, default=3)
-    made.add_argument("--steps", type=int, default=30, help="of a block")
-    made.add_argument("--bound", type=float, default=1.5, help="the last block's loss is below it, or the script fails: ln 10 is chance")
-    return made
+    """The options of every script, with the same defaults."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--root", type=Path, required=True, help="folder that holds FashionMNIST/raw")
+    options.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast")
+    options.add_argument("--dropout", type=float, default=0.0)
+    options.add_argument("--batch", type=int, default=128, help="samples of a step over all ranks")
+    options.add_argument("--warmup", type=int, default=10, help="steps before the first block")
+    options.add_argument("--blocks", type=int, default=3)
+    options.add_argument("--steps", type=int, default=30, help="steps of a block")
+    options.add_argument("--bound", type=float, default=1.5, help="the script fails unless the last block's loss is below (chance: ln 10)")
+    return options
 
 
 def take_rank() -> tuple[int, int]:
-    """(rank, size) as mpirun tells them, also under the names that torch.distributed and what is built on it read."""
-    for theirs, ours in {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}.items():
-        os.environ[theirs] = os.environ[f"OMPI_COMM_WORLD_{ours}"]
+    """(rank, size) from mpirun's variables, which are also set under the names that torch.distributed reads."""
+    for torch_name, mpi_name in {
+        "RANK": "RANK",
+        "WORLD_SIZE": "SIZE",
+        "LOCAL_RANK": "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
+    }.items():
+        os.environ[torch_name] = os.environ[f"OMPI_COMM_WORLD_{mpi_name}"]
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +66,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def shards(arrays: tuple[torch.Tensor, torch.Tensor], rank: int, size: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's `samples` of every global batch, without end; the shuffle of an epoch is the same on all ranks."""
+    """Endless batches of `samples` for this rank; the shuffle of an epoch is the same on all ranks, and each takes its own part."""
     x, y = arrays
     generator = torch.Generator().manual_seed(SEED)
     while True:
@@ -71,50 +76,53 @@ def shards(arrays: tuple[torch.Tensor, torch.Tensor], rank: int, size: int, samp
 
 
 def network(dropout: float, plain: bool = True) -> nn.Module:
-    """hvdtrain's wide residual network, from the same weights in every script; `plain` with torch's own dropout."""
+    """hvdtrain's wide residual network, with the same initial weights in every script; `plain` with torch's own dropout."""
     torch.manual_seed(SEED)
-    made = build("wide_resnet", (28, 28, 1), 10, widths=WIDTHS, dropout=dropout)
-    for block in made.modules() if plain else ():
+    model = build("wide_resnet", (28, 28, 1), 10, widths=WIDTHS, dropout=dropout)
+    for block in model.modules() if plain else ():
         if hasattr(block, "dropout"):
             block.dropout = nn.Dropout(dropout)
-    return made
+    return model
 
 
 class Clock:
-    """Of each block: milliseconds a step of the slowest rank, processor time of a rank with all its threads, and the mean loss.
+    """Measures each block: milliseconds a step of the slowest rank, processor time of a rank with all its threads, and the mean loss.
 
-    Processor time tells work from waiting on a busy machine; a thread that polls while it waits is in it.
+    Processor time separates work from waiting on a busy machine; it includes threads that poll while they wait.
     """
 
     def __init__(self, options: argparse.Namespace, gather: Gather) -> None:
-        self._options, self._gather = options, gather
-        self._began = self._used = 0.0
+        self._options = options
+        self._gather = gather
+        self._began = 0.0
+        self._cpu_began = 0.0
         self.cpu_ms_per_step: list[float] = []
         self.ms_per_step: list[float] = []
         self.losses: list[float] = []
 
     def begin(self) -> None:
-        """Every rank calls it: they begin together."""
+        """Starts a block on all ranks together. A collective: every rank calls it."""
         self._gather([0.0])
-        self._began, self._used = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
 
     def end(self, loss: float) -> None:
-        """Every rank calls it, with the mean loss of its samples in the block."""
-        rows = self._gather([time.perf_counter() - self._began, time.process_time() - self._used, loss])
-        seconds, used, losses = zip(*rows, strict=True)
+        """Ends a block; `loss` is the mean over this rank's samples. A collective: every rank calls it."""
+        rows = self._gather([time.perf_counter() - self._began, time.process_time() - self._cpu_began, loss])
+        seconds, cpu_seconds, losses = zip(*rows, strict=True)
         self.ms_per_step.append(round(1e3 * max(seconds) / self._options.steps, 3))
-        self.cpu_ms_per_step.append(round(1e3 * statistics.mean(used) / self._options.steps, 3))
+        self.cpu_ms_per_step.append(round(1e3 * statistics.mean(cpu_seconds) / self._options.steps, 3))
         self.losses.append(round(statistics.mean(losses), 4))
 
     def run(self, block: Callable[[int], float]) -> None:
-        """All blocks, after the warm-up; block(steps) trains so many, and returns this rank's mean loss."""
+        """All blocks, after the warm-up; block(steps) trains that many steps and returns this rank's mean loss."""
         block(self._options.warmup)
         for _ in range(self._options.blocks):
             self.begin()
             self.end(block(self._options.steps))
 
-    def tell(self, rank: int, peer: str, versions: Mapping[str, str]) -> None:
-        """The script's one line, by rank 0; what did not learn is no result."""
+    def print_result(self, rank: int, peer: str, versions: Mapping[str, str]) -> None:
+        """Prints the script's line of JSON, on rank 0. Exits unless the loss is below the bound: without learning there is no result."""
         if not self.losses[-1] < self._options.bound:
             raise SystemExit(f"{peer}: loss {self.losses} of the blocks, expected to end below {self._options.bound}")
         if rank == 0:

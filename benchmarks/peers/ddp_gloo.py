@@ -1,6 +1,6 @@
 """torch's DistributedDataParallel over Gloo, data sharded by rank.
 
-mpirun -np 2 python benchmarks/peers/ddp_gloo.py --root DIR        ranks meet at MASTER_ADDR:MASTER_PORT, 127.0.0.1:29511 where left out
+mpirun -np 2 python benchmarks/peers/ddp_gloo.py --root DIR        rendezvous: MASTER_ADDR:MASTER_PORT, default 127.0.0.1:29511
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def gather(numbers: list[float]) -> list[list[float]]:
+    """Each rank's numbers, in rank order."""
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, numbers)
     return rows
@@ -44,7 +45,7 @@ def main() -> None:
 
     clock = Clock(options, gather)
     clock.run(block)
-    clock.tell(rank, "ddp gloo", {})
+    clock.print_result(rank, "ddp gloo", {})
     dist.destroy_process_group()
 
 

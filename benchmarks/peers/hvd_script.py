@@ -39,7 +39,7 @@ def main() -> None:
 
     clock = Clock(options, hvd.allgather_object)
     clock.run(block)
-    clock.tell(rank, "horovod", {"horovod": horovod.__version__})
+    clock.print_result(rank, "horovod", {"horovod": horovod.__version__})
 
 
 if __name__ == "__main__":

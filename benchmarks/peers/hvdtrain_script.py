@@ -53,7 +53,7 @@ def main() -> None:
         with Watchdog(health.heartbeat, signals, health.config.guard, communicator.rank):
             clock.run(block)
     library = LIBRARY[options.communicator]
-    clock.tell(
+    clock.print_result(
         communicator.rank,
         " ".join(["hvdtrain", options.communicator, *options.words]),
         {"hvdtrain": __version__, library: importlib.metadata.version(library)},

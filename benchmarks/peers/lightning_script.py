@@ -44,16 +44,18 @@ class Learner(lightning.LightningModule):
 
 
 class Blocks(lightning.Callback):
-    """Begins and ends the clock's blocks between two steps."""
+    """Starts and ends the blocks of the clock between steps."""
 
     def __init__(self, clock: Clock, options: argparse.Namespace) -> None:
-        self._clock, self._options, self._done = clock, options, -options.warmup
+        self._clock = clock
+        self._options = options
+        self._steps_done = -options.warmup
 
     def on_train_batch_end(self, trainer: Any, learner: Any, *_: Any) -> None:
-        self._done += 1
-        if self._done < 0 or self._done % self._options.steps:
+        self._steps_done += 1
+        if self._steps_done < 0 or self._steps_done % self._options.steps:
             return
-        if self._done:
+        if self._steps_done:
             self._clock.end(float(learner.loss_sum) / self._options.steps)
         learner.loss_sum.zero_()
         self._clock.begin()
@@ -70,7 +72,7 @@ def main() -> None:
         accelerator="cpu",
         devices=size,
         strategy=DDPStrategy(process_group_backend="gloo", **DDP),
-        plugins=[LightningEnvironment()],  # mpirun only starts the ranks: where mpi4py is there, Lightning would start MPI as well
+        plugins=[LightningEnvironment()],  # mpirun only starts the ranks: with mpi4py installed Lightning would start MPI too
         precision="bf16-mixed" if options.precision == "bf16" else "32-true",
         max_epochs=-1,
         max_steps=options.warmup + options.blocks * options.steps,
@@ -81,7 +83,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Learner(options.dropout), loader)
-    clock.tell(rank, "lightning", {"lightning": lightning.__version__})
+    clock.print_result(rank, "lightning", {"lightning": lightning.__version__})
 
 
 if __name__ == "__main__":

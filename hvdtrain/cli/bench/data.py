@@ -142,7 +142,7 @@ def to_text(result: Mapping[str, Any]) -> list[str]:
     for name, (low, median, high) in result["images_per_s"].items():
         rows.append([name, f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median / needed:.2f}"])
     return [
-        f"{result['samples']:,} samples of {shape}, {result['batch_of_a_rank']} a step on each of {plural(result['ranks'], 'rank')}, "
+        f"{result['samples']:,} samples of {shape}, {plural(result['ranks'], 'rank')} with {result['batch_of_a_rank']} a step each, "
         f"{result['prefetch']}; prepared in {result['prepared_s']:.1f} s",
         *align_columns(rows),
         f"of one rank, median and quartiles of {result['rounds']} rounds; prefetching reads, augments and copies to the device",
