@@ -7,10 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from hvdtrain.cli.train import fail, hush, run
-from hvdtrain.config import help
-from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import DONE, USER, UserError
 from hvdtrain.version import __version__
 
@@ -23,8 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(words)
     except UserError as error:
+        from hvdtrain.cli.train import fail  # this module imports what a command needs where it needs it: --help takes 0.2 s
+
         return fail(f"hvdtrain: {error}", USER, None)
     except BrokenPipeError:  # `hvdtrain --help | head`: the reader has seen enough
+        from hvdtrain.cli.train import hush
+
         hush()
         return DONE
     finally:
@@ -49,6 +49,8 @@ def _command(words: list[str]) -> int:
     name = words[0] if words else ""
     if name in ("export", "launch", "bench", "report"):  # which tell about themselves
         return _other(name, words[1:])
+    from hvdtrain.config import help
+
     asks = next((place for place, word in enumerate(words) if word in ("-h", "--help")), None)
     if asks is not None:
         print(help.help_text(words[asks + 1] if len(words) > asks + 1 else None))
@@ -63,16 +65,26 @@ def _command(words: list[str]) -> int:
 
         return spawn(words)
     else:
-        path, words = _take_option(words[words[:1] == ["train"] :], "--config")
-        limit, words = _take_option(words, "--max-time")
-        words += [f"guard.max_time={limit}"] * (limit is not None)
-        if "--print-config" not in words:
-            return run(path, words)
-        config, provenance = configure(path, [word for word in words if word != "--print-config"])
-        check_names(config, provenance)
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read
-        print(to_yaml(config), end="")
+        return _train(words)
+    return DONE
+
+
+def _train(words: list[str]) -> int:
+    """`hvdtrain [train] [--config FILE] [--max-time TIME] [--print-config] [key=value ...]`"""
+    from hvdtrain.cli.train import run
+    from hvdtrain.config.plugins import check_names
+    from hvdtrain.config.read import configure, to_yaml
+
+    path, words = _take_option(words[words[:1] == ["train"] :], "--config")
+    limit, words = _take_option(words, "--max-time")
+    words += [f"guard.max_time={limit}"] * (limit is not None)
+    if "--print-config" not in words:
+        return run(path, words)
+    config, provenance = configure(path, [word for word in words if word != "--print-config"])
+    check_names(config, provenance)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read
+    print(to_yaml(config), end="")
     return DONE
 
 

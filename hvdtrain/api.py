@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.cli.train import raise_alone
 from hvdtrain.cli.train import train as train_words
 from hvdtrain.comm.placement import placement
-from hvdtrain.config.read import COMMAND_LINE, takes_text
-from hvdtrain.config.schema import SECTIONS
+from hvdtrain.config.schema import SECTIONS, takes_text
+from hvdtrain.config.section import COMMAND_LINE
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

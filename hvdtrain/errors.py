@@ -1,8 +1,10 @@
-"""What a user is told when something is wrong, and the exit codes of every command."""
+"""Errors that a user can mend, how messages show values and the nearest known name, and the exit codes of every command."""
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Sequence
 
 DONE = 0  # the job reached its end, or the target
 BUG = 1  # an unexpected exception: its traceback is printed once, with rank and host
@@ -44,6 +46,25 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The fix for a misspelt name: the nearest known one, or all of them."""
+    last = word.rsplit(".", maxsplit=1)[-1]
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [name for name in known if name.split(".")[-1] == last]
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def short(value: object, most: int = 200) -> str:
+    """A value as a message shows it: of at most so many characters, with control characters escaped."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or its class where it has none."""
+    return short((str(error).splitlines() or [type(error).__name__])[0], 400)
 
 
 class Diverged(UserError):

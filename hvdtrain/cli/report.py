@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from hvdtrain.config.read import nearest
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.report import summary
 from hvdtrain.report.figures import draw, files
 from hvdtrain.report.page import PageImage, render_page

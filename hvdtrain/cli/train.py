@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Provenance, assignments, configure, read_former
+from hvdtrain.config.read import Provenance, assignments, configure, read_resumed
 from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, code_of
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _of_all(typed: tuple[str | None, list[str]], given: tuple[Config, Provenance
         return given
     from hvdtrain.train.same_state import on_rank_0
 
-    return configure(*typed, on_rank_0(communicator, lambda: read_former(assignments(*typed))))
+    return configure(*typed, on_rank_0(communicator, lambda: read_resumed(assignments(*typed))))
 
 
 def fail(text: str, code: int, communicator: Communicator | None) -> int:

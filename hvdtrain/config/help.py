@@ -6,9 +6,8 @@ import ast
 from pathlib import Path
 
 from hvdtrain.config import plugins, schema
-from hvdtrain.config.read import nearest
 from hvdtrain.config.section import Section
-from hvdtrain.errors import MEANINGS, UserError
+from hvdtrain.errors import MEANINGS, UserError, nearest
 
 USAGE = """\
 hvdtrain trains deep networks on many workers.

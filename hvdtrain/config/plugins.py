@@ -15,13 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from hvdtrain.config.read import Provenance, nearest
 from hvdtrain.config.refusal import type_name
 from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, Config
-from hvdtrain.config.yaml_reader import MOST_KEY, short
-from hvdtrain.errors import UserError
+from hvdtrain.config.section import Provenance
+from hvdtrain.errors import UserError, nearest, short
 
 # Names that share a file; every other name is its file's own. A leaf of one name needs no line here.
 ALIASES: dict[str, dict[str, str]] = {
@@ -34,6 +31,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "optim": {},
 }
 PACKAGE = Path(__file__).parents[1]
+MOST_NAME = 200  # characters
 _ENTRY = re.compile(r"^def (build|connect)\(", re.MULTILINE)
 
 
@@ -66,7 +64,7 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
     """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH)."""
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
-    if len(name) > MOST_KEY or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+    if len(name) > MOST_NAME or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise UserError(f"{short(name)} names no class", where, fix)
     try:
         module = importlib.import_module(module_name)
@@ -162,6 +160,8 @@ def check_options(build: Callable[..., Any], options: Mapping[str, Any], section
 
 def _convert(value: Any, hint: Any, key: str, provenance: Provenance) -> Any:
     """A value by the rules of JSON, as in the sections: a list becomes a tuple, a text a path, but "3" is no number."""
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError:

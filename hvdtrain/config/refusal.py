@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import typing
 from collections.abc import Sequence
@@ -14,8 +13,7 @@ from pydantic_core import ErrorDetails
 
 from hvdtrain.config.schema import SECTIONS, Config, PieceConfig
 from hvdtrain.config.section import Provenance, Section
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest, short
 
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 SANITY_BOUND = 1e6  # a highest value from here on only keeps numbers sane: a message names it where it is exceeded
@@ -75,10 +73,3 @@ def type_name(kind: Any) -> str:
     if origin in (list, tuple):
         return f"a list, each {type_name(inner[0])}"
     return TYPE_NAMES[kind] if kind in TYPE_NAMES else getattr(kind, "__name__", str(kind))
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The fix for a misspelt word: the nearest known one, or all of them."""
-    last = word.rsplit(".", maxsplit=1)[-1]
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [name for name in known if name.split(".")[-1] == last]
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from hvdtrain.config.section import OpenSection, Provenance, Section
 
@@ -12,6 +14,14 @@ from hvdtrain.config.section import OpenSection, Provenance, Section
 OPEN_SECTIONS = {"data": "data/datasets", "model": "frameworks/torch/models", "optim": "optim"}
 
 SHORTHANDS = {"speed=auto": "speed.precision=auto"}  # an argument -> what it stands for: the other keys of speed are automatic already
+
+# Keys that had another name -> what to write now.
+RENAMED = {
+    "frame": "it is framework now",
+    "comm.every": "it is comm.local_steps now",
+    "comm.wire": "it is comm.compression now, with none instead of same",
+    "log.sinks": "it is log.trackers now",
+}
 
 
 class DataConfig(OpenSection):
@@ -524,3 +534,17 @@ SECTIONS: dict[str, type[Section]] = {
         ProfileConfig,
     )
 }
+
+
+@functools.cache
+def known_keys() -> dict[str, FieldInfo]:
+    """Every key of the schema: {"epochs": ..., "batch.size": ...}."""
+    keys = {name: info for name, info in Config.model_fields.items() if name not in SECTIONS}
+    for section, kind in SECTIONS.items():
+        keys |= {f"{section}.{name}": info for name, info in kind.model_fields.items()}
+    return keys
+
+
+def takes_text(key: str) -> bool:
+    """Whether the value of a key is a text: 'no', '007' and '1e3' are then neither numbers nor truth values."""
+    return key in known_keys() and known_keys()[key].annotation in (str, str | None)

@@ -1,4 +1,4 @@
-"""Text from outside -> values, never code: YAML bounded in size, depth and growth, with ${key} as its one reference."""
+"""YAML -> plain values with their lines: never code, and bounded in size, depth and growth."""
 
 from __future__ import annotations
 
@@ -6,16 +6,58 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import yaml
+
+from hvdtrain.errors import short
 
 MOST_BYTES = 2**16  # of a file
-MOST_KEYS = 500  # in a file: known are 80
+MOST_KEYS = 500  # in a file: the schema has 90
 MOST_VALUES = 4096  # in a file, every alias written out
 MOST_DEPTH = 32
-MOST_TEXT = 4096  # characters of one value, before and after its references are followed: the longest path
+MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)
+NULL, FLOAT = "tag:yaml.org,2002:null", "tag:yaml.org,2002:float"
+TAGS = {NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "str", "seq", "map", "merge"))}  # `<<: *x` is a merge
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, but 1e-3 is a number and 2001-01-01 is a text, as in YAML 1.2 and JSON."""
+
+    yaml_implicit_resolvers = {  # first character of a text -> (tag, pattern) of what it may be  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_FLOATS = re.compile(
+    r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
+      | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$               # 1e-3
+      | [-+]?\.[0-9][0-9_]*([eE][-+]?[0-9]+)?$          # .5
+      | [-+]?\.(inf|Inf|INF)$ | \.(nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+Loader.add_implicit_resolver(FLOAT, _FLOATS, list("-+0123456789."))
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what Loader reads back equal: a text that looks like one of its numbers is quoted."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Lists that are the same object are written out, without anchors."""
+        return True
+
+
+class Leaf(NamedTuple):
+    """One value of a configuration file."""
+
+    key: str  # "batch.size"
+    node: yaml.Node
+    line: int  # from 1
 
 
 def read_text(path: str) -> str:
@@ -29,15 +71,13 @@ def read_text(path: str) -> str:
     return data.decode("utf-8")
 
 
-def compose(text: str) -> Any:
-    """The YAML nodes of a text. Raises ValueError for what would grow without end, yaml.YAMLError for what is no YAML."""
-    import yaml
-
+def compose(text: str) -> yaml.Node | None:
+    """The tree of YAML nodes of a text. Raises ValueError where its values or levels are too many, yaml.YAMLError where it is not YAML."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=Loader)
     except RecursionError:
         raise ValueError(f"more than {MOST_DEPTH} levels deep") from None
-    values, levels = _weigh(root, {})
+    values, levels = _measure(root, {})
     if values > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES} values, every alias written out")
     if levels > MOST_DEPTH:
@@ -45,24 +85,26 @@ def compose(text: str) -> Any:
     return root
 
 
-def _weigh(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many values a node stands for, and how many levels. In the order of the text: an alias is always known when it is met."""
-    import yaml
-
+def _measure(node: yaml.Node | None, measured: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """(values, levels) of a node with every alias written out, without writing them out: a node of several aliases is measured once."""
     if not isinstance(node, yaml.CollectionNode):
         return 1, 1
-    if id(node) not in known:
-        known[id(node)] = 1, 1  # of a node that holds itself: it is refused where it stands
-        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        weights = [_weigh(part, known) for part in parts]
-        known[id(node)] = 1 + sum(values for values, _ in weights), 1 + max((levels for _, levels in weights), default=0)
-    return known[id(node)]
+    if id(node) not in measured:
+        measured[id(node)] = 1, 1  # for a node that contains itself, which values() and leaves() refuse
+        sizes = [_measure(child, measured) for child in _children(node)]
+        measured[id(node)] = 1 + sum(values for values, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+    return measured[id(node)]
 
 
-def leaves(node: Any, sections: Collection[str], prefix: str = "", inside: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, int]]:
-    """(dotted key, node, line) of every value that is not a mapping itself; a section with nothing under it gives none."""
-    import yaml
+def _children(node: yaml.CollectionNode) -> list[yaml.Node]:
+    return [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
 
+
+def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "", parents: tuple[yaml.Node, ...] = ()) -> Iterator[Leaf]:
+    """Every value of a file that is not a mapping itself; a section with nothing under it has none.
+
+    Raises yaml.MarkedYAMLError where the file is not a mapping, or a mapping contains itself.
+    """
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
@@ -72,127 +114,74 @@ def leaves(node: Any, sections: Collection[str], prefix: str = "", inside: tuple
             name = f"{prefix}{check_key(key.value)}"
         except ValueError as error:
             raise yaml.MarkedYAMLError(problem=str(error), problem_mark=key.start_mark) from None
-        if value in inside:
-            raise yaml.MarkedYAMLError(problem=f"{name} holds itself", problem_mark=key.start_mark)
+        if value in parents:
+            raise yaml.MarkedYAMLError(problem=f"{name} contains itself", problem_mark=key.start_mark)
         if isinstance(value, yaml.MappingNode) and (value.value or name in sections):
-            yield from leaves(value, sections, f"{name}.", (*inside, node, value))
+            yield from leaves(value, sections, f"{name}.", (*parents, node, value))
         elif not (name in sections and value.value == ""):
-            yield name, value, key.start_mark.line + 1
+            yield Leaf(name, value, key.start_mark.line + 1)
 
 
 def check_key(key: Any) -> str:
-    """The key, or ValueError where it is none that a message could show."""
+    """The key. Raises ValueError where it is not a text that a message can show."""
     if not isinstance(key, str) or len(key) > MOST_KEY or not key.isprintable():
         raise ValueError(f"a key is a text of at most {MOST_KEY} characters, not {short(key)}")
     return key
 
 
 def check_text(text: str) -> str:
-    """The text, or ValueError where it could do harm: in a path, on a screen, or as more than a reference to a key."""
+    """The text. Raises ValueError where it is too long or would harm a path or a screen."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"a text of {len(text)} characters, at most {MOST_TEXT}")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise ValueError(f"control characters, or bytes that are not UTF-8, in {short(text)}")
-    if text == "???":
-        raise ValueError("??? stands for a value that is missing")
-    if "${" in _REFERENCE.sub("", text):
-        raise ValueError(
-            f"{short(text)}: only the value of another key is looked up, as in ${{batch.size}}, never the environment or a file"
-        )
     return text
 
 
-def value_of(node: Any, as_text: bool) -> Any:
-    """What a YAML node means: the text itself where a text is wanted, else what OmegaConf reads (1e-3 is a number).
+def value_of(node: yaml.Node | None, as_text: bool) -> Any:
+    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that takes a text, the text as written.
 
-    Raises ValueError and yaml.YAMLError.
+    Raises ValueError where it is of another type, does not fit its type (`!!int x`), or is out of bounds; yaml.YAMLError for a wrong merge.
     """
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")):
+    if node is None or node.tag == NULL:
         return None
     if as_text and isinstance(node, yaml.ScalarNode):
         return check_text(node.value)
-    _check_scalars(node, ())
-    pair = (yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node)
-    text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
+    _check_nodes(node, ())
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except yaml.YAMLError:
-        raise
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ValueError(first_line(error)) from None
-    except Exception as error:  # YAML's constructors raise KeyError, IndexError, AttributeError, OmegaConf's own NotImplementedError
-        raise ValueError(f"{short(node.value)} is not what its tag {node.tag} says ({type(error).__name__})") from None
-    _check_plain(tree["value"])
-    return tree["value"]
+        value = Loader("").construct_document(node)
+    except (LookupError, ValueError):  # what PyYAML raises for `!!int x`
+        raise ValueError(f"{short(node.value)} is not of its type {_tag_name(node)}") from None
+    _check_numbers_and_keys(value)
+    return value
 
 
-def _check_scalars(node: Any, inside: tuple[Any, ...]) -> None:
-    if isinstance(node.value, str):
+def _check_nodes(node: yaml.Node, parents: tuple[yaml.Node, ...]) -> None:
+    """Raises ValueError for a type that JSON has not, for text too long to convert to a number, and for a node that contains itself."""
+    if node.tag not in TAGS:
+        raise ValueError(f"{_tag_name(node)} is not a text, number, truth value, list or mapping")
+    if isinstance(node, yaml.ScalarNode):
         check_text(node.value)
-    elif node in inside:
-        raise ValueError("YAML recursive aliases")
+    elif node in parents:
+        raise ValueError("a value that contains itself")
     else:
-        for part in node.value:
-            for one in part if isinstance(part, tuple) else (part,):
-                _check_scalars(one, (*inside, node))
+        for child in _children(node):
+            _check_nodes(child, (*parents, node))
 
 
-def _check_plain(value: Any, listed: bool = False) -> None:
-    """Raises ValueError for a number that no message could show, and for what is no text, number, truth value, list or mapping."""
+def _tag_name(node: yaml.Node) -> str:
+    return short(node.tag.replace("tag:yaml.org,2002:", "!!"))
+
+
+def _check_numbers_and_keys(value: Any, in_list: bool = False) -> None:
     if isinstance(value, dict):
-        for key, one in value.items():
-            if not listed and ("." in check_key(key) or not key):  # a file would read it as two keys, one within the other
-                raise ValueError(f"the key '{key}' within a value: write it whole, as in model.a.b=1")
+        for key, inner in value.items():
+            if not in_list and ("." in check_key(key) or not key):  # to_yaml() would write it as two keys, one within the other
+                raise ValueError(f"the key '{key}' within a value: write it in full, as in model.a.b=1")
             check_key(key)
-            _check_plain(one, listed)
+            _check_numbers_and_keys(inner, in_list)
     elif isinstance(value, list):
-        for one in value:
-            _check_plain(one, True)
+        for inner in value:
+            _check_numbers_and_keys(inner, in_list=True)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of more than 64 bits")
-    elif value is not None and not isinstance(value, (str, int, float)):
-        raise ValueError(f"{short(value)} is no text, number, truth value, list or mapping")
-
-
-def follow(value: Any, look_up: Callable[[str], Any], known: dict[str, Any], inside: tuple[str, ...] = ()) -> Any:
-    """The value with what `look_up` gives for each ${key} in place of it; ValueError where that is not one value, or grows too long.
-
-    Keys once followed are kept in `known`: two references in each of many values would double the work with each of them.
-    """
-    if isinstance(value, dict):
-        return {key: follow(one, look_up, known, inside) for key, one in value.items()}
-    if isinstance(value, list):
-        return [follow(one, look_up, known, inside) for one in value]
-    if not isinstance(value, str):
-        return value
-    if whole := _REFERENCE.fullmatch(value):
-        return _one(whole[1], look_up, known, inside)
-    text = check_text(_REFERENCE.sub(lambda found: f"{_one(found[1], look_up, known, inside)}", value))
-    if "${" in text:  # OmegaConf would follow it, without limits
-        raise ValueError(f"{short(text)} is put together of references")
-    return text
-
-
-def _one(key: str, look_up: Callable[[str], Any], known: dict[str, Any], inside: tuple[str, ...]) -> Any:
-    if key not in known:
-        if key in inside or len(inside) == MOST_DEPTH:
-            raise ValueError(f"${{{key}}} refers to itself" if key in inside else f"more than {MOST_DEPTH} references one after the other")
-        known[key] = follow(look_up(key), look_up, known, (*inside, key))
-    if isinstance(known[key], (dict, list)):
-        raise ValueError(f"${{{key}}} is a list or a section: only one value can be taken over")
-    return known[key]
-
-
-def short(value: Any, most: int = 200) -> str:
-    """A value as a message shows it: not endless, and nothing that a screen would take for a command."""
-    text = value if isinstance(value, str) else repr(value)
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
-
-
-def first_line(error: Exception) -> str:
-    return short((str(error).splitlines() or [type(error).__name__])[0], 400)

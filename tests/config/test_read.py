@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from hvdtrain.config import help, schema
-from hvdtrain.config.read import configure, known_keys, to_yaml
+from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import UserError
 
 
@@ -60,6 +61,51 @@ def test_a_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
         assert read(text=f"run: {text}", tmp=tmp_path).run == text
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *[
+            ("1e-3", 0.001),
+            ("1.5E+2", 150.0),
+            ("-.5", -0.5),
+            ("1.", 1.0),
+            ("1_000", 1000),
+            ("0x10", 16),
+            ("-.inf", -math.inf),
+            ("+1e3", 1000.0),
+        ],
+        *[("true", True), ("no", False), ("~", None), ("'1e3'", "1e3"), ("1e", "1e"), ("e3", "e3"), (".", "."), ("???", "???")],
+        *[("2001-01-01", "2001-01-01"), ("[1e3, a, {b: 1}]", [1000.0, "a", {"b": 1}]), ("!!float 3", 3.0), ("!!str 3", "3")],
+    ],
+)
+def test_values_of_options_and_their_way_back(tmp_path: Path, text: str, value: object) -> None:
+    for config in (read(f"model.a={text}"), read(text=f"model.a: {text}", tmp=tmp_path)):
+        assert repr(config.model.options) == repr({"a": value})
+        assert read(text=to_yaml(config), tmp=tmp_path) == config
+
+
+def test_aliases_and_merges_are_written_out(tmp_path: Path) -> None:
+    c = read(text="model:\n  a: [&x {b: 1}, *x]\n  c: [{<<: *x, d: 2}]\n", tmp=tmp_path)
+    assert c.model.options == {"a": [{"b": 1}, {"b": 1}], "c": [{"b": 1, "d": 2}]}
+    assert "&" not in to_yaml(c) and read(text=to_yaml(c), tmp=tmp_path) == c
+
+
+@pytest.mark.parametrize(
+    ("old", "fix"),
+    [
+        ("frame=jax", "it is framework now"),
+        ("comm.every=3", "it is comm.local_steps now"),
+        ("comm.wire=same", "it is comm.compression now, with none instead of same"),
+        ("log.sinks=[wandb]", "it is log.trackers now"),
+    ],
+)
+def test_a_renamed_key_is_answered_with_the_new_one(tmp_path: Path, old: str, fix: str) -> None:
+    key, _, value = old.partition("=")
+    (tmp_path / "config.yaml").write_text(f"epochs: 3\n{key}: {value}\n")
+    for e, where in ((error(old), "command line"), (error(f"resume={tmp_path}"), f"{tmp_path}/config.yaml:2")):
+        assert (e.what, e.where, e.fix) == (f"no such key: {key}", where, fix)
+
+
 def test_null_and_nothing_leave_out() -> None:
     assert read("run=null", "stop.target_accuracy=", "batch.micro=null") == schema.Config()
 
@@ -103,7 +149,7 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
         ("optim.base_lr=.nan", "optim.base_lr is nan", "give 0 or more"),
         ("batch.size=0", "batch.size is 0", "give 1 or more"),
         ("seed=-1", "seed is -1", "give 0 or more"),
-        ("--fast", "cannot read the word '--fast'", "write key=value"),
+        ("--fast", "cannot read the argument '--fast'", "write key=value"),
         ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
         ("model..x=3", "no such key: model..x", "did you mean"),
         ("augment.flip=1", "wrong value for augment.flip: 1", "augment.flip takes true or false"),
@@ -133,20 +179,25 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
         ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
         ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes a whole number"),
         ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
-        ("epochs: [\n", "not YAML", 2, "mend that line"),
-        ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "mend that line"),
+        ("epochs: [\n", "not YAML", 2, "correct that line"),
+        ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "correct that line"),
         ("epochs: 3\nepochs: 4\n", "epochs is given twice, in lines 1 and 2", 2, "keep one of them"),
         ("batch.size: 3\nbatch:\n  size: 4\n", "batch.size is given twice, in lines 1 and 3", 3, "keep one of them"),
-        ("model: &x\n  b: *x\n", "not YAML: model.b holds itself", 2, "mend that line"),
-        ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "mend the ${...}"),
-        ("run: runs/${nothing}\n", "cannot resolve a value", 1, "mend the ${...}"),
+        ("model: &x\n  b: *x\n", "not YAML: model.b contains itself", 2, "correct that line"),
+        ("epochs: 3\nbatch:\n  size: ${nothing}\n", "cannot resolve a value", 3, "correct the ${...}"),
+        ("run: runs/${nothing}\n", "cannot resolve a value", 1, "correct the ${...}"),
         (
             "seed: 2\nrun: !!python/object/apply:os.system ['echo hacked']",
-            "cannot read the value of run: could not determine",
+            "cannot read the value of run: !!python/object/apply:os.system is not a text",
             2,
-            "mend that",
+            "correct that",
         ),
-        ("seed: 2\nmodel:\n  widths: &x [*x]\n", "cannot read the value of model.widths: YAML recursive aliases", 3, "mend that line"),
+        (
+            "seed: 2\nmodel:\n  widths: &x [*x]\n",
+            "cannot read the value of model.widths: a value that contains",
+            3,
+            "correct that line",
+        ),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, what: str, line: int, fix: str) -> None:
@@ -163,7 +214,7 @@ def test_a_missing_file_is_named() -> None:
 
 def test_every_number_is_bounded_and_every_key_is_described() -> None:
     page = help.help_text(None)
-    for key, info in known_keys().items():
+    for key, info in schema.known_keys().items():
         assert f"  {key}=" in page
         assert info.description, f"{key} has no description"
         if {int, float} & {info.annotation, *typing.get_args(info.annotation)} and typing.get_origin(info.annotation) is not list:
@@ -225,7 +276,7 @@ def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> No
     assert str(caught.value).splitlines() == [
         "model.name=torch.hub:load imports code, and only the run folder names it",
         f"  where: {tmp_path}/config.yaml:2",
-        "  fix: if you trust it, say so: model.name=torch.hub:load",
+        "  fix: if you trust it, add the argument model.name=torch.hub:load",
     ]
     assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"])[0].model.name == "mine:Net"
     (tmp_path / "config.yaml").write_text("optim:\n  name: torch.optim.RMSprop\n")

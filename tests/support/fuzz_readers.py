@@ -21,6 +21,7 @@ from numpy.random import Generator
 
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.schema import OPEN_SECTIONS
 
 PLAIN = """
 os:system os.system posix:system subprocess:Popen subprocess.run builtins:exec builtins.eval runpy:run_path pickle:loads
@@ -38,7 +39,7 @@ forge = sys.exit  # a name of this module for a function of Python's own
 
 
 def read_names(rng: Generator, home: Path) -> Callable[[], None]:
-    """A name of a leaf or an import path."""
+    """A name of a plugin or an import path."""
     name, folder = pick(rng, NAMES), pick(rng, tuple(plugins.ALIASES))
     if chance(rng, 0.3):
         name = mutated(rng, name.encode(errors="replace")).decode(errors="surrogateescape")
@@ -59,7 +60,7 @@ def check_dotted(name: str) -> None:
 def check_name(folder: str, name: str) -> None:
     """Nothing of another folder."""
     path = plugins.find(folder, name, "here")
-    assert path.parent == Path(plugins.__file__).parent / folder and path.is_file(), path
+    assert plugins.PACKAGE / folder in path.parents and path.is_file(), path
 
 
 OPTIONS = (
@@ -70,18 +71,19 @@ OPTIONS = (
 
 
 def read_options(rng: Generator, home: Path) -> Callable[[], None]:
-    """Options of the leaves of data and optim, converted and used."""
-    folder = pick(rng, ("data", "optim"))
+    """Options of the plugins of data and optim, converted and used."""
+    section = pick(rng, ("data", "optim"))
+    folder = OPEN_SECTIONS[section]
     names = tuple(name for name in plugins.files(folder) if name != "digits")  # it reads nothing
-    name = pick(rng, names) if chance(rng, 0.6) else {"data": "synthetic", "optim": "adam"}[folder]
+    name = pick(rng, names) if chance(rng, 0.6) else {"data": "synthetic", "optim": "adam"}[section]
     build = plugins.load(folder, name, "").build
     given = {option: pick(rng, OPTIONS) for option in build.__kwdefaults__ or () if chance(rng, 0.5)}
     (home / "train" / "a").mkdir(parents=True)
     (home / "train" / "a" / "1.png").write_bytes(fuzz_images.sound_images()[2])
 
     def read() -> None:
-        options = plugins.check_options(build, given, folder, Provenance())
-        if folder == "optim":
+        options = plugins.check_options(build, given, section, Provenance())
+        if section == "optim":
             build(**options)
         elif name in ("folder", "webdataset"):
             fuzz_files.check_source(build(name, home, "train", **{"cache": home / "cache", **options}))
@@ -118,6 +120,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:  # python tests/support/fuzz_readers.py READER SEED NUMBER
         again(*sys.argv[1:])
         sys.exit()
-    fuzz_images.sound_images(), fuzz_images.image_bombs(), fuzz_checkpoint.files(Path(tempfile.mkdtemp()))  # before memory is counted
+    fuzz_images.sound_images(), fuzz_images.image_bombs(), fuzz_checkpoint.good_files(Path(tempfile.mkdtemp()))  # before memory is counted
     PIL.Image.init()
     fuzzing.child(json.loads(sys.argv[1]), READERS)

@@ -12,8 +12,9 @@ from fuzzing import CANARY
 from numpy.random import Generator
 
 from hvdtrain.config import plugins
-from hvdtrain.config.read import configure, known_keys, to_yaml
-from hvdtrain.config.schema import SECTIONS
+from hvdtrain.config.read import configure, to_yaml
+from hvdtrain.config.refusal import type_name
+from hvdtrain.config.schema import SECTIONS, known_keys
 
 SPLIT = " ¦ "
 PLAIN = r"""
@@ -107,14 +108,14 @@ def pair(rng: Generator, sound: float) -> tuple[str, str]:
     if not chance(rng, sound):
         return pick(rng, keys()), pick(rng, VALUES)
     key, field = pick(rng, tuple(known_keys().items()))
-    choices = re.findall(r"'(\w+)'", str(field.annotation))
+    choices = re.findall(r"'([\w-]+)'", type_name(field.annotation))
     words = {
-        "int": ("1", "7", "0x10", "${epochs}"),
-        "float": ("0.5", "1e-3", "1", "${stop.patience}"),
-        "bool": ("true", "no"),
-        "str": ("x", "~/x"),
+        "a whole number": ("1", "7", "0x10", "${epochs}"),
+        "a number": ("0.5", "1e-3", "1", "${stop.patience}"),
+        "true or false": ("true", "no"),
+        "a text": ("x", "~/x"),
     }
-    return key, pick(rng, choices or words.get(str(field.annotation).removesuffix(" | None"), ("[]", "[1]", "[{kind: steps}]")))
+    return key, pick(rng, choices or words.get(type_name(field.annotation).removesuffix(", or null"), ("[]", "[1]", "[{kind: steps}]")))
 
 
 def line(rng: Generator) -> str:

@@ -6,8 +6,7 @@ import argparse
 import re
 from typing import NoReturn
 
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -6,9 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from hvdtrain.config.read import nearest
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
 python -m hvdtrain bench step       [--config FILE] [key=value ...]   images/s, and where the time of a step goes; under mpirun too

@@ -27,7 +27,7 @@ from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Assignment, assignments, configure, read_former
+from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import USER, UserError, code_of
 from hvdtrain.recipe.batch_size import resolve_batch_size
@@ -88,7 +88,7 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     """
     read_by_rank_0: list[Assignment] | None = None
     if communicator.rank == 0:
-        read_by_rank_0 = rank.attempt(lambda: read_former(assignments(options.config_path, options.overrides)))
+        read_by_rank_0 = rank.attempt(lambda: read_resumed(assignments(options.config_path, options.overrides)))
     former: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
     return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, former)[0], communicator.size))
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdtrain.cli.export.read import metadata, model_state, read_checkpoint
-from hvdtrain.config.read import nearest
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.errors import DONE, UserError, nearest
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.version import __version__

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.read import nearest, read_file
+from hvdtrain.config.read import read_file
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.files import Checkpoint, Damaged
 

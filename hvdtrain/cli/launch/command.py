@@ -33,9 +33,8 @@ from hvdtrain.cli.launch.machine import (
     visible_gpus,
 )
 from hvdtrain.comm.placement import placement
-from hvdtrain.config.read import expand, nearest
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import DONE, UserError
+from hvdtrain.config.read import expand
+from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
 python -m hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]

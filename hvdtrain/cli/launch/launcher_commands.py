@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 MpiKind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and older
 MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.config.yaml_reader import short
 from hvdtrain.data.files.default_folders import cache_root
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.source import Source, Split
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 ImagesByClass = dict[str, list[str]]  # class -> names of its images, both in sorted order

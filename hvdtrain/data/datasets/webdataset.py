@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.config.yaml_reader import short
 from hvdtrain.data.files.default_folders import cache_root
 from hvdtrain.data.files.lock import locked
 from hvdtrain.data.files.npy import load_npy, write_npy
@@ -23,7 +22,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
 from hvdtrain.data.source import Source, Split
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")

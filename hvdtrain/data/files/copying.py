@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
-from hvdtrain.config.yaml_reader import short
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 
 _THREADS = 8  # they wait for disks and networks, not for cores
 _BLOCK_BYTES = 2**22

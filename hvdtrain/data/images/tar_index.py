@@ -12,9 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from hvdtrain.config.yaml_reader import first_line, short
 from hvdtrain.data.images.decode import MOST_BYTES
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, first_line, short
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _LABEL_SUFFIX = "cls"
