@@ -1,1 +1,1 @@
-"""The nouns that every package shares: progress, seeds, arrays, sums, digests. No I/O, no ranks."""
+"""What every package shares: progress, seeds, arrays, sums, digests, the import of torchvision. No I/O, no ranks."""

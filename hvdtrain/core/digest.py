@@ -11,7 +11,7 @@ from hvdtrain.core.arrays import Arrays
 
 
 def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
-    """64 bits of each named array, over its dtype, shape and bytes (XXH3, at the speed of memory): equal only if the arrays are."""
+    """64 bits for each named array, over its dtype, shape and bytes; by XXH3, at the speed of memory."""
     found = {}
     for name, array in arrays:
         hashed = xxhash.xxh3_64(f"{array.dtype.str} {array.shape};".encode())
@@ -21,10 +21,10 @@ def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, int]:
 
 
 def combine(each: dict[str, int]) -> str:
-    """The digests of named arrays as one of 64 bits, as 16 hex digits, whatever their order."""
+    """One digest of 64 bits, as 16 hex digits, from those of named arrays in any order."""
     return xxhash.xxh3_64_hexdigest("".join(f"{name} {each[name]:x};" for name in sorted(each)).encode())
 
 
 def digest(arrays: Arrays) -> str:
-    """64 bits over names, dtypes, shapes and bytes, as 16 hex digits: equal on two ranks only if the arrays are."""
+    """64 bits over names, dtypes, shapes and bytes, as 16 hex digits: differ, but for a collision, where the arrays do."""
     return combine(digests(arrays.items()))

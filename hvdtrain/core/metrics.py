@@ -1,4 +1,4 @@
-"""Sums over samples, {"loss", "right", "count"} and more, from which every mean that is shown is made."""
+"""Metrics as sums over samples, {"loss", "right", "count", ...}: sums add up over steps and ranks, and a mean is made where it is shown."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ Sums = dict[str, Any]
 
 
 def zero_sums() -> Sums:
+    """The sums over no samples."""
     return {"loss": 0.0, "right": 0.0, "count": 0}
 
 
 def add_sums(a: Sums, b: Sums) -> Sums:
-    """Of device scalars a device scalar: nothing waits here. A name that only one has counts as 0 in the other."""
+    """a + b by name; a name that is missing counts as 0. Device scalars stay device scalars, so the host does not wait."""
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}

@@ -1,4 +1,4 @@
-"""How far a job is, in samples and steps, and every number of one step."""
+"""Progress of a job in samples and steps, and the hyperparameters of one step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 
 class Hyper(NamedTuple):
-    """Every number of one step."""
+    """The hyperparameters of one step."""
 
     lr: float
-    momentum: float  # the first beta of Adam and its kin
+    momentum: float  # the first beta of Adam and optimizers like it
     weight_decay: float
     batch: int  # samples over all ranks
     step: int = 0  # updates done before this one
-    noise: float = 0.0  # variance of the noise added to each number of the mean gradient
-    sample_noise: float = 0.0  # standard deviation of the random weight, of mean 1, of each sample's loss
+    noise: float = 0.0  # variance of the noise that is added to each number of the mean gradient
+    sample_noise: float = 0.0  # standard deviation of the random weight of each sample's loss; its mean is 1
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a job stands. With the seed it is all that a resume needs, beside the arrays."""
+    """Samples and steps done. Beside the seed and the arrays of the checkpoint it is all that a resume needs."""
 
     dataset: int  # samples in one epoch
     total: int  # samples in the whole job
@@ -42,4 +42,5 @@ class Progress:
         return self.samples >= self.total
 
     def advance(self, batch: int) -> Progress:
+        """After one more step, of `batch` samples over all ranks."""
         return replace(self, step=self.step + 1, samples=self.samples + batch)

@@ -1,4 +1,4 @@
-"""Seeds made of counters: the same on every platform, whatever rank asks."""
+"""Seeds made of counters: equal on every platform and rank."""
 
 from __future__ import annotations
 

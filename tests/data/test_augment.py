@@ -47,7 +47,7 @@ def table(x: np.ndarray) -> list[list[int]]:
     return result
 
 
-def test_each_change_by_hand() -> None:
+def test_each_augmentation_by_hand() -> None:
     moved = augment.apply(PICTURE, AugmentationParameters(shift=np.array([[1, -1]])))
     assert table(moved) == [[0, 5, 6, 7], [0, 9, 10, 11], [0, 13, 14, 15], [0, 0, 0, 0]]
     turned = augment.apply(PICTURE, AugmentationParameters(flipped=np.array([True])))
@@ -59,7 +59,7 @@ def test_each_change_by_hand() -> None:
     assert table(PICTURE) == np.arange(1, 17).reshape(4, 4).tolist(), "nothing is changed in place"
 
 
-def test_a_box_by_hand() -> None:
+def test_resized_crop_by_hand() -> None:
     """Two pixels over four points lie at -1/4, 1/4, 3/4, 5/4, and end at the box, not at the image."""
     x = np.array([[0, 100, 250, 7], [80, 180, 9, 9], [5, 5, 5, 5], [5, 5, 5, 5]], np.uint8).reshape(1, 4, 4, 1)
     assert table(resized_crop(x, np.array([[0, 0, 2, 2]]))) == [
@@ -75,7 +75,7 @@ def test_a_box_by_hand() -> None:
     assert table(turned) == [[100, 75, 25, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_mixing_is_exact_and_rounds_half_up() -> None:
+def test_mixup_is_exact_and_rounds_half_up() -> None:
     shares = np.array([0.0, 1.0, 0.5, 0.25, 40000 / 65536, 1 / 65536])
     x, other = (np.broadcast_to(a, (6, 16, 16, 256)).astype(np.uint8) for a in (np.arange(256).reshape(16, 16, 1), np.arange(256)))
     mixed = augment.mixup(x, other, shares)
@@ -88,7 +88,7 @@ def test_mixing_is_exact_and_rounds_half_up() -> None:
         np.testing.assert_array_equal(found.permute(0, 2, 3, 1).numpy(), mixed)
 
 
-def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
+def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
     n = 20_000
     d = augmentation(ALL, n)
     assert d.shift is not None and d.flipped is not None and d.cutout_box is not None and d.mixup_weight is not None
@@ -100,7 +100,7 @@ def test_windows_are_uniform_and_a_half_is_mirrored() -> None:
     assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "no draw tells of another"
 
 
-def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
+def test_cutout_boxes_have_their_centre_on_any_pixel_and_are_clipped_at_the_border() -> None:
     n = 8000
     square = augmentation(AugmentConfig(cutout=2), n, (4, 5, 3)).cutout_box
     assert square is not None
@@ -113,7 +113,7 @@ def test_squares_have_their_centre_on_any_pixel_and_end_at_the_border() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 0.5, 1.0, 4.0, 1000.0])
-def test_shares_follow_the_beta_law(alpha: float) -> None:
+def test_mixup_weights_follow_the_beta_distribution(alpha: float) -> None:
     """Variance 1 / (4 (2 alpha + 1)), kurtosis 3 - 6 / (2 alpha + 3), and the quantiles of numpy's own draws."""
     n = 100_000
     share = augmentation(AugmentConfig(mixup=alpha), n).mixup_weight
@@ -127,7 +127,7 @@ def test_shares_follow_the_beta_law(alpha: float) -> None:
         assert (share < edge).mean() == pytest.approx((other < edge).mean(), abs=4 * (0.5 / n) ** 0.5)
 
 
-def test_partners_are_any_sample() -> None:
+def test_mixup_partners_are_uniform_over_the_data_set() -> None:
     n = 10_000
     others = augment.mixup_partners(ALL, 1, np.zeros(n, np.int64), np.arange(n), 10)
     assert others is not None and others.dtype == np.int64
@@ -135,7 +135,7 @@ def test_partners_are_any_sample() -> None:
     assert augment.mixup_partners(BOXES, 1, np.zeros(n, np.int64), np.arange(n), 10) is None
 
 
-def test_boxes_follow_the_law_of_torchvision() -> None:
+def test_crop_boxes_are_distributed_as_those_of_torchvision() -> None:
     import_torchvision()
     from torchvision.transforms import RandomResizedCrop
 
@@ -152,7 +152,7 @@ def test_boxes_follow_the_law_of_torchvision() -> None:
 
 
 @pytest.mark.parametrize("config", [ALL, BOXES], ids=["crop", "box"])
-def test_draws_belong_to_seed_epoch_and_sample(config: AugmentConfig) -> None:
+def test_parameters_are_a_function_of_seed_epoch_and_sample(config: AugmentConfig) -> None:
     epochs, rows = np.array([3, 3, 4, 4, 4, 5]), np.array([7, 50_000, 7, 0, 31, 7])
     whole, order = augment.draw(config, 9, epochs, rows, (32, 32, 3)), np.array([4, 0, 5, 2, 1, 3])
     parts = [augment.draw(config, 9, epochs[part], rows[part], (32, 32, 3)) for part in (order[:1], order[1:1], order[1:])]
@@ -186,7 +186,7 @@ def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int,
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> None:
+def test_resized_crop_equals_torchvision_up_to_rounding(shape: tuple[int, int, int]) -> None:
     import_torchvision()
     from torchvision.transforms import functional
 
@@ -204,7 +204,7 @@ def test_boxes_look_as_torchvision_makes_them(shape: tuple[int, int, int]) -> No
         (["augment.cutout=9"], "augment.cutout=9 may black out all of images of 8 x 9 pixels"),
     ],
 )
-def test_what_leaves_nothing_of_an_image_is_refused(words: list[str], what: str) -> None:
+def test_augmentations_that_may_leave_nothing_of_an_image_are_errors(words: list[str], what: str) -> None:
     config, _ = configure(None, words)
     with pytest.raises(UserError) as caught:
         augment.check_augmentation(config.augment, (8, 9, 3))
@@ -221,7 +221,7 @@ def mixture(n: int) -> Batch:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-def test_one_step_along_a_mixture_is_the_same_in_every_frame(loss: str) -> None:
+def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> None:
     """The losses of two smoothed labels, each by its own formula, and their gradient (softmax or logits less the mixed label) times x."""
     words = ["model.name=linear", f"model.loss={loss}", "model.label_smoothing=0.3", "speed.precision=fp64", "batch.size=8"]
     data, task = mixture(7), Task((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))

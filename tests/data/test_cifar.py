@@ -67,9 +67,9 @@ def test_a_file_of_another_length(tmp_path: Path, length: int) -> None:
     write_cifar10(tmp_path)
     broken = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     broken.write_bytes(bytes(length))
-    told = refusal("cifar10", tmp_path)
-    assert f"found {length} bytes, expected a multiple of 3073, one record for each image" in told
-    assert f"where: {broken}" in told and "fix: delete the file and fetch it again" in told
+    output = refusal("cifar10", tmp_path)
+    assert f"found {length} bytes, expected a multiple of 3073, one record for each image" in output
+    assert f"where: {broken}" in output and "fix: delete the file and fetch it again" in output
     assert cifar.build("cifar10", tmp_path, "val")  # the other split does not read it
 
 
@@ -89,10 +89,10 @@ def test_a_label_outside_the_classes(tmp_path: Path) -> None:
 
 
 def test_missing_files_name_the_archive(tmp_path: Path) -> None:
-    told = refusal("cifar10", tmp_path / "none")
-    assert "the files of cifar10 are missing, and data.download is false" in told
-    assert f"where: {tmp_path / 'none'}: cifar-10-batches-bin/data_batch_1.bin, cifar-10-batches-bin/data_batch_2.bin" in told
-    assert f"fix: unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz in {tmp_path / 'none'}" in told
+    output = refusal("cifar10", tmp_path / "none")
+    assert "the files of cifar10 are missing, and data.download is false" in output
+    assert f"where: {tmp_path / 'none'}: cifar-10-batches-bin/data_batch_1.bin, cifar-10-batches-bin/data_batch_2.bin" in output
+    assert f"fix: unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz in {tmp_path / 'none'}" in output
     assert not (tmp_path / "none").exists()
 
 

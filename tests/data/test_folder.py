@@ -66,12 +66,12 @@ def test_classes_follow_sorted_names_and_pixels_are_the_files(tmp_path: Path, ca
     assert source.read(np.arange(4))["x"].any()
     val = build(tmp_path, "val").read(np.arange(3))
     assert val["y"].tolist() == [0, 1, 1] and (val["x"][2] == colour(7)).all()
-    told = capsys.readouterr().err
-    assert f"decoded {tmp_path / 'train'}: 4 / 4 images, " in told and f"written to {tmp_path / 'cache'}" in told
+    output = capsys.readouterr().err
+    assert f"decoded {tmp_path / 'train'}: 4 / 4 images, " in output and f"written to {tmp_path / 'cache'}" in output
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "jpeg", "webp"])
-def test_formats_that_lose_a_little(tmp_path: Path, suffix: str) -> None:
+def test_lossy_formats(tmp_path: Path, suffix: str) -> None:
     smooth = np.broadcast_to(np.arange(0, 128, 4, dtype=np.uint8)[:, None, None], (32, 32, 3)).copy()
     save(tmp_path / "train" / "a" / f"1.{suffix}", smooth)
     read = build(tmp_path).read(np.array([0]))["x"][0]
@@ -120,7 +120,7 @@ def test_a_changed_file_or_option_makes_a_new_array(tmp_path: Path) -> None:
     assert len(arrays(tmp_path)) == 6
 
 
-def test_archives_with_equal_times_and_sizes_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_equal_times_and_sizes_make_different_arrays(tmp_path: Path) -> None:
     for name, value in [("one", 1), ("two", 2)]:
         save(tmp_path / name / "train" / "a" / "1.bmp", colour(value))
         os.utime(tmp_path / name / "train" / "a" / "1.bmp", ns=(0, 0))
@@ -129,7 +129,7 @@ def test_archives_with_equal_times_and_sizes_are_told_apart(tmp_path: Path) -> N
         assert (source.read(np.array([0]))["x"][0] == colour(value)).all()
 
 
-def test_the_cache_lies_under_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_under_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     fill(tmp_path)
     folder.build("folder", tmp_path, "train")
@@ -152,7 +152,7 @@ def whole(content: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("damage", range(8))
-def test_a_damaged_cache_is_made_again_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: int) -> None:
+def test_a_damaged_cache_is_decoded_again_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: int) -> None:
     fill(tmp_path)
     build(tmp_path)
     path = arrays(tmp_path)[0]
@@ -160,8 +160,8 @@ def test_a_damaged_cache_is_made_again_and_said(tmp_path: Path, capsys: pytest.C
     path.write_bytes(whole(sound)[damage])
     capsys.readouterr()
     source = build(tmp_path)
-    told = capsys.readouterr().err
-    assert f"the cached array {path} is damaged: decoding again\n" in told and "4 / 4 images" in told
+    output = capsys.readouterr().err
+    assert f"the cached array {path} is damaged: decoding again\n" in output and "4 / 4 images" in output
     assert path.read_bytes() == sound
     assert (source.read(np.array([3]))["x"][0] == colour(4)).all()
 
@@ -212,10 +212,10 @@ def test_links_are_followed(tmp_path: Path) -> None:
 def test_images_that_differ_in_size(tmp_path: Path) -> None:
     fill(tmp_path)
     save(tmp_path / "train" / "bee" / "zz.png", colour(1, 9, 8))
-    told = refusal(tmp_path)
-    assert "the images differ in size: 5 x 6 and 8 x 9 pixels" in told
-    assert f"{tmp_path / 'train/ant/a.png'} and {tmp_path / 'train/bee/zz.png'}" in told
-    assert "fix: data.size=5 resizes the centre square" in told
+    output = refusal(tmp_path)
+    assert "the images differ in size: 5 x 6 and 8 x 9 pixels" in output
+    assert f"{tmp_path / 'train/ant/a.png'} and {tmp_path / 'train/bee/zz.png'}" in output
+    assert "fix: data.size=5 resizes the centre square" in output
     assert not arrays(tmp_path)  # nothing half done is taken for a cache
     assert len(build(tmp_path, size=5)) == 5
 
@@ -243,9 +243,9 @@ def png_of(width: int, height: int) -> bytes:
 def test_a_decompression_bomb(tmp_path: Path, side: int, name: str, size: int | None) -> None:
     fill(tmp_path)
     (tmp_path / "train" / "ant" / name).write_bytes(png_of(side, side))
-    told = refusal(tmp_path, size=size)
-    assert "the image is too large to be decoded safely: Image size" in told
-    assert f"where: {tmp_path / 'train' / 'ant' / name}" in told and "fix: make it smaller, or remove it" in told
+    output = refusal(tmp_path, size=size)
+    assert "the image is too large to be decoded safely: Image size" in output
+    assert f"where: {tmp_path / 'train' / 'ant' / name}" in output and "fix: make it smaller, or remove it" in output
 
 
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
@@ -253,19 +253,24 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     victim = tmp_path / "train" / "bee" / "z.png"
     sound = victim.read_bytes()
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 6\n"
-    for content, said in [(sound[:-30], ""), (b"", "UnidentifiedImageError"), (postscript, "UnidentifiedImageError"), (sound[:40] * 2, "")]:
+    for content, message in [
+        (sound[:-30], ""),
+        (b"", "UnidentifiedImageError"),
+        (postscript, "UnidentifiedImageError"),
+        (sound[:40] * 2, ""),
+    ]:
         victim.write_bytes(content)
-        told = refusal(tmp_path)
-        assert f"the image cannot be read: {said}" in told
-        assert f"where: {victim}" in told and "fix: repair or remove the file" in told
+        output = refusal(tmp_path)
+        assert f"the image cannot be read: {message}" in output
+        assert f"where: {victim}" in output and "fix: repair or remove the file" in output
 
 
-def test_sixteen_bits_are_not_cut_to_eight(tmp_path: Path) -> None:
+def test_sixteen_bit_images_are_errors(tmp_path: Path) -> None:
     save(tmp_path / "train" / "a" / "1.png", np.arange(30, dtype=np.uint16).reshape(5, 6) * 2000)
     assert "the image has more than 8 bits a channel (mode I" in refusal(tmp_path, channels=1)
 
 
-def test_folders_that_are_not_as_they_should_be(tmp_path: Path) -> None:
+def test_wrong_folders_are_errors(tmp_path: Path) -> None:
     assert "no folder train\n" in refusal(tmp_path) and f"where: {tmp_path}" in refusal(tmp_path)
     (tmp_path / "train").mkdir()
     assert "no class folders" in refusal(tmp_path)
@@ -276,26 +281,26 @@ def test_folders_that_are_not_as_they_should_be(tmp_path: Path) -> None:
     save(tmp_path / "val" / "wasp" / "1.png", colour(1))
     assert f"only one of train and val has class wasp\n  where: {tmp_path / 'val'}" in refusal(tmp_path, "val")
     (tmp_path / "train" / "wasp").mkdir()
-    told = refusal(tmp_path)
-    assert "no images (.jpg .jpeg .png .bmp .webp) in class wasp" in told and "the images directly in it" in told
+    output = refusal(tmp_path)
+    assert "no images (.jpg .jpeg .png .bmp .webp) in class wasp" in output and "the images directly in it" in output
     (tmp_path / "train" / "wasp" / "1.png").symlink_to(tmp_path / "nowhere")
-    told = refusal(tmp_path)
-    assert "cannot list the images: [Errno 2] No such file or directory" in told and "wasp/1.png" in told
+    output = refusal(tmp_path)
+    assert "cannot list the images: [Errno 2] No such file or directory" in output and "wasp/1.png" in output
 
 
-def test_options_that_are_not_as_they_should_be(tmp_path: Path) -> None:
+def test_wrong_options_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data.name=folder needs data.root\n  where: data.root\n  fix: data.root=DIR"):
         folder.build("folder", None, "train")
     assert "images of size None with 2 channels are impossible" in refusal(tmp_path, channels=2)
     assert "images of size 0 with 3 channels" in refusal(tmp_path, size=0)
 
 
-def test_a_cache_that_cannot_be_kept(tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     fill(tmp_path)
     (tmp_path / "cache").write_text("a file where a folder should be")
-    told = refusal(tmp_path)
-    assert "cannot pack the images: [Errno 20] Not a directory" in told
-    assert "fix: data.cache=DIR, with 0 MB of free space" in told
+    output = refusal(tmp_path)
+    assert "cannot pack the images: [Errno 20] Not a directory" in output
+    assert "fix: data.cache=DIR, with 0 MB of free space" in output
 
 
 ONE_OF_MANY = """
@@ -308,13 +313,13 @@ print(int(source.read(np.arange(len(source)))["x"].sum()))
 """
 
 
-def test_of_three_processes_one_decodes(tmp_path: Path) -> None:
+def test_one_of_three_processes_decodes(tmp_path: Path) -> None:
     for number in range(300):
         save(tmp_path / "train" / str(number % 2) / f"{number:03}.png", colour(number, 32, 32))
     command = [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)]
     running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    told = [process.communicate(timeout=60) for process in running]
+    output = [process.communicate(timeout=60) for process in running]
     total = sum(int(colour(number, 32, 32).sum()) for number in range(300))
-    assert [out for out, _ in told] == [f"{total}\n"] * 3, told
-    assert "".join(err for _, err in told).count("300 / 300 images") == 1
+    assert [out for out, _ in output] == [f"{total}\n"] * 3, output
+    assert "".join(err for _, err in output).count("300 / 300 images") == 1
     assert len(arrays(tmp_path)) == 1

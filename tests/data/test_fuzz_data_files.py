@@ -34,7 +34,7 @@ def images_and_labels(root: Path, images: bytes, labels: bytes, suffix: str = ".
     (root / f"train-labels-idx1-ubyte{suffix}").write_bytes(labels)
 
 
-def test_a_gigabyte_in_a_megabyte(tmp_path: Path) -> None:
+def test_a_gzip_bomb(tmp_path: Path) -> None:
     images = bytes.fromhex("00000803") + struct.pack(">3I", 2**26 - 1, 16, 1)
     labels = bytes.fromhex("00000801") + struct.pack(">I", 2**30 - 8)
     images_and_labels(tmp_path, zeros_in_gzip(images, 2**30), zeros_in_gzip(labels, 2**30))
@@ -45,7 +45,7 @@ def test_a_gigabyte_in_a_megabyte(tmp_path: Path) -> None:
     assert "found 1073741816 bytes in the shape (1073741816,) of its header, expected 1 to 16777216" in refusal("fashion_mnist", tmp_path)
 
 
-def test_no_image_at_all_of_a_huge_size(tmp_path: Path) -> None:
+def test_a_header_of_no_images_of_a_huge_size(tmp_path: Path) -> None:
     images_and_labels(tmp_path, bytes.fromhex("00000803 00000000 ffffffff ffffffff"), b"", "")
     assert "found 0 bytes in the shape (0, 4294967295, 4294967295) of its header, expected 1 to" in refusal("fashion_mnist", tmp_path)
 
@@ -86,15 +86,15 @@ def many_scans() -> bytes:
     ids=["scans", "rle", "pixels", "bits"],
 )
 @pytest.mark.parametrize("second", [False, True])
-def test_an_image_of_much_work(tmp_path: Path, data: bytes, what: str, second: bool) -> None:
+def test_images_that_are_slow_to_decode_are_errors(tmp_path: Path, data: bytes, what: str, second: bool) -> None:
     image = place(tmp_path, data, "train/a/2.png")
     if second:
         place(tmp_path, png_of(16, 16), "train/a/1.png")
-    told = refusal("folder", tmp_path, size=8)
-    assert what in told and f"where: {image}" in told
+    output = refusal("folder", tmp_path, size=8)
+    assert what in output and f"where: {image}" in output
 
 
-def test_an_image_without_end(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     image = place(tmp_path, png_of(4, 4), "val/a/1.png", "val/a/2.png", "train/a/1.png")
     image.unlink()
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
@@ -106,13 +106,13 @@ def test_an_image_without_end(tmp_path: Path) -> None:
     assert f"where: {tmp_path}/train/a/2.png" in refusal("folder", tmp_path)
 
 
-def test_a_size_beyond_reason(tmp_path: Path) -> None:
+def test_a_huge_size_is_an_error(tmp_path: Path) -> None:
     place(tmp_path, png_of(4, 4), "train/a/1.png")
     assert "images of size 1000000 with 3 channels are impossible" in refusal("folder", tmp_path, size=10**6)
     assert "data.size is 1 to 8192" in refusal("folder", tmp_path, size=2**63)
 
 
-def test_a_cached_array_that_is_none(tmp_path: Path) -> None:
+def test_a_file_in_the_cache_that_is_no_array(tmp_path: Path) -> None:
     place(tmp_path, png_of(4, 4), "train/a/1.png")
     outside = place(tmp_path, b"mine", "outside")
     for _ in range(4):
@@ -126,7 +126,7 @@ def test_a_cached_array_that_is_none(tmp_path: Path) -> None:
     assert outside.read_bytes() == b"mine"
 
 
-def test_images_made_of_nothing_but_size() -> None:
+def test_synthetic_images_of_a_huge_size_are_errors() -> None:
     for options, what in (
         ({"samples": 2**62}, f"{2**62} is too large, at most {2**40} is possible\n  where: data.samples"),
         ({"classes": 2**62}, f"{2**62} is too large, at most {2**20} is possible\n  where: data.classes"),
@@ -137,7 +137,7 @@ def test_images_made_of_nothing_but_size() -> None:
         assert what in str(caught.value)
 
 
-def test_a_folder_of_nobody() -> None:
+def test_a_home_folder_of_an_unknown_user() -> None:
     for make in (lambda: default_folders.data_root(Path("~nobodyhere/x")), lambda: folder.build("folder", Path("~nobodyhere"), "train")):
         with pytest.raises(
             UserError, match="cannot find the folder ~nobodyhere.*: Could not determine home directory.\n  where: data.root"

@@ -83,9 +83,9 @@ BROKEN = [
 @pytest.mark.parametrize(("images", "text"), BROKEN)
 def test_a_broken_file_is_named_with_what_was_found_and_expected(tmp_path: Path, images: bytes, text: str) -> None:
     write(tmp_path, images)
-    told = refusal(tmp_path)
-    assert "not a valid IDX file" in told and text in told
-    assert f"where: {tmp_path / IMAGES}" in told and "fix: delete the file and fetch it again" in told
+    output = refusal(tmp_path)
+    assert "not a valid IDX file" in output and text in output
+    assert f"where: {tmp_path / IMAGES}" in output and "fix: delete the file and fetch it again" in output
 
 
 BROKEN_GZIP = [
@@ -104,8 +104,8 @@ BROKEN_GZIP = [
 @pytest.mark.parametrize(("images", "text"), BROKEN_GZIP)
 def test_a_broken_gzip_file_is_named_too(tmp_path: Path, images: bytes, text: str) -> None:
     write(tmp_path, images, gzip.compress(LABELS_FILE), ".gz")
-    told = refusal(tmp_path)
-    assert text in told and f"where: {tmp_path / IMAGES}.gz" in told
+    output = refusal(tmp_path)
+    assert text in output and f"where: {tmp_path / IMAGES}.gz" in output
 
 
 def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
 
 def test_images_and_labels_must_belong_together(tmp_path: Path) -> None:
     write(tmp_path, labels=bytes.fromhex("00000801 00000004") + bytes(4))
-    told = refusal(tmp_path)
-    assert "5 images but 4 labels" in told and str(tmp_path / IMAGES) in told and str(tmp_path / LABELS) in told
+    output = refusal(tmp_path)
+    assert "5 images but 4 labels" in output and str(tmp_path / IMAGES) in output and str(tmp_path / LABELS) in output
 
 
 def test_a_label_outside_the_classes(tmp_path: Path) -> None:
@@ -139,15 +139,15 @@ def test_missing_files_without_download(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / LABELS).unlink()
     root = tmp_path / "not" / "there"
-    told = refusal(root, "kmnist")
-    assert "the files of kmnist are missing, and data.download is false" in told
-    assert f"where: {root}: KMNIST/raw/{IMAGES}, KMNIST/raw/{LABELS}, KMNIST/raw/t10k-images-idx3-ubyte" in told
-    assert "fix: put them there, from http://codh.rois.ac.jp/kmnist/dataset/kmnist/" in told
+    output = refusal(root, "kmnist")
+    assert "the files of kmnist are missing, and data.download is false" in output
+    assert f"where: {root}: KMNIST/raw/{IMAGES}, KMNIST/raw/{LABELS}, KMNIST/raw/t10k-images-idx3-ubyte" in output
+    assert "fix: put them there, from http://codh.rois.ac.jp/kmnist/dataset/kmnist/" in output
     assert not root.exists()  # nothing is made but by a download
     assert f"where: {tmp_path}: FashionMNIST/raw/{LABELS}, FashionMNIST/raw/t10k" in refusal(tmp_path)  # the images are there
 
 
-def test_no_network_is_told_at_once(tmp_path: Path) -> None:
+def test_without_a_network_the_error_comes_at_once(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from hvdtrain.data.datasets import cifar, idx
@@ -187,7 +187,7 @@ def test_a_silent_server_ends_the_attempt(tmp_path: Path) -> None:
     assert socket.getdefaulttimeout() is None
 
 
-def test_a_download_comes_whole_and_spares_what_is_there(tmp_path: Path) -> None:
+def test_a_download_is_complete_and_replaces_no_existing_file(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b").write_text("mine")
     stale = tmp_path / ".hvdtrain-download"
@@ -238,13 +238,13 @@ assert (Path(sys.argv[1]) / "a").read_text() == "whole"
 def test_one_process_downloads_and_the_others_wait(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)]
     running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    told = [process.communicate(timeout=60) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], told
-    assert "".join(out for out, _ in told) == "pulled\n"
-    assert "".join(err for _, err in told).count("waiting for another process on this machine: it downloads toy into") >= 1
+    output = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], output
+    assert "".join(out for out, _ in output) == "pulled\n"
+    assert "".join(err for _, err in output).count("waiting for another process on this machine: it downloads toy into") >= 1
 
 
-def test_the_lock_goes_with_a_killed_holder(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     holder = "import sys, time\nfrom pathlib import Path\nfrom hvdtrain.data.files.lock import locked\n"
     holder += "with locked(Path(sys.argv[1]), ''):\n    print('held', flush=True)\n    time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
@@ -255,7 +255,7 @@ def test_the_lock_goes_with_a_killed_holder(tmp_path: Path) -> None:
         assert perf_counter() - begun < 2
 
 
-def test_where_data_lies_without_a_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert data_root(None) == tmp_path / ".cache" / "hvdtrain" / "data"
@@ -285,7 +285,7 @@ print(len(hvdtrain.core.import_torchvision._libraries) == (0 if direct.extension
     assert ended.stdout == "True MNIST\n", ended.stderr
 
 
-def test_a_torchvision_that_imports_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_torchvision_that_imports_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("sound = True")
     ended = run(
@@ -296,7 +296,7 @@ def test_a_torchvision_that_imports_is_left_as_it_is(tmp_path: Path) -> None:
     assert ended.stdout == "True [] False\n", ended.stderr
 
 
-def test_a_torchvision_that_is_not_there_or_broken(tmp_path: Path) -> None:
+def test_a_missing_or_broken_torchvision_is_an_error(tmp_path: Path) -> None:
     asked = "from hvdtrain.core.import_torchvision import import_torchvision; import_torchvision()"
     ended = run(f"import sys; sys.modules['torchvision'] = None; {asked}")
     assert "UserError: torchvision cannot be imported: import of torchvision halted" in ended.stderr

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
@@ -41,16 +41,16 @@ class Counted:
     def __len__(self) -> int:
         return self.images
 
-    def content(self, place: int) -> bytes:
-        self.asked.append(place)
-        if place == self.broken:
+    def content(self, index: int) -> bytes:
+        self.asked.append(index)
+        if index == self.broken:
             raise OSError(5, "the disk is gone")
         file = io.BytesIO()
-        Image.fromarray(colour(place)).save(file, "png")
+        Image.fromarray(colour(index)).save(file, "png")
         return file.getvalue()
 
-    def name(self, place: int) -> str:
-        return f"image {place}"
+    def name(self, index: int) -> str:
+        return f"image {index}"
 
 
 def streamed(encoded: Counted) -> ImageSource:
@@ -75,8 +75,8 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
     assert sorted(os.listdir(tmp_path)) == [".hvdtrain.lock", *NAMES]
     np.testing.assert_array_equal(np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)]))
     assert np.load(tmp_path / NAMES[3]).shape == (1, 6, 5, 3)
-    told = capsys.readouterr().err
-    assert "decoded memory: 10 / 10 images, " in told and f" images/s, written to {tmp_path}\n" in told
+    output = capsys.readouterr().err
+    assert "decoded memory: 10 / 10 images, " in output and f" images/s, written to {tmp_path}\n" in output
     assert isinstance(source, PackedSource) and (len(source), source.shape, source.classes) == (10, (6, 5, 3), 3)
     check_pixels(source, [9, 0, 5, 5, 3, 2, 8])
     asked = list(encoded.asked)
@@ -91,7 +91,7 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
             again.read(np.array(wrong))
 
 
-def test_what_fits_one_file_is_one_array(tmp_path: Path) -> None:
+def test_one_file_makes_an_array_source(tmp_path: Path) -> None:
     source = pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
     assert isinstance(source, ArraySource) and source.x.shape == (3, 6, 5, 3) and os.path.exists(tmp_path / "images.npy")
     assert isinstance(pack(streamed(Counted(4)), tmp_path, SHARD_BYTES), PackedSource)
@@ -100,7 +100,7 @@ def test_what_fits_one_file_is_one_array(tmp_path: Path) -> None:
     )  # an image that is larger than a file may be has its own
 
 
-def test_an_interrupted_packing_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_packing_is_completed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="cannot pack the images: .*the disk is gone"):
         packed(Counted(broken=7), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.npy")) == NAMES[:2]
@@ -108,13 +108,13 @@ def test_an_interrupted_packing_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == [6, 7, 8, 9]
-    told = capsys.readouterr().err
-    assert "decoded memory: 4 / 4 images, " in told and f"images/s, 6 more were already there, written to {tmp_path}\n" in told
+    output = capsys.readouterr().err
+    assert "decoded memory: 4 / 4 images, " in output and f"images/s, 6 more were already there, written to {tmp_path}\n" in output
     assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "gone", "header", "empty"])
-def test_a_damaged_shard_alone_is_decoded_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_only_the_damaged_shard_is_decoded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     packed(Counted(), tmp_path)
     victim = tmp_path / NAMES[1]
     sound = victim.read_bytes()
@@ -134,16 +134,16 @@ sys.path[:0] = ["tests/data", "tests/support"]
 from test_pack import Counted, packed
 
 class Mortal(Counted):
-    def content(self, place):
-        if place == 4:
+    def content(self, index):
+        if index == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().content(place)
+        return super().content(index)
 
 packed(Mortal(), Path(sys.argv[1]))
 """
 
 
-def test_a_killed_packing_goes_on(tmp_path: Path) -> None:
+def test_a_killed_packing_is_completed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=PROJECT, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [path.name for path in tmp_path.glob("*.npy")] == NAMES[:1] and list(tmp_path.glob("*.part"))
@@ -161,35 +161,32 @@ def test_eight_threads_read_at_once(tmp_path: Path, kind: str) -> None:
             future.result()
 
 
-class Rendezvous(Counted):
-    """Says how many threads were in one of its images at once; place 0 only tells how large the files are."""
+class TwoAtOnce(Counted):
+    """Records whether two threads read images at once: each waits for the other. Image 0 only shows how large the files are."""
 
-    def __init__(self, padding: int) -> None:
+    def __init__(self, padding: int, timeout_s: float) -> None:
         super().__init__()
-        self.padding, self.inside, self.most, self.lock = padding, 0, 0, Lock()
+        self.padding, self.timeout_s = padding, timeout_s
+        self.both = Barrier(2)  # breaks where a thread waits in vain
 
-    def content(self, place: int) -> bytes:
-        if place:
-            with self.lock:
-                self.inside += 1
-                self.most = max(self.most, self.inside)
-            time.sleep(0.02)
-            with self.lock:
-                self.inside -= 1
-        return super().content(place) + bytes(self.padding)
+    def content(self, index: int) -> bytes:
+        if index:
+            with suppress(BrokenBarrierError):
+                self.both.wait(self.timeout_s)
+        return super().content(index) + bytes(self.padding)
 
 
-@pytest.mark.parametrize(("padding", "at_once"), [(0, 1), (4096, 2)])
-def test_small_images_are_read_by_one_thread_at_a_time(padding: int, at_once: int) -> None:
-    encoded = Rendezvous(padding)
+@pytest.mark.parametrize(("padding", "one_at_a_time", "timeout_s"), [(0, True, 0.2), (4096, False, 30)])
+def test_small_images_are_read_by_one_thread_at_a_time(padding: int, one_at_a_time: bool, timeout_s: float) -> None:
+    encoded = TwoAtOnce(padding, timeout_s)
     source = streamed(encoded)
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(check_pixels, source, [0, 1, 2, 3, 4, 5]) for _ in range(2)]:
             future.result()
-    assert encoded.most == at_once
+    assert encoded.both.broken == one_at_a_time
 
 
-def test_streamed_images_are_the_packed_ones_and_write_nothing(tmp_path: Path) -> None:
+def test_images_decoded_on_read_equal_the_packed_ones_and_write_nothing(tmp_path: Path) -> None:
     fill(tmp_path)
     save(tmp_path / "train" / "bee" / "y.png", colour(9, 12, 12))
     before = sorted(tmp_path.rglob("*"))
@@ -209,7 +206,7 @@ def test_streamed_images_are_the_packed_ones_and_write_nothing(tmp_path: Path) -
         loose.read(np.array([-1, 0]))
 
 
-def test_damage_that_is_met_late_is_named(tmp_path: Path) -> None:
+def test_an_image_damaged_after_the_start_is_named(tmp_path: Path) -> None:
     fill(tmp_path)
     victim = tmp_path / "train" / "ant" / "b.bmp"
     source = folder.build("folder", tmp_path, "train", packed=False)
@@ -227,7 +224,7 @@ def test_damage_that_is_met_late_is_named(tmp_path: Path) -> None:
         source.read(np.array([1]))
 
 
-def test_statistics_of_many_images_are_of_a_fixed_part(tmp_path: Path) -> None:
+def test_statistics_of_many_images_are_of_a_fixed_sample(tmp_path: Path) -> None:
     encoded = Counted(2500)
     images = streamed(encoded)
     mean, deviation = images.stats()

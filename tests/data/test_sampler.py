@@ -46,7 +46,7 @@ def test_values_of_a_small_case() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("size", SIZES)
-def test_equal_to_the_contract_read_one_position_at_a_time(size: int, sampling: Sampling) -> None:
+def test_equal_to_the_definition_one_position_at_a_time(size: int, sampling: Sampling) -> None:
     for start, count, dataset in [(0, 8, 23), (20, 8, 23), (46, 23, 23), (5, 61, 23), (3, 2, 23), (0, 7, 1), (11, 0, 23)]:
         for rank in range(size):
             got = indices(start, count, rank, size, dataset, 7, sampling)
@@ -74,7 +74,7 @@ def test_all_ranks_together_read_the_same_for_any_size(sampling: Sampling) -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_partition_reads_its_dealt_part_alone(size: int) -> None:
+def test_in_a_partition_each_rank_reads_one_part_of_the_epoch(size: int) -> None:
     dataset, batch = 40, 8
     for epoch in range(3):
         order = shuffled(7, epoch, dataset)
@@ -89,20 +89,20 @@ def test_partition_reads_its_dealt_part_alone(size: int) -> None:
         assert sorted(sample for part in parts for sample in part) == list(range(dataset))
 
 
-def test_dealt_anew_each_epoch() -> None:
+def test_the_partition_differs_between_epochs() -> None:
     first, second = (set(indices(epoch * 60, 60, 0, 3, 60, 7, "partition").tolist()) for epoch in (0, 1))
     assert len(first) == len(second) == 20
     assert first != second
 
 
-def test_reshuffled_by_epoch_and_by_seed() -> None:
+def test_the_order_differs_between_epochs_and_seeds() -> None:
     orders = [permutation(seed, epoch, 60).tolist() for seed in (0, 1) for epoch in (0, 1)]
     assert all(sorted(order) == list(range(60)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_pure_function_from_any_place(sampling: Sampling) -> None:
+def test_positions_do_not_depend_on_earlier_calls(sampling: Sampling) -> None:
     steps = [(start, 9) for start in range(0, 9 * 40, 9)]  # 40 steps over 53 samples: 6.8 epochs, more than the cache holds
     forward = [indices(start, count, 1, 3, 53, 7, sampling).tolist() for start, count in steps]
     permutation.cache_clear()
@@ -110,12 +110,12 @@ def test_a_pure_function_from_any_place(sampling: Sampling) -> None:
     assert forward == backward[::-1]
 
 
-def test_a_far_place_costs_no_replay() -> None:
+def test_a_far_position_needs_no_replay() -> None:
     far = 10**12  # epoch 10^10 of 100 samples
     assert indices(far, 100, 0, 1, 100, 7).tolist() == shuffled(7, far // 100, 100)
 
 
-def test_the_result_is_the_callers_own() -> None:
+def test_the_result_may_be_changed_and_the_permutation_may_not() -> None:
     for sampling in SAMPLINGS:
         indices(0, 10, 0, 1, 10, 7, sampling)[:] = 0
         assert sorted(indices(0, 10, 0, 1, 10, 7, sampling).tolist()) == list(range(10))
@@ -129,13 +129,13 @@ def test_share_bounds() -> None:
     assert share_bounds(0, 0, 1) == (0, 0)
 
 
-def test_an_unknown_sampling_is_our_own_bug() -> None:
+def test_an_unknown_sampling_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="gloabl"):
         indices(0, 1, 0, 1, 1, 0, "gloabl")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", ["global", "partition"])
-def test_largest_share_is_reached_or_just_above(sampling: Sampling) -> None:
+def test_largest_share_bounds_every_rank(sampling: Sampling) -> None:
     for start, count, size, dataset in [(0, 31, 4, 100), (95, 31, 4, 100), (99, 4, 4, 100), (7, 250, 3, 100), (3, 3, 5, 100)]:
         lengths = [len(indices(start, count, rank, size, dataset, 1, sampling)) for rank in range(size)]
         epochs = (start + count - 1) // dataset - start // dataset + 1 if sampling == "partition" else 1

@@ -25,7 +25,7 @@ def images(n: int = 7, classes: int = 3) -> ArraySource:
     return ArraySource(pixels.astype(np.uint8).reshape(n, 5, 4, 3), np.arange(n) % classes, classes, "here")
 
 
-def test_reads_by_index_into_the_callers_own_memory() -> None:
+def test_reads_by_index_into_fresh_memory() -> None:
     source = images()
     batch = source.read(np.array([5, 0, 5]))
     assert (len(source), source.shape, source.classes) == (7, (5, 4, 3), 3)
@@ -142,7 +142,7 @@ def test_synthetic_can_be_learned() -> None:
     assert not np.array_equal(seen["x"][:200], unseen["x"])
 
 
-def test_synthetic_stats_stand_for_all() -> None:
+def test_synthetic_stats_are_close_to_those_of_all_samples() -> None:
     source = synthetic.build("synthetic", None, "train", samples=3000, shape=(4, 4, 3))
     pixels = source.read(np.arange(3000))["x"] / 255
     mean, deviation = source.stats()
@@ -150,7 +150,7 @@ def test_synthetic_stats_stand_for_all() -> None:
     assert deviation == pytest.approx(pixels.std((0, 1, 2)), abs=0.01)
 
 
-def test_synthetic_refuses_what_cannot_be() -> None:
+def test_synthetic_options_out_of_range_are_errors() -> None:
     with pytest.raises(UserError, match=r"0 is too small, at least 1 is needed\n  where: data.samples"):
         synthetic.build("synthetic", None, "train", samples=0)
     with pytest.raises(UserError, match="where: data.shape"):
@@ -159,7 +159,7 @@ def test_synthetic_refuses_what_cannot_be() -> None:
         synthetic.build("synthetic", None, "train", classes=0)
 
 
-def test_leaves_import_no_framework_and_tell_their_options() -> None:
+def test_datasets_import_no_framework_and_describe_their_options() -> None:
     script = """
 import sys, typing, inspect
 from hvdtrain.data.datasets import cifar, digits, folder, idx, synthetic

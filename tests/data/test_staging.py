@@ -66,8 +66,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_a_copy_is_complete_and_later_starts_copy_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = stage(root)
-    words = printed(capsys)
-    assert "staged 40 files, 820 kB in " in words and f"/s) from {root} to {there}\n" in words
+    output = printed(capsys)
+    assert "staged 40 files, 820 kB in " in output and f"/s) from {root} to {there}\n" in output
     assert same(root, there)
     assert stat.S_IMODE(there.parent.parent.stat().st_mode) == 0o700
     assert [path.name for path in there.parent.parent.iterdir()] == [there.parent.name]
@@ -87,7 +87,7 @@ def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixt
     (root / "part3").write_bytes(b"was a folder")
     printed(capsys)
     assert stage(root) == there
-    assert "staged 3 files" in (words := printed(capsys)) and "; 27 more were already there" in words
+    assert "staged 3 files" in (output := printed(capsys)) and "; 27 more were already there" in output
     assert same(root, there)
     assert (there / "part3").is_file()
 
@@ -107,9 +107,9 @@ def test_a_flipped_bit_of_the_copy_is_noticed(root: Path, capsys: pytest.Capture
     (there / "part3/file 7").unlink()
     printed(capsys)
     stage(root)
-    words = printed(capsys)
-    assert "2 staged files differ from what was copied, and are copied again: part1/file 5, ...\n" in words
-    assert "staged 2 files, 14.0 kB in " in words and "; 38 more were already there" in words
+    output = printed(capsys)
+    assert "2 staged files differ from what was copied, and are copied again: part1/file 5, ...\n" in output
+    assert "staged 2 files, 14.0 kB in " in output and "; 38 more were already there" in output
     assert (there / "part1/file 5").read_bytes() == (root / "part1/file 5").read_bytes()
     assert stage(root) == there and printed(capsys) == ""
 
@@ -132,7 +132,7 @@ def test_unreadable_lines_of_the_manifest_cost_their_files_alone(root: Path, cap
     manifest.write_bytes(manifest.read_bytes()[:-20])
     printed(capsys)
     stage(root)
-    assert "staged 1 files" in (words := printed(capsys)) and "; 39 more were already there" in words
+    assert "staged 1 files" in (output := printed(capsys)) and "; 39 more were already there" in output
     assert same(root, there)
     manifest.write_bytes(b'\xff{"\n[1,2\n["part0/file 0",null]\n{}\n')
     stage(root)
@@ -173,8 +173,8 @@ def test_a_killed_copy_is_completed_by_the_next_start(root: Path, capsys: pytest
     files = manifest.parent / "files"
     before = {line[0]: (files / line[0]).stat().st_ino for line in lines}
     there = stage(root)
-    words = printed(capsys)
-    assert f"staged {52 - len(lines)} files" in words and f"; {len(lines)} more were already there" in words
+    output = printed(capsys)
+    assert f"staged {52 - len(lines)} files" in output and f"; {len(lines)} more were already there" in output
     assert before == {path: (there / path).stat().st_ino for path in before}
     assert same(root, there)
     assert not (there.parent / "partial").exists()
@@ -282,8 +282,8 @@ def idx_root(folder: Path, labels: int = 64) -> Path:
     return folder
 
 
-def build(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    sources = [build_source(*configure(None, words), split) for split in ("train", "val")]  # type: ignore[arg-type]
+def build(overrides: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    sources = [build_source(*configure(None, overrides), split) for split in ("train", "val")]  # type: ignore[arg-type]
     read = [source.read(np.arange(len(source))) for source in sources]
     return np.concatenate([one["x"] for one in read]), np.concatenate([one["y"] for one in read])
 
@@ -318,10 +318,10 @@ def test_each_data_set_is_the_same_read_from_the_stage(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = make(tmp_path / "source")  # type: ignore[operator]
-    words = [f"data.name={name}", f"data.root={root}", *["data.download=false"] * (name != "folder")]
-    plain = build(words)
+    overrides = [f"data.name={name}", f"data.root={root}", *["data.download=false"] * (name != "folder")]
+    plain = build(overrides)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    staged = build([*words, f"data.stage={tmp_path / 'disk'}"])
+    staged = build([*overrides, f"data.stage={tmp_path / 'disk'}"])
     assert f"staged {files} files" in printed(capsys)
     assert all((one == two).all() for one, two in zip(plain, staged, strict=True))
     assert not (tmp_path / "cache").exists()  # the decoded pictures of a folder lie in the stage, too
@@ -329,7 +329,7 @@ def test_each_data_set_is_the_same_read_from_the_stage(
     if name != "folder":
         with pytest.raises(UserError, match="the files of .* are missing, and data.download is false\n  where: .*/source"):
             ensure_staged.cache_clear()
-            build([*words, f"data.stage={tmp_path / 'disk'}"])
+            build([*overrides, f"data.stage={tmp_path / 'disk'}"])
 
 
 def test_a_download_goes_to_the_stage(tmp_path: Path) -> None:
@@ -351,11 +351,11 @@ def test_format_bytes() -> None:
 @needs_mpirun
 def test_training_from_the_stage_gives_the_same_numbers(tmp_path: Path) -> None:
     root = idx_root(tmp_path / "source")
-    words = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "framework=numpy", "model.name=linear", "batch.size=8"]
-    words += ["max_steps=10", "log.every_steps=5", "data.download=false"]
-    alone = python([*words, f"run={tmp_path}/alone"])
-    two = mpirun(2, [*words, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"])
-    one = python([*words, f"run={tmp_path}/one", f"data.stage={tmp_path}"])
+    overrides = ["-m", "hvdtrain", "data.name=fashion_mnist", f"data.root={root}", "framework=numpy", "model.name=linear", "batch.size=8"]
+    overrides += ["max_steps=10", "log.every_steps=5", "data.download=false"]
+    alone = python([*overrides, f"run={tmp_path}/alone"])
+    two = mpirun(2, [*overrides, f"run={tmp_path}/two", f"data.stage={tmp_path}", "comm.engine=mpi"])
+    one = python([*overrides, f"run={tmp_path}/one", f"data.stage={tmp_path}"])
     assert [ended.returncode for ended in (alone, two, one)] == [0, 0, 0], alone.stderr + two.stderr + one.stderr
     assert two.stderr.count("staged 4 files") == 1 and "staged" not in one.stderr
     digests, losses = zip(*(results(tmp_path / name) for name in ("alone", "one", "two")), strict=True)

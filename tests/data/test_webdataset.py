@@ -82,7 +82,7 @@ def test_samples_are_read_in_any_order_and_indexed_once(tmp_path: Path, capsys: 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cache/*/index.npy")} == times
 
 
-def test_a_changed_archive_is_indexed_anew(tmp_path: Path) -> None:
+def test_a_changed_archive_is_indexed_again(tmp_path: Path) -> None:
     fill(tmp_path)
     source = build(tmp_path)
     victim = write(tmp_path / "train" / "a-000001.tar", [*sample(9, 1), *sample(8, 0)])
@@ -199,8 +199,8 @@ def test_eight_threads_read_at_once(tmp_path: Path) -> None:
 def test_labels_beyond_the_classes(tmp_path: Path) -> None:
     fill(tmp_path)
     assert build(tmp_path, classes=7).classes == 7
-    told = refusal(tmp_path, classes=2)
-    assert f"label 2 is outside 0..1\n  where: {tmp_path / 'train' / 'a-000000.tar'}: 2.png\n  fix: correct it, or data.classes=N" in told
+    output = refusal(tmp_path, classes=2)
+    assert f"label 2 is outside 0..1\n  where: {tmp_path / 'train' / 'a-000000.tar'}: 2.png\n  fix: correct it, or data.classes=N" in output
     write(tmp_path / "val" / "b.tar", [*sample(4, 0), *sample(5, 3)])
     assert f"label 3 is outside 0..2\n  where: {tmp_path / 'val' / 'b.tar'}: 5.png" in refusal(tmp_path, "val")
     assert "0 classes are impossible\n  where: data.classes" in refusal(tmp_path, classes=0)
@@ -217,7 +217,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
         build(tmp_path).read(np.array([1]))
 
 
-def test_places_that_hold_nothing(tmp_path: Path) -> None:
+def test_folders_without_archives(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data.name=webdataset needs data.root\n  where: data.root\n  fix: data.root=DIR"):
         webdataset.build("webdataset", None, "train")
     assert f"no archives train/*.tar or train-*.tar\n  where: {tmp_path}" in refusal(tmp_path)
@@ -231,7 +231,7 @@ def test_places_that_hold_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["folders", "names"])
-def test_a_stage_copies_the_archives_alone(tmp_path: Path, layout: str) -> None:
+def test_staging_copies_only_the_archives(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "source"
     fill(root)
     if layout == "names":

@@ -79,7 +79,7 @@ def float64() -> Any:
 
 
 @EVERY
-def test_a_rule_is_its_oracle(case: Case, float64: None) -> None:
+def test_a_rule_equals_an_independent_implementation(case: Case, float64: None) -> None:
     ours = on_numpy(build(case.name, **case.options), case.run)
     for name, oracle in case.oracles.items():
         assert distance(ours, oracle(case.run)) < 1e-12, name
@@ -95,7 +95,7 @@ def test_a_rule_is_the_same_on_every_framework(case: Case, exclude: bool, decay:
     assert distance(on_jax(rule, run), reference) < 1e-12
 
 
-def test_the_forms_of_lars_are_equal_at_a_constant_rate_and_part_where_it_changes() -> None:
+def test_the_forms_of_lars_are_equal_until_the_rate_changes() -> None:
     paper, torchs = Lars("paper"), Lars("torch")
     steady, changing = Run(20.0, steady=True), Run(20.0)
     assert distance(on_numpy(paper, steady), on_numpy(torchs, steady)) < 1e-12
@@ -197,7 +197,7 @@ def test_zero_norms_and_a_zero_rate(name: str, options: dict, p: Any, g: Any, ex
     np.testing.assert_array_equal(framework(rule, Few(p, ((1, 2),), rate=0.0))[0][0], p)
 
 
-def test_where_rules_leave_their_oracles(float64: None) -> None:
+def test_deviations_from_the_independent_implementations(float64: None) -> None:
     """At gradients of zero, as the rules' docstrings confess."""
     still = Few((3, 4), ((0, 0),))
     np.testing.assert_allclose(CASES["larc"].oracles["timm"](still)[0][0], (2.7, 3.6))  # decayed, times 1 / lr
@@ -234,7 +234,7 @@ def test_rules_print_and_compare() -> None:
         ("beta2", ["lamb", "novograd", "adam", "adamw"], "a beta2 of {} makes no running mean", "give 0 or more and less than 1"),
     ],
 )
-def test_options_that_make_no_sense(option: str, names: list[str], what: str, fix: str, bad: float) -> None:
+def test_options_out_of_range(option: str, names: list[str], what: str, fix: str, bad: float) -> None:
     for name in names:
         with pytest.raises(UserError) as caught:
             build(name, **{option: bad})

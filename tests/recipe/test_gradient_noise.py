@@ -23,7 +23,7 @@ def test_sample_weights_have_mean_1_and_the_deviation_asked_for() -> None:
     assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 0.01
 
 
-def test_sample_weights_belong_to_the_sample_whatever_rank_reads_it() -> None:
+def test_sample_weights_do_not_depend_on_the_rank() -> None:
     rows = np.array([5, 900, 31, 7])
     whole = sample_weights(1, 2, rows, 0.5)
     np.testing.assert_array_equal(np.concatenate([sample_weights(1, 2, rows[:1], 0.5), sample_weights(1, 2, rows[1:], 0.5)]), whole)
@@ -69,7 +69,7 @@ def test_clipping_by_hand(xp: object) -> None:
     assert [a.tolist() for a in given] == [[3, -8], [4]], "nothing is changed in place"
 
 
-def test_noise_scale_of_a_population_that_is_known() -> None:
+def test_noise_scale_of_a_known_population() -> None:
     """Per-sample gradients ~ N(G, diag), |G|^2 = 4, S = 400: B_noise = 100. Uneven ranks, one at times empty, a batch that doubles."""
     rng, measured = np.random.default_rng(5), NoiseScale(decay=1.0)
     mean, deviation = np.full(100, 0.2), np.full(100, 2.0)
@@ -89,7 +89,7 @@ def test_noise_scale_of_a_population_that_is_known() -> None:
     assert measured.value == pytest.approx(100, rel=0.1)
 
 
-def test_noise_scale_without_a_signal_is_nan_and_without_a_measurement_nothing() -> None:
+def test_noise_scale_without_a_signal_is_nan() -> None:
     measured = NoiseScale()
     assert measured.update({"loss": 1.0, "count": 3.0}) == {}
     all_on_one_rank = add_sums(noise_scale_sums(2.0, 2.0, 8, 8, 2), noise_scale_sums(0.0, 2.0, 0, 8, 2))

@@ -92,7 +92,7 @@ def test_warmup_by_steps_ends_at_that_very_step() -> None:
     assert [lr for _, _, lr in walk(r, 1000)][:9] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.7], abs=1e-12)
 
 
-def test_warmup_starts_where_it_is_told() -> None:
+def test_start_of_the_warmup() -> None:
     words = ["optim.base_batch=50", "batch.size=100", "optim.base_lr=0.2", "recipe.warmup_epochs=1"]
     assert recipe(*words).lr(0) == 0.2, "base_lr, since scaling raises the rate"
     assert recipe(*words, "optim.base_batch=100").lr(0) == 0.0, "nothing is scaled"
@@ -150,7 +150,7 @@ def test_growth_with_linear_scaling_and_warmup() -> None:
     assert [lr for *_, lr in found] == pytest.approx(expected, rel=1e-12)
 
 
-def test_growth_by_hand_and_the_rate_that_follows() -> None:
+def test_growth_at_milestones_by_hand_and_the_rate_that_follows() -> None:
     """Batch 10, 30 from epoch 1, 20 from epoch 2.5; a step has the batch of the epoch that it starts in."""
     words = [
         "batch.size=10",
@@ -168,7 +168,7 @@ def test_growth_by_hand_and_the_rate_that_follows() -> None:
         assert [lr for *_, lr in found] == pytest.approx([rates[b] for b in batches])
 
 
-def test_a_gamma_that_asks_for_more_than_all_is_cut() -> None:
+def test_growth_by_a_tiny_gamma_is_limited() -> None:
     assert batch_growth.growth_instead_of_decays(10, (1.0,), 1e-320, 80).to == (80,)
 
 
@@ -181,7 +181,7 @@ def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tup
     return config.batch.size, config.where("batch.size")
 
 
-def test_which_of_two_batches_counts() -> None:
+def test_which_of_batch_size_and_per_rank_counts() -> None:
     """The command line before files; what a run was made with before the file that is given again; else a contradiction."""
     line, file = "command line", "x.yaml:3"
     assert resolved({"batch.per_rank": file}) == (32, "batch.size, batch.per_rank, x.yaml:3 x 4 ranks")
@@ -224,7 +224,7 @@ def test_smith_cifar_by_hand() -> None:
     assert [grown(e) for e in (0, 60 - EPS, 60, 120, 160, 200)] == [128, 128, 640, 3200, 16000, 16000]
 
 
-def test_regime_adaptation_stretches_every_count_of_epochs() -> None:
+def test_regime_adaptation_multiplies_every_count_of_epochs() -> None:
     """ceil(300 / 128) = 3 (Hoffer 2017, section 5)."""
     words = ["batch.size=300", "optim.base_batch=128", "recipe.scale=none", "optim.base_lr=1", "epochs=10", "recipe.warmup_epochs=1",
              "recipe.schedule=steps", "recipe.milestones=[4,8]", "recipe.adapt_regime=true"]  # fmt: skip
@@ -264,11 +264,11 @@ def test_noise_of_a_step() -> None:
          "lr 0.02, then x 0.1 at epochs 8; regime adapted: 2 times the epochs"),
     ],
 )  # fmt: skip
-def test_the_arithmetic_in_one_line(words: list[str], line: str) -> None:
+def test_lr_summary(words: list[str], line: str) -> None:
     assert lr_summary(configured(*words), 50000) == line
 
 
-def test_the_batch_in_words() -> None:
+def test_batch_summary() -> None:
     words = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[128,256]"]
     assert batch_summary(recipe(*words)) == "64, 128 from epoch 1, 256 from epoch 2.5"
     assert batch_summary(recipe()) == "64"
@@ -321,7 +321,7 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["batch.size=501"], "batch 501 is more than the 500 training samples", "batch.size"),
     ],
 )  # fmt: skip
-def test_contradictions_are_told(words: list[str], what: str, key: str) -> None:
+def test_recipe_errors_name_their_key(words: list[str], what: str, key: str) -> None:
     with pytest.raises(UserError) as caught:
         recipe(*words, dataset=500)
     assert what in caught.value.what
