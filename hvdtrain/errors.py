@@ -1,4 +1,4 @@
-"""Errors that a user can mend, how messages show values and the nearest known name, and the exit codes of every command."""
+"""Errors that a user can fix, how messages show values and the nearest known name, and the exit codes of every command."""
 
 from __future__ import annotations
 
@@ -6,38 +6,45 @@ import difflib
 import errno
 from collections.abc import Sequence
 
-DONE = 0  # the job reached its end, or the target
-BUG = 1  # an unexpected exception: its traceback is printed once, with rank and host
-USER = 2  # something the user can mend: configuration, data, launcher, installation
-REQUEUE = 75  # stopped by a signal or by a time limit, with a checkpoint written: the same command goes on (EX_TEMPFAIL of sysexits.h)
-STALLED = 81  # no progress within guard.stall_s, or no start within guard.start_s: the report names the ranks
-DIVERGED = 82  # a loss or gradient that is not finite, or ranks that differ
-MEMORY = 83  # out of memory, on the host or on a device
-LOST = 84  # the connection to another rank broke; where the launcher ends the job first, its code is seen instead (128 + signal)
+DONE = 0
+BUG = 1
+USER = 2
+REQUEUE = 75  # EX_TEMPFAIL of <sysexits.h>
+STALLED = 81  # no progress within guard.stall_s, or no start within guard.start_s
+DIVERGED = 82
+MEMORY = 83
+LOST = 84  # where the launcher ends the job first, its code is seen instead: 128 + signal
 
-MEANINGS = {
-    DONE: "done: the last epoch, max_steps, or the target",
+MEANINGS = {  # as in --help and in the README
+    DONE: "done: last epoch, max_steps or target reached",
     BUG: "an unexpected error: traceback, rank and host on the standard error",
-    USER: "something to mend in what was given: what, where, and how to fix it",
-    REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command, with run=DIR, goes on",
+    USER: "an error that you can fix: the message says what, where and how",
+    REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command with run=DIR resumes the job",
     STALLED: "no progress: a report names the ranks that are behind, and what each is doing",
-    DIVERGED: "a loss or gradient that is not finite, or ranks that differ; the last checkpoint is good",
+    DIVERGED: "a loss or gradient is not finite, or ranks differ; the last checkpoint is good",
     MEMORY: "out of memory, on the host or on a device",
     LOST: "the connection to another rank broke",
 }
 
+ADVICE = {
+    MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); batch.evaluate=N one of evaluation",
+    LOST: "the connection to another rank broke: look for the first error of another rank or host; the same command resumes the job",
+}
+
 
 class UserError(Exception):
-    """A mistake outside hvdtrain: `what` is wrong, `where` (key, file:line, path, rank), and how to `fix` it.
+    """An error that the user can fix: `what` is wrong, `where` (key, file:line, path, rank), and how to `fix` it.
 
-    Shown as three short lines and exit code 2, never as a traceback.
+    Shown as three lines, without a traceback; the exit code is `code`.
     """
 
     code = USER
 
     def __init__(self, what: str, where: str = "", fix: str = "") -> None:
         super().__init__(what, where, fix)
-        self.what, self.where, self.fix = what, where, fix
+        self.what = what
+        self.where = where
+        self.fix = fix
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -46,6 +53,48 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+class Diverged(UserError):
+    """A loss or gradient is not finite, or ranks differ; raised on every rank."""
+
+    code = DIVERGED
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code after an exception. Frameworks are not imported for it: their exceptions are known by name and message."""
+    if isinstance(error, UserError):
+        return error.code
+    if _is_out_of_memory(error):
+        return MEMORY
+    return LOST if _is_lost_connection(error) else BUG
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return (
+        getattr(error, "errno", None) == errno.ENOMEM
+        or bool({"builtins.MemoryError", "torch.OutOfMemoryError"} & _class_names(error))
+        or any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+    )
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    classes = _class_names(error)
+    message = str(error)
+    if {"mpi4py.MPI.Exception", "torch.distributed.DistError"} & classes:
+        return True
+    if "gloo/" in message and any(part in message for part in _GLOO_CONNECTION_MESSAGES):  # Gloo raises RuntimeError
+        return True
+    return "horovod.common.exceptions.HorovodInternalError" in classes and "ismatched" not in message
+
+
+def _class_names(error: BaseException) -> set[str]:
+    """module.Class of an exception and of its base classes."""
+    return {f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__}
+
+
+_OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "CUDA out of memory", "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+_GLOO_CONNECTION_MESSAGES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -65,35 +114,3 @@ def short(value: object, most: int = 200) -> str:
 def first_line(error: Exception) -> str:
     """The first line of an exception's message, or its class where it has none."""
     return short((str(error).splitlines() or [type(error).__name__])[0], 400)
-
-
-class Diverged(UserError):
-    """Numbers that cannot be trained with any more; the same on every rank."""
-
-    code = DIVERGED
-
-
-def code_of(error: BaseException) -> int:
-    """The exit code of an unexpected exception, told by its class and words: no framework is imported to ask."""
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    text = str(error)
-    if (
-        getattr(error, "errno", None) == errno.ENOMEM
-        or "builtins.MemoryError" in kinds
-        or "torch.OutOfMemoryError" in kinds
-        or any(words in text for words in _NO_MEMORY)
-    ):
-        return MEMORY
-    if {"mpi4py.MPI.Exception", "torch.distributed.DistError"} & kinds or ("gloo/" in text and any(words in text for words in _NO_PEER)):
-        return LOST
-    if "horovod.common.exceptions.HorovodInternalError" in kinds and "ismatched" not in text:
-        return LOST
-    return BUG
-
-
-_NO_MEMORY = ("can't allocate memory", "CUDA out of memory", "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
-_NO_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")  # Gloo's are RuntimeErrors
-ADVICE = {
-    MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); batch.evaluate=N one of evaluation",
-    LOST: "the connection to another rank broke: look for the first error of another rank or host; the same command goes on",
-}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Provenance, assignments, configure, read_resumed
-from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, code_of
+from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, exit_code_of
 
 if TYPE_CHECKING:
     from hvdtrain.comm.communicator import Communicator
@@ -105,7 +105,7 @@ def end_all(error: BaseException, communicator: Communicator | None) -> Outcome:
         return Outcome(fail(f"hvdtrain: {error}", error.code, communicator))
     if isinstance(error, BrokenPipeError):
         hush()
-    code = code_of(error)
+    code = exit_code_of(error)
     advice = f"\nhvdtrain: {ADVICE[code]}" if code in ADVICE else ""
     return Outcome(fail(traceback.format_exc().rstrip() + advice, code, communicator))
 

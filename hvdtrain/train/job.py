@@ -17,7 +17,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
-from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, code_of
+from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, exit_code_of
 from hvdtrain.events.background import CLOSE_S, BackgroundSink
 from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, rank_log
@@ -125,7 +125,7 @@ def train_job(
         raise
     finally:
         if error is not None:
-            log.emit("failed", heartbeat.step, reason=f"{type(error).__name__}: {error}".partition("\n")[0], exit_code=code_of(error))
+            log.emit("failed", heartbeat.step, reason=f"{type(error).__name__}: {error}".partition("\n")[0], exit_code=exit_code_of(error))
         prefetcher.close(wait=error is None)
         if saver:
             saver.close()

@@ -1,4 +1,4 @@
-"""Exit codes: what each unexpected exception becomes, and that the README tells the same ones."""
+"""Exit codes: of every kind of exception, and their table in the README."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from ranks import needs_horovod
 
-from hvdtrain.errors import ADVICE, BUG, LOST, MEANINGS, MEMORY, code_of
+from hvdtrain.errors import ADVICE, BUG, DIVERGED, LOST, MEANINGS, MEMORY, USER, Diverged, UserError, exit_code_of
 
 README = Path(__file__).parents[2] / "README.md"
 
 
 def torch_without_memory() -> BaseException:
-    """What torch raises where the host has not that much memory."""
+    """What torch raises where the host has too little memory."""
     try:
         torch.empty(1 << 60)
     except RuntimeError as error:
@@ -24,28 +24,33 @@ def torch_without_memory() -> BaseException:
     raise AssertionError("there were 4 exabytes")
 
 
-def test_no_memory() -> None:
-    assert code_of(MemoryError()) == code_of(torch_without_memory()) == code_of(torch.OutOfMemoryError("x")) == MEMORY
-    assert code_of(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) == MEMORY
+def test_out_of_memory() -> None:
+    assert exit_code_of(MemoryError()) == exit_code_of(torch_without_memory()) == exit_code_of(torch.OutOfMemoryError("x")) == MEMORY
+    assert exit_code_of(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")) == MEMORY
     assert "batch.micro" in ADVICE[MEMORY]
 
 
-def test_a_lost_rank_as_mpi_tells_it() -> None:
+def test_a_lost_rank_under_mpi() -> None:
     mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    assert code_of(mpi.Exception(mpi.ERR_OTHER)) == LOST
+    assert exit_code_of(mpi.Exception(mpi.ERR_OTHER)) == LOST
 
 
 @needs_horovod
-def test_a_lost_rank_as_horovod_tells_it() -> None:
+def test_a_lost_rank_under_horovod() -> None:
     error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
-    assert code_of(error("Connection closed by peer")) == LOST
-    assert code_of(error("Mismatched allreduce tensor shapes")) == BUG, "ranks that call different collectives are our bug"
+    assert exit_code_of(error("Connection closed by peer")) == LOST
+    assert exit_code_of(error("Mismatched allreduce tensor shapes")) == BUG, "ranks that call different collectives are our bug"
 
 
-def test_the_rest_is_a_bug() -> None:
-    assert code_of(ValueError("x")) == code_of(RuntimeError("mat1 and mat2 shapes")) == code_of(SystemExit(0)) == BUG
+def test_user_errors_have_their_own_code() -> None:
+    assert exit_code_of(UserError("x")) == USER and exit_code_of(Diverged("x")) == DIVERGED
+    assert str(UserError("what", "where", "how")) == "what\n  where: where\n  fix: how" and str(UserError("what")) == "what"
 
 
-def test_the_readme_has_the_same_table() -> None:
+def test_other_exceptions_are_bugs() -> None:
+    assert exit_code_of(ValueError("x")) == exit_code_of(RuntimeError("mat1 and mat2 shapes")) == exit_code_of(SystemExit(0)) == BUG
+
+
+def test_the_table_of_the_readme() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", README.read_text(), re.MULTILINE))
     assert rows == {str(code): meaning for code, meaning in MEANINGS.items()}

@@ -14,7 +14,7 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import DONE, UserError, code_of
+from hvdtrain.errors import DONE, UserError, exit_code_of
 from hvdtrain.train.build import connect
 
 END_S = 10  # an abort that hangs is ended by SIGALRM
@@ -36,4 +36,4 @@ def _end_all_ranks(communicator: Communicator, error: BaseException) -> NoReturn
     message = f"hvdtrain: {error}" if isinstance(error, UserError) else traceback.format_exc().rstrip()
     print(f"{message}\nrank {communicator.rank}: the error above ends the bench", file=sys.stderr, flush=True)
     signal.alarm(END_S)
-    communicator.abort(error.code if isinstance(error, UserError) else code_of(error))
+    communicator.abort(exit_code_of(error))

@@ -29,7 +29,7 @@ from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import USER, UserError, code_of
+from hvdtrain.errors import USER, UserError, exit_code_of
 from hvdtrain.recipe.batch_size import resolve_batch_size
 
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
@@ -78,7 +78,7 @@ def check(arguments: Sequence[str]) -> int:
     except BaseException as error:  # a rank that left alone would let the others wait
         print(f"{traceback.format_exc().rstrip()}\nrank {communicator.rank}: the error above ends the check", file=sys.stderr, flush=True)
         signal.alarm(END_S)
-        communicator.abort(code_of(error))
+        communicator.abort(exit_code_of(error))
 
 
 def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> Config | None:
