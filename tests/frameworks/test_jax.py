@@ -16,7 +16,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.learner import padded, usual_rows
+from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
@@ -202,11 +202,16 @@ def test_few_shapes_are_compiled(compilations: list[str]) -> None:
 
 
 def test_rows_are_few_and_follow_from_the_share_alone() -> None:
-    assert [usual_rows(31, None, 2), usual_rows(31, 3, 2), usual_rows(64, 64, 1), usual_rows(1, 5, 4)] == [16, 3, 64, 1]
-    assert [padded(n, 16) for n in (1, 13, 14, 16, 17, 31, 33, 500, 512, 513)] == [1, 13, 16, 16, 18, 32, 36, 512, 512, 576]
-    assert padded(100, 100) == padded(88, 100) == 100
-    assert len({padded(n, 100) for n in range(1024, 4097)}) == 17  # 8 in each doubling
-    assert all(n <= padded(n, 100) <= n * 9 / 8 + 1 for n in range(1, 5000) if not 88 <= n <= 100)
+    assert [
+        largest_micro_batch(31, None, 2),
+        largest_micro_batch(31, 3, 2),
+        largest_micro_batch(64, 64, 1),
+        largest_micro_batch(1, 5, 4),
+    ] == [16, 3, 64, 1]
+    assert [rows_for(n, 16) for n in (1, 13, 14, 16, 17, 31, 33, 500, 512, 513)] == [1, 13, 16, 16, 18, 32, 36, 512, 512, 576]
+    assert rows_for(100, 100) == rows_for(88, 100) == 100
+    assert len({rows_for(n, 100) for n in range(1024, 4097)}) == 17  # 8 in each doubling
+    assert all(n <= rows_for(n, 100) <= n * 9 / 8 + 1 for n in range(1, 5000) if not 88 <= n <= 100)
 
 
 def test_state_loads_into_another_learner_and_goes_on_equally() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -78,7 +80,7 @@ def test_torch_and_numpy_move_alike(loss: str) -> None:
         ["optim.name=larc"],
     ],
 )
-def test_the_words_of_a_recipe_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
+def test_options_mean_the_same_in_torch_and_numpy(words: list[str]) -> None:
     plain = learner("framework=numpy", "model.name=linear")
     both = [learner(f"framework={framework}", "model.name=linear", *words) for framework in ("torch", "numpy")]
     for step in range(5):
@@ -128,7 +130,7 @@ def test_added_noise_is_drawn_from_the_seed() -> None:
     assert moved.std() / 0.1 == pytest.approx(0.1, rel=0.05)
 
 
-def test_a_torch_class_by_its_path_is_saved_and_goes_on() -> None:
+def test_a_torch_class_by_its_path_is_saved_and_continues() -> None:
     words = ["model.name=mlp", "optim.name=torch.optim.RMSprop", "optim.alpha=0.9"]
     a = learner(*words)
     assert not any(name.startswith("s.") for name in a.state()), "its state comes with its first step"
@@ -189,7 +191,7 @@ def test_dropout_is_seeded_by_the_step() -> None:
     assert digest(a.state()) == digest(b.state()) != digest(c.state())
 
 
-def test_evaluation_learns_nothing_and_counts_hits() -> None:
+def test_evaluation_changes_no_state_and_adds_up_over_batches() -> None:
     one = learner("model.name=wide_resnet", "model.widths=[4,4,4,4]")
     before = digest(one.state())
     data = batch(6)
@@ -197,7 +199,21 @@ def test_evaluation_learns_nothing_and_counts_hits() -> None:
     assert digest(one.state()) == before
     halves = [floats(one.evaluate(one.to_device({k: v[s] for k, v in data.items()}))) for s in (slice(0, 2), slice(2, 6))]
     assert sums == pytest.approx({k: halves[0][k] + halves[1][k] for k in sums}, rel=1e-12)
-    assert 0 <= sums["right"] <= 6 == sums["count"]
+    assert sums["count"] == 6
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy", "jax"])
+def test_hits_and_losses_of_a_batch_by_hand(framework: str) -> None:
+    """Weights of 0 and biases (0, ln 2, ln 3): every image gets p = (1, 2, 3) / 6, and class 2 is the answer to all of them."""
+    one = learner(f"framework={framework}", "model.name=linear")
+    one.load(one.state() | {"p.fc.bias": np.log([1.0, 2.0, 3.0])})
+    images = batch(6)["x"]
+    for labels, hits in (([2, 0, 1, 2, 2, 0], 3), ([0, 1, 0, 1, 1, 0], 0), ([2] * 6, 6)):
+        sums = floats(one.evaluate(one.to_device({"x": images, "y": np.array(labels)})))
+        loss = sum(math.log(6 / (label + 1)) for label in labels)
+        assert sums == {"loss": pytest.approx(loss, rel=1e-14), "right": hits, "count": 6}
+        trained = floats(one.step([one.to_device({"x": images, "y": np.array(labels)})], hyper(6, lr=0.0), 0))
+        assert trained == sums | {"nonfinite": 0.0}
 
 
 def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
@@ -240,7 +256,7 @@ def test_a_state_of_another_model_is_refused() -> None:
         (["model.name=faulty:Faulty", "model.depth=3"], "does not fit: got an unexpected keyword argument 'depth'"),
     ],
 )
-def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str) -> None:
+def test_impossible_settings_are_refused_at_build_time(words: list[str], what: str) -> None:
     if "speed.device=cuda" in words and torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
     with pytest.raises(UserError) as caught:

@@ -20,7 +20,7 @@ from torch import nn
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.models import convnet
-from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deal, gather, use_norm
+from hvdtrain.frameworks.torch.norm.ghost import GhostBatchNorm, deinterleave, interleave, use_norm
 from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm
 
 Statistics = Literal["averaged", "sequential"]
@@ -128,11 +128,11 @@ def test_sequential_forgets_as_hoffers_code_and_averaged_as_one_update() -> None
 def test_the_order_within_the_model() -> None:
     """Ghosts 0..3, 4..7 and the smaller 8, 9."""
     x = torch.arange(10)
-    assert deal(x, 4).tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 9]
-    assert deal(x[:6], 4).tolist() == [0, 1, 2, 3, 4, 5]
+    assert interleave(x, 4).tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 9]
+    assert interleave(x[:6], 4).tolist() == [0, 1, 2, 3, 4, 5]
     for samples in range(11):
         for ghost in range(1, 12):
-            assert gather(deal(x[:samples], ghost), ghost).tolist() == list(range(samples))
+            assert deinterleave(interleave(x[:samples], ghost), ghost).tolist() == list(range(samples))
 
 
 def chunked_net(samples: int, ghost: int, memory: torch.memory_format) -> float:

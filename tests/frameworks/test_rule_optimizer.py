@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.ops import TorchOps
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer, make_optimizer, optimizer_state, runs, set_hyper
 from hvdtrain.optim.adam import Adam
@@ -54,20 +53,21 @@ SHAPES = ((3, 4), (5,), (2, 3, 2, 2), ())
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_by_one_and_together_are_equal(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_by_one_and_together_are_equal(rule: Rule) -> None:
     together, alone = parameters(*SHAPES), parameters(*SHAPES)
     walk(make_optimizer(rule, named(together), True), together, range(4))
-    monkeypatch.setattr(rule_optimizer, "RUN_BYTES", 1)
-    walk(make_optimizer(rule, named(alone), True), alone, range(4))
+    one_by_one = make_optimizer(rule, named(alone), True)
+    assert isinstance(one_by_one, RuleOptimizer) and one_by_one.run_bytes == 8 << 20
+    one_by_one.run_bytes = 1
+    walk(one_by_one, alone, range(4))
     assert_equal(together, alone)
 
 
-def test_runs_hold_one_dtype_and_about_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_optimizer, "RUN_BYTES", 100)
+def test_runs_hold_one_dtype_and_about_so_many_bytes() -> None:
     a, b, c, d = parameters((10,), (1,), (20,), (1,))  # 80, 88, 248, 256 bytes up to their ends
     (e,) = parameters((2,), dtype=torch.float32)
-    assert [[id(p) for p in run] for run in runs([a, b, e, c, d])] == [[id(a), id(b)], [id(c), id(d)], [id(e)]]
-    assert list(runs([])) == []
+    assert [[id(p) for p in run] for run in runs([a, b, e, c, d], 100)] == [[id(a), id(b)], [id(c), id(d)], [id(e)]]
+    assert list(runs([], 100)) == []
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -140,7 +140,7 @@ def test_alone_with_a_scheduler_of_torch_and_a_closure() -> None:
     assert (optimizer.param_groups[0]["step"], optimizer.param_groups[0]["momentum"]) == (3, 0.95)
 
 
-def test_no_rule_is_told() -> None:
+def test_an_optimizer_needs_a_rule() -> None:
     with pytest.raises(ValueError, match="didn't specify a value of required optimization parameter rule"):
         RuleOptimizer(parameters((2, 2)))
 
@@ -172,7 +172,7 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_state_dict_goes_on_where_it_was_taken(rule: Rule) -> None:
+def test_a_state_dict_continues_where_it_was_taken(rule: Rule) -> None:
     one, other = parameters(*SHAPES), parameters(*SHAPES)
     a, b = (make_optimizer(rule, named(some), True) for some in (one, other))
     walk(a, one, range(3))

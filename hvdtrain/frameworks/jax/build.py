@@ -1,4 +1,4 @@
-"""The JAX framework: what it can do, JAX itself, its device and its threads; the learner is in jax_learner.py."""
+"""The JAX framework: builds a rank's learner; what it cannot do, JAX itself, its device and its threads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def build(config: Config, provenance: Provenance, task: Task, communicator: Comm
     jax = load_jax(provenance)
     start_threads(jax, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner
-    from hvdtrain.frameworks.jax.model import Place, build_model
+    from hvdtrain.frameworks.jax.model import Target, build_model
 
-    place = Place(pick_device(jax, config, provenance, communicator), plain_dtype(config))
-    model = build_model(config, provenance, task, place)
-    return JaxLearner(config, model, build_rule(config, provenance), task, communicator, place)
+    target = Target(pick_device(jax, config, provenance, communicator), plain_dtype(config))
+    model = build_model(config, provenance, task, target)
+    return JaxLearner(config, model, build_rule(config, provenance), task, communicator, target)
 
 
 def load_jax(provenance: Provenance) -> Any:
@@ -68,7 +68,7 @@ def pick_device(jax: Any, config: Config, provenance: Provenance, communicator: 
 def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
     jax = load_jax(provenance)
-    from hvdtrain.frameworks.jax.model import Place, build_model
+    from hvdtrain.frameworks.jax.model import Target, build_model
 
-    model = build_model(config, provenance, task, Place(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
+    model = build_model(config, provenance, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
     return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

@@ -1,4 +1,4 @@
-"""A JAX model: a leaf of jax_models/ or the user's own pair (init, apply), checked, its parameters named and in one order."""
+"""A JAX model: a plugin of jax/models/ or the user's own pair (init, apply), checked, its parameters named and in one order."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task, make_model
 
 
-class Place(NamedTuple):
-    """Where JAX computes, and in which numbers."""
+class Target(NamedTuple):
+    """The device that JAX computes on, and the number type of weights."""
 
     device: jax.Device
     dtype: np.dtype  # float32 or float64
 
-    def numbers(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside it, in this thread alone, JAX makes float64 arrays if that is our dtype; nothing global changes."""
+    def enable_x64(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, and in this thread alone, JAX makes float64 arrays if that is `dtype`; no global setting changes."""
         return jax.enable_x64(self.dtype == np.float64)
 
     def to_device(self, array: np.ndarray) -> jax.Array:
-        """The array on the device, which may keep a view of its memory: give one that nobody writes into."""
-        with self.numbers():
+        """The array on the device, which may keep a view of its memory: do not write into it afterwards."""
+        with self.enable_x64():
             return jax.device_put(array, self.device)
 
 
@@ -56,27 +56,27 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def build_model(config: Config, provenance: Provenance, task: Task, place: Place) -> Model:
-    """The model with its initial weights, equal on all ranks; what is no model of JAX's kind is a UserError."""
+def build_model(config: Config, provenance: Provenance, task: Task, target: Target) -> Model:
+    """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
     name, where = config.model.name, provenance.where("model.name")
-    init, apply = _make(config, provenance, task)
-    with place.numbers(), jax.default_device(place.device):
+    init, apply = _functions(config, provenance, task)
+    with target.enable_x64(), jax.default_device(target.device):
         paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
-        model = Model(name, names, [np.array(array, place.dtype) for _, array in paths], structure, apply)
-        _check_logits(model, task, place, where)
+        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, apply)
+        _check_logits(model, task, target, where)
     return model
 
 
-def _make(config: Config, provenance: Provenance, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(init, apply) of a leaf by name, or of the user's own function."""
+def _functions(config: Config, provenance: Provenance, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(init, apply) of a plugin by name, or of the user's own function."""
     name, where = config.model.name, provenance.where("model.name")
-    made = make_model(config, provenance, task, "frameworks/jax/models")
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and callable(made[1])):
-        what = f"{name} gave a {type(made).__name__}, not a pair of functions (init, apply)"
+    model = make_model(config, provenance, task, "frameworks/jax/models")
+    if not (isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])):
+        what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
-    init, apply = made
+    init, apply = model
     return init, apply
 
 
@@ -93,9 +93,9 @@ def _check_parameters(model: str, names: list[str], arrays: list[Any], where: st
             )
 
 
-def _check_logits(model: Model, task: Task, place: Place, where: str) -> None:
+def _check_logits(model: Model, task: Task, target: Target, where: str) -> None:
     """Shapes alone, nothing is computed: the model gives a row of logits for each of two images."""
-    images = jax.ShapeDtypeStruct((2, *task.shape), place.dtype)
+    images = jax.ShapeDtypeStruct((2, *task.shape), target.dtype)
     found = jax.eval_shape(model.logits, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start], images)
     fits = isinstance(found, jax.ShapeDtypeStruct) and found.ndim == 2 and len(found) == 2 and found.shape[1] >= task.classes
     if not fits or not jnp.issubdtype(found.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""A model's buffers, of every dtype: remembered and put back around a step, and made equal on all ranks."""
+"""A model's buffers, of every dtype: saved before a step and restored where it is left out, and made equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ RUNNING = ("running_mean", "running_var")
 
 
 class Buffers:
-    """The running statistics of norms, and all others; a module that is added to the model later is not seen."""
+    """The running statistics of norms, and all other buffers, of the modules that the model has now."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._tables: list[Table] = [module._buffers for module in model.modules()]
         self._device = device
-        self._remembered: list[tuple[Table, Table, dict[str, torch.Tensor]]] = []
+        self._saved: list[tuple[Table, Table, dict[str, torch.Tensor]]] = []
 
-    def remember(self) -> None:
-        """Costs a copy of each."""
-        self._remembered = [
+    def save(self) -> None:
+        """Before a step that may be left out. Costs a copy of each buffer."""
+        self._saved = [
             (table, dict(table), {name: b.detach().clone() for name, b in table.items() if b is not None})
             for table in self._tables
             if table
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """To the last bit, in the tensors that were there."""
-        for table, before, copies in self._remembered:
+    def restore(self) -> None:
+        """As they were at the last save(), to the last bit, in the same tensors."""
+        for table, before, copies in self._saved:
             table.clear()
             table.update(before)
             for name, copy in copies.items():
@@ -43,20 +43,20 @@ class Buffers:
         """Running statistics become their mean over ranks, the others rank 0's: one collective for each kind that there is."""
         if communicator.size == 1:
             return
-        here = reduction_device(self._device, communicator)
+        device = reduction_device(self._device, communicator)
         named = [(name, b) for table in self._tables for name, b in table.items() if b is not None and b.numel()]
         running = [b for name, b in named if name in RUNNING]
         others = [b for name, b in named if name not in RUNNING]
         others.sort(key=torch.Tensor.element_size, reverse=True)  # so that each begins at a multiple of its element's size
-        under_way: Handle | None = None
+        handle: Handle | None = None
         if running:
             flat = torch.cat([b.to(self._device).flatten() for b in running]) / communicator.size
-            under_way = communicator.start_allreduce(flat.to(here), "settle")
+            handle = communicator.start_allreduce(flat.to(device), "settle")
         if others:
             flat = torch.cat([b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others])
-            flat = communicator.broadcast(flat.to(here), "settle.others").to(self._device)
-            parts = flat.split([b.nbytes for b in others])
-            torch._foreach_copy_(others, [part.view(b.dtype).view_as(b) for b, part in zip(others, parts, strict=True)])
-        if under_way:
-            parts = under_way.wait().to(self._device).split([b.numel() for b in running])
-            torch._foreach_copy_(running, [part.view_as(b) for b, part in zip(running, parts, strict=True)])
+            flat = communicator.broadcast(flat.to(device), "settle.others").to(self._device)
+            received = flat.split([b.nbytes for b in others])
+            torch._foreach_copy_(others, [bytes_.view(b.dtype).view_as(b) for b, bytes_ in zip(others, received, strict=True)])
+        if handle:
+            means = handle.wait().to(self._device).split([b.numel() for b in running])
+            torch._foreach_copy_(running, [mean.view_as(b) for b, mean in zip(running, means, strict=True)])

@@ -1,4 +1,4 @@
-"""What happens to gradients between backward and update: measured, cut, and noise added."""
+"""What happens to gradients between backward and update: the noise scale is measured, they are clipped, noise is added."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ class NoMeter:
 
 
 class Meter:
-    """The squared norms from which recipe/noise_scale.py reads the gradient noise scale, at no extra pass over the data.
+    """The squared norms from which recipe/noise_scale.py computes the gradient noise scale, without another pass over the data.
 
-    Make it before the reducer: its hooks then see a rank's own gradient before the reducer's send it off.
+    Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's reduce it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], ranks: int) -> None:
         self._parameters, self._ranks = parameters, ranks
-        self._last, self._own = False, torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        self._is_last_pass = False
+        self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # of this rank's own gradient
         for p in parameters:
-            p.register_post_accumulate_grad_hook(self._see)
+            p.register_post_accumulate_grad_hook(self._add)
 
     def last_pass(self) -> None:
         """The gradients after the next backward are those of all the rank's samples of the step."""
-        self._last = True
-        self._own.zero_()
+        self._is_last_pass = True
+        self._local_square.zero_()
 
     def read(self, hyper: Hyper, count: int) -> Sums:
-        """This rank's part of noise_scale.KEYS, as device scalars; p.grad is the whole batch's mean by now, `count` the rank's samples."""
-        self._last = False
-        whole = sum(_square(p) for p in self._parameters)
-        return noise_scale_sums(self._own, whole, count, hyper.batch, self._ranks)
+        """This rank's part of NOISE_SCALE_KEYS, as device scalars; p.grad is the global batch's mean by now, `count` the rank's samples."""
+        self._is_last_pass = False
+        global_square = sum(_square(p) for p in self._parameters)
+        return noise_scale_sums(self._local_square, global_square, count, hyper.batch, self._ranks)
 
-    def _see(self, p: torch.Tensor) -> None:
-        if self._last:
-            self._own += _square(p)
+    def _add(self, p: torch.Tensor) -> None:
+        if self._is_last_pass:
+            self._local_square += _square(p)
 
 
 def _square(p: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ def _square(p: torch.Tensor) -> torch.Tensor:
 
 
 def clip_(parameters: list[torch.nn.Parameter], norm: float | None, value: float | None) -> None:
-    """optim/gradient.py's clip on p.grad."""
+    """optim/clipping.py's clip() of every p.grad; None: not."""
     if norm is not None or value is not None:
         for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch), strict=True):
             p.grad = g

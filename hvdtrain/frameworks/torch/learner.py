@@ -68,7 +68,7 @@ class TorchLearner:
         if not self.model.training:  # train() visits every module: a third of a millisecond
             self.model.train()
         if self.skips_nonfinite or self.scale.tensors:
-            self.buffers.remember()
+            self.buffers.save()
 
         sums = self.strategy.run(micro, hyper.batch, self._one_pass)
 
@@ -103,7 +103,7 @@ class TorchLearner:
         sums: Sums = {"nonfinite": bad.double() * (not overflowed) / self.strategy.equal_ranks}
         sums |= zero_where(bad, self.meter.read(hyper, count))
         if overflowed or (self.skips_nonfinite and bad):  # the host waits for the device here
-            self.buffers.put_back()
+            self.buffers.restore()
         else:
             clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
             add_noise_(self.parameters, hyper.noise, seed)

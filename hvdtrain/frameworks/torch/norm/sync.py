@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all ranks, on any engine; and what it shares with ghost batch norm: taking over from a plain norm."""
+"""Batch norm over the samples of all ranks, on any engine; and what ghost batch norm uses too: the parts of torch's own norm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.communicator.size == 1:
             return super().forward(x)
         total, mean, var = self._gather_statistics(x.detach())
-        follow(self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False)
+        update_running(self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False)
         return _Normalise.apply(x, self.weight, self.bias, (total, mean, var), self)
 
     def _gather_statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +107,7 @@ def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
     new.training = old.training
 
 
-def follow(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool) -> None:
+def update_running(norm: _BatchNorm, means: torch.Tensor, variances: torch.Tensor, one_by_one: bool) -> None:
     """Moves the running statistics towards those of S batches, (S, C): by one update with their mean, or by one with each in order.
 
     One by one, batch s ends with the weight m (1 - m)^(S - 1 - s), and the old value with (1 - m)^S. momentum=None is the mean over all

@@ -25,7 +25,6 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 OPS = TorchOps()
 GROUP = "group."  # begins a key of state that belongs to the parameter group
 MADE_BY = "s.made by "  # begins the entry that names a user's class; no parameter's name has a space
-RUN_BYTES = 8 << 20  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -35,6 +34,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     state, one number for a parameter as a 0-d tensor. Its groups alone construct it again: hvd.DistributedOptimizer does that. A
     parameter whose grad is None is left out, as torch does, but step counts for the whole group.
     """
+
+    run_bytes = 8 << 20  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache
 
     def __init__(
         self, params: Iterable[Any], rule: Any = required, lr: float = 0.0, momentum: float | None = None, weight_decay: float = 0.0
@@ -62,7 +63,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             hyper = Hyper(float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]), batch=0, step=int(group["step"]))
-            for parameters in runs([p for p in group["params"] if p.grad is not None]):
+            for parameters in runs([p for p in group["params"] if p.grad is not None], self.run_bytes):
                 self._update(group["rule"], rows(group["rule"]), parameters, hyper)
             group["step"] += 1
         return loss
@@ -96,8 +97,8 @@ def rows(rule: Any) -> tuple[bool, ...]:
     return tuple(isinstance(entry, torch.Tensor) for entry in rule.init([torch.zeros(1)], OPS))
 
 
-def runs(parameters: Parameters) -> Iterator[Parameters]:
-    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about RUN_BYTES."""
+def runs(parameters: Parameters, run_bytes: int) -> Iterator[Parameters]:
+    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about `run_bytes`."""
     alike: dict[tuple[torch.dtype, torch.device], Parameters] = {}
     for p in parameters:
         alike.setdefault((p.dtype, p.device), []).append(p)
@@ -106,7 +107,7 @@ def runs(parameters: Parameters) -> Iterator[Parameters]:
             yield members
         else:
             ends = itertools.accumulate(p.numel() * p.element_size() for p in members)
-            for _, run in itertools.groupby(zip(ends, members, strict=True), lambda pair: pair[0] // RUN_BYTES):
+            for _, run in itertools.groupby(zip(ends, members, strict=True), lambda pair: pair[0] // run_bytes):
                 yield [p for _, p in run]
 
 
