@@ -20,7 +20,8 @@ GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=
 
 
 def planned(*arguments: str, dataset: int, ranks: int = 1) -> Forecast:
-    found = forecast(*configure(None, arguments), dataset, ranks)
+    config, _ = configure(None, arguments)
+    found = forecast(config, dataset, ranks)
     assert isinstance(found, Forecast), found
     return found
 

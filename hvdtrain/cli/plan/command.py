@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, find_conflict, forecast, group_by_recipe
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.images import augment
 from hvdtrain.errors import DONE, UserError
@@ -36,18 +36,18 @@ class _TrainingData(NamedTuple):
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     options, config_arguments = _parse(arguments)
-    config, provenance = configure(options.config, config_arguments)
-    plugins.check_names(config, provenance)
+    config, _ = configure(options.config, config_arguments)
+    plugins.check_names(config, config.provenance)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)
-    data = _training_data(options, config, provenance)
-    forecasts = [forecast(config, provenance, data.samples, ranks) for ranks in options.ranks]
+    data = _training_data(options, config)
+    forecasts = [forecast(config, data.samples, ranks) for ranks in options.ranks]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
-    rule = _rule(config, provenance)
-    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, provenance, data.task)
+    rule = _rule(config)
+    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, config.provenance, data.task)
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
     print("\n".join(plan_lines(planned, all_names=options.all)))
     if options.png is not None:
@@ -96,7 +96,7 @@ def _read_image(value: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
-def _training_data(options: argparse.Namespace, config: Config, provenance: Provenance) -> _TrainingData:
+def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData:
     """From the command line; without that read as a job reads it, but for the statistics, which take a pass over all pixels."""
     given = [options.samples, options.image, options.classes]
     example = "--samples 1281167 --image 224x224x3 --classes 1000"
@@ -106,7 +106,7 @@ def _training_data(options: argparse.Namespace, config: Config, provenance: Prov
     if any(given):
         raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
     try:
-        source = build_source(unstaged(config), provenance, "train")
+        source = build_source(unstaged(config), config.provenance, "train")
         augment.check_augmentation(config.augment, source.shape)
     except UserError as error:
         without_data = f"plan without data, as in {example}"
@@ -119,12 +119,12 @@ def _task(shape: tuple[int, int, int], classes: int) -> Task:
     return Task(shape, classes, np.zeros(shape[2]), np.ones(shape[2]))
 
 
-def _rule(config: Config, provenance: Provenance) -> Rule | None:
+def _rule(config: Config) -> Rule | None:
     """The optimizer; None for a class of torch.optim, whose state is known only after its first step."""
     if plugins.is_dotted(config.optim.name) and config.framework == "torch":
-        plugins.load("frameworks", config.framework, provenance.where("framework")).check_optimizer(config, provenance)
+        plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(config, config.provenance)
         return None
-    return build_rule(config, provenance)
+    return build_rule(config, config.provenance)
 
 
 def _none_feasible(rejected: list[Infeasible]) -> UserError:

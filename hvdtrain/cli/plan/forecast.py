@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.sampler import largest_share
@@ -100,7 +99,7 @@ def find_conflict(config: Config, ranks: int) -> Infeasible | None:
     return None
 
 
-def forecast(config: Config, provenance: Provenance, dataset: int, ranks: int) -> Forecast | Infeasible:
+def forecast(config: Config, dataset: int, ranks: int) -> Forecast | Infeasible:
     """The job on `ranks` ranks, or why the configuration or the recipe does not fit them; `dataset`: training samples."""
     if conflict := find_conflict(config, ranks):
         return conflict
