@@ -80,8 +80,8 @@ def _train(words: list[str]) -> int:
     words += [f"guard.max_time={limit}"] * (limit is not None)
     if "--print-config" not in words:
         return run(path, words)
-    config, provenance = configure(path, [word for word in words if word != "--print-config"])
-    check_names(config, provenance)
+    config, _ = configure(path, [word for word in words if word != "--print-config"])
+    check_names(config)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read
     print(to_yaml(config), end="")

@@ -58,7 +58,7 @@ def train(path: str | None, words: list[str], failed: Failed, *, from_script: bo
 
     place = placement(os.environ)
     given = configure(path, words, None if place.rank == 0 else ())
-    check_names(*given)
+    check_names(given[0])
     heartbeat = Heartbeat(of_process=not from_script)
     with (
         Signals(place.rank) as signals,

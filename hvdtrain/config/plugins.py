@@ -1,26 +1,23 @@
-"""A name is a file name: finds the file that a name means, and checks options against the signature of its build()."""
+"""Plugins: a name is the name of a file in a folder, whose build() or connect() makes what the name means."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import inspect
-import json
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.config.refusal import type_name
-from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, Config
-from hvdtrain.config.section import Provenance
+from hvdtrain.config import options
+from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig
 from hvdtrain.errors import UserError, nearest, short
 
-# Names that share a file; every other name is its file's own. A leaf of one name needs no line here.
+# Names that share a file. Every other name is that of its file, and needs no line here.
 ALIASES: dict[str, dict[str, str]] = {
     "comm": {"single": "communicator"},
     "data/datasets": {"mnist": "idx", "fashion_mnist": "idx", "kmnist": "idx", "cifar10": "cifar", "cifar100": "cifar"},
@@ -103,34 +100,23 @@ def _nearest_of(attribute: str, module: ModuleType) -> str:
     return next((f"did you mean {name}?" for name in dir(module) if close and name.lower() == close[0]), "")
 
 
-def entry(path: Path) -> ast.FunctionDef:
-    """The build() or connect() of a leaf, unread by Python: no framework is imported."""
-    body = ast.parse(path.read_text()).body
-    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name in ("build", "connect"))
-
-
-def options(build: ast.FunctionDef) -> dict[str, str]:
-    """option -> default, as it is written: the keyword-only parameters."""
-    pairs = zip(build.args.kwonlyargs, build.args.kw_defaults, strict=True)
-    return {argument.arg: ast.unparse(default) if default else "" for argument, default in pairs}
-
-
-def check_names(config: Config, provenance: Provenance) -> None:
-    """A UserError for a name or an option that no file knows, before anything is imported or read."""
-    find("frameworks", config.framework, provenance.where("framework"))
+def check_names(config: Config) -> None:
+    """Raises UserError for a name that no plugin has, an unknown option and an option of another type; imports no plugin."""
+    find("frameworks", config.framework, config.where("framework"))
     if config.comm.engine != "auto":
-        find("comm", config.comm.engine, provenance.where("comm.engine"))
-    for sink in config.log.trackers:
-        find("events/trackers", sink, provenance.where("log.trackers"))
-    for section in OPEN_SECTIONS:
-        name, given = getattr(config, section).name, getattr(config, section).options
-        if section == "model" and is_dotted(name) and of_python(name):  # it would be called: os:system
-            raise UserError(f"{short(name)} is a part of Python, no model", provenance.where("model.name"), "write package.module:Class")
-        if section == "data" or not is_dotted(name):  # the user's own class checks its own
-            known = options(entry(find(folder_of(section, config), name, provenance.where(f"{section}.name"))))
-            for option in given:
-                if option not in known:
-                    raise _unknown_option(section, name, option, known, provenance)
+        find("comm", config.comm.engine, config.comm.where("engine"))
+    for tracker in config.log.trackers:
+        find("events/trackers", tracker, config.log.where("trackers"))
+    for section in (config.data, config.model, config.optim):
+        if section is config.model and is_dotted(section.name) and of_python(section.name):  # it would be called: os:system
+            raise UserError(f"{short(section.name)} is a part of Python, not a model", section.where("name"), "write package.module:Class")
+        if section is config.data or not is_dotted(section.name):  # the user's own class checks its own options
+            convert_options(section, folder_of(section.section, config.framework))
+
+
+def convert_options(section: DataConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:
+    """The options of a section as arguments of the build() that its name means. Raises UserError for an unknown name or a wrong option."""
+    return options.convert(section, find(folder, section.name, section.where("name")))
 
 
 def is_dotted(name: str) -> bool:
@@ -138,31 +124,6 @@ def is_dotted(name: str) -> bool:
     return ":" in name or "." in name
 
 
-def folder_of(section: str, config: Config) -> str:
+def folder_of(section: str, framework: str) -> str:
     """The folder whose files the names of an open section are: the models of JAX have their own."""
-    return "frameworks/jax/models" if section == "model" and config.framework == "jax" else OPEN_SECTIONS[section]
-
-
-def _unknown_option(section: str, name: str, option: str, known: Mapping[str, str], provenance: Provenance) -> UserError:
-    keys = list(SECTIONS[section].model_fields)
-    shown = ", ".join(f"{known_option}={default}" for known_option, default in known.items()) or "none"
-    where = provenance.where(f"{section}.{option}")
-    return UserError(
-        f"{section}.name={name} has no option {option}", where, f"{nearest(option, [*known, *keys])} options of {name}: {shown}"
-    )
-
-
-def check_options(build: Callable[..., Any], options: Mapping[str, Any], section: str, provenance: Provenance) -> dict[str, Any]:
-    """The options, converted to the types that the keyword-only parameters of build() are annotated with; check_names() knows them all."""
-    hints = typing.get_type_hints(build)
-    return {name: _convert(value, hints[name], f"{section}.{name}", provenance) for name, value in options.items()}
-
-
-def _convert(value: Any, hint: Any, key: str, provenance: Provenance) -> Any:
-    """A value by the rules of JSON, as in the sections: a list becomes a tuple, a text a path, but "3" is no number."""
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
-    except ValidationError:
-        raise UserError(f"wrong value for {key}: {short(repr(value))}", provenance.where(key), f"{key} takes {type_name(hint)}") from None
+    return "frameworks/jax/models" if section == "model" and framework == "jax" else OPEN_SECTIONS[section]

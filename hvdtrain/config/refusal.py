@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
@@ -17,7 +18,7 @@ from hvdtrain.errors import UserError, nearest, short
 
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 SANITY_BOUND = 1e6  # a highest value from here on only keeps numbers sane: a message names it where it is exceeded
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: "null"}
 PIECES = "a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
 
 
@@ -71,5 +72,6 @@ def type_name(kind: Any) -> str:
     if kind == list[PieceConfig]:
         return PIECES
     if origin in (list, tuple):
-        return f"a list, each {type_name(inner[0])}"
+        length = "" if origin is list or ... in inner else f" of {len(inner)}"
+        return f"a list{length}, each {type_name(inner[0])}"
     return TYPE_NAMES[kind] if kind in TYPE_NAMES else getattr(kind, "__name__", str(kind))

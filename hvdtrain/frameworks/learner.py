@@ -153,7 +153,7 @@ def make_model(config: Config, provenance: Provenance, task: Task, folder: str) 
     name, options, where = config.model.name, config.model.options, provenance.where("model.name")
     if not plugins.is_dotted(name):
         make = plugins.load(folder, name, where).build
-        return make(name, task.shape, task.classes, **plugins.check_options(make, options, "model", provenance))
+        return make(name, task.shape, task.classes, **plugins.convert_options(config.model, folder))
     make = plugins.load_dotted(name, where)
     signature = inspect.signature(make)
     known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
@@ -181,7 +181,7 @@ def build_rule(config: Config, provenance: Provenance) -> Rule:
             f"{name} is a torch optimizer, framework={config.framework} needs a rule", where, "framework=torch, or a name of `list`"
         )
     make = plugins.load("optim", name, where).build
-    rule: Rule = make(**plugins.check_options(make, config.optim.options, "optim", provenance))
+    rule: Rule = make(**plugins.convert_options(config.optim, "optim"))
     return rule
 
 

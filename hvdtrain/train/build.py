@@ -25,7 +25,7 @@ from hvdtrain.recipe.recipe import Recipe
 def build_source(config: Config, provenance: Provenance, split: Split) -> Source:
     """One part of the data set; needs no engine, so that missing data is told before any rank waits for another."""
     make = plugins.load("data/datasets", config.data.name, provenance.where("data.name")).build
-    options = plugins.check_options(make, config.data.options, "data", provenance)
+    options = plugins.convert_options(config.data, "data/datasets")
     root = Path(config.data.root).expanduser() if config.data.root else None
     if config.data.stage is not None:
         root, options = stage_data(config.data.name, root, options, config.data.stage, provenance.where("data.stage"))

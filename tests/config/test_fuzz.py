@@ -149,7 +149,7 @@ CONFIGURATIONS = [
     ("resume: [1]", "wrong value for resume: [1]", ":1"),
     ("resume: ~nobodyhere/x", "cannot find the folder ~nobodyhere/x: Could not determine home directory.", ""),
     ("data.root: ~nobodyhere/x", "cannot find the folder ~nobodyhere/x: Could not determine home directory.", ":1"),
-    ("model.name: os:system\nmodel.command: touch hacked", "os:system is a part of Python, no model", ":1"),
+    ("model.name: os:system\nmodel.command: touch hacked", "os:system is a part of Python, not a model", ":1"),
     ("data.name: ../errors", "unknown name: ../errors", ":1"),
 ]
 
@@ -158,7 +158,7 @@ CONFIGURATIONS = [
 def test_a_hostile_configuration(tmp_path: Path, text: str, what: str, line: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
-        plugins.check_names(*configure(str(tmp_path / "x.yaml"), []))
+        plugins.check_names(configure(str(tmp_path / "x.yaml"), [])[0])
     assert what in caught.value.what and len(str(caught.value)) < 1200
     assert caught.value.where.endswith(f"x.yaml{line}" if line else ("x.yaml", "resume"))
 

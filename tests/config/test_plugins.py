@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.config import help, plugins
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.options import options_of
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
 from hvdtrain.errors import UserError
 
-
-def build(name: str, *, widths: tuple[int, ...] = (3,), root: Path | None = None, ratio: float = 0.5) -> None:
-    """A leaf's entry."""
+WIDTHS = "a list of 4, each a whole number"
 
 
 def test_every_name_loads() -> None:
@@ -32,7 +33,7 @@ def test_known_names() -> None:
     assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet"}
 
 
-def test_an_unknown_name_is_told_the_nearest() -> None:
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load("frameworks/torch/models", "wide_resnt", "model.name, x.yaml:3")
     assert caught.value.what == "unknown name: wide_resnt"
@@ -47,8 +48,27 @@ def test_a_name_never_leaves_its_folder() -> None:
 
 
 def test_options_are_converted_to_their_annotations() -> None:
-    given = {"widths": [4, 5], "ratio": 1, "root": "/x"}
-    assert plugins.check_options(build, given, "model", Provenance()) == {"widths": (4, 5), "ratio": 1.0, "root": Path("/x")}
+    """Only those that are set: build() has the defaults."""
+    for section, folder, converted in (
+        (DataConfig(name="synthetic", shape=[4, 4, 1]), "data/datasets", {"shape": (4, 4, 1)}),
+        (DataConfig(name="folder", cache="/x", size=None), "data/datasets", {"cache": Path("/x"), "size": None}),
+        (ModelConfig(name="mlp", widths=[4, 5], dropout=1), "frameworks/torch/models", {"widths": (4, 5), "dropout": 1.0}),
+        (ModelConfig(name="mlp"), "frameworks/jax/models", {}),
+        (OptimConfig(name="larc", mode="scale"), "optim", {"mode": "scale"}),
+    ):
+        options = plugins.convert_options(section, folder)
+        assert options == converted and [type(option) for option in options.values()] == [type(option) for option in converted.values()]
+
+
+def test_options_are_the_parameters_of_build() -> None:
+    """Read from the source, as Python has them."""
+    for folder in ("data/datasets", "frameworks/torch/models", "optim"):
+        for name, path in plugins.files(folder).items():
+            build = plugins.load(folder, name, "here").build
+            hints = {option: hint for option, hint in typing.get_type_hints(build).items() if option in (build.__kwdefaults__ or {})}
+            fields = options_of(path).model_fields
+            assert {option: field.annotation for option, field in fields.items()} == hints
+            assert {option: field.default for option, field in fields.items()} == (build.__kwdefaults__ or {})
 
 
 @pytest.mark.parametrize(
@@ -68,9 +88,9 @@ def test_options_are_converted_to_their_annotations() -> None:
     ],
 )
 def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
-    config, provenance = configure(None, [word])
+    config, _ = configure(None, [word])
     with pytest.raises(UserError) as caught:
-        plugins.check_names(config, provenance)
+        plugins.check_names(config)
     assert caught.value.what == what
     assert "command line" in caught.value.where
     assert fix in caught.value.fix
@@ -83,15 +103,29 @@ def test_good_names_and_options_pass() -> None:
         ["model.name=my.own:Model", "model.anything=1"],
         ["data.name=folder", "data.size=3"],
     ):
-        plugins.check_names(*configure(None, words))
+        plugins.check_names(configure(None, words)[0])
 
 
-@pytest.mark.parametrize(("name", "value"), [("widths", "abc"), ("widths", [1, "5"]), ("ratio", [1]), ("widths", None)])
-def test_an_option_of_the_wrong_type(name: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("word", "what", "fix"),
+    [
+        ("model.widths=abc", "wrong value for model.widths: 'abc'", "model.widths takes a list of 4, each a whole number"),
+        (
+            "model.widths=[1, '5', 1, 1]",
+            "wrong value for model.widths: [1, '5', 1, 1]",
+            "model.widths takes a list of 4, each a whole number",
+        ),
+        ("model.widths=[1, 2]", "wrong value for model.widths: [1, 2]", "model.widths takes a list of 4, each a whole number"),
+        ("model.widths=null", "wrong value for model.widths: None", "model.widths takes a list of 4, each a whole number"),
+        ("model.dropout=[1]", "wrong value for model.dropout: [1]", "model.dropout takes a number"),
+        ("optim.nesterov=1", "wrong value for optim.nesterov: 1", "optim.nesterov takes true or false"),
+    ],
+)
+def test_an_option_of_the_wrong_type(word: str, what: str, fix: str) -> None:
+    """Found when the configuration is read: nothing is imported for it."""
     with pytest.raises(UserError) as caught:
-        plugins.check_options(build, {name: value}, "model", Provenance())
-    assert f"wrong value for model.{name}" in caught.value.what
-    assert f"model.{name} takes" in caught.value.fix
+        plugins.check_names(configure(None, [word])[0])
+    assert (caught.value.what, caught.value.where, caught.value.fix) == (what, f"{word.partition('=')[0]}, command line", fix)
 
 
 def test_dotted_names() -> None:
@@ -113,7 +147,7 @@ def test_list_and_help_show_every_name_and_option() -> None:
     for folder in plugins.ALIASES:
         for name in plugins.files(folder):
             assert f"  {name}" in page
-    assert "model.widths=(16, 16, 32, 64)      channels of the stem" in help.help_text("model")
+    assert "model.widths=[16,16,32,64]         channels of the stem" in help.help_text("model")
     assert "data.name=mnist|fashion_mnist|kmnist" in help.help_text("data")
     with pytest.raises(UserError, match="no such section: bath"):
         help.help_text("bath")
@@ -127,11 +161,11 @@ def test_every_option_is_documented() -> None:
                 assert line[36:].strip(), f"no text for {line}"
 
 
-def test_a_misspelt_class_and_a_misspelt_choice_are_told_the_right_one() -> None:
+def test_a_misspelt_class_and_a_misspelt_choice_are_answered_with_the_right_one() -> None:
     with pytest.raises(UserError) as caught:
         plugins.load_dotted("torch.optim.RMSPROP", "optim.name")
     assert (caught.value.what, caught.value.fix) == ("torch.optim has no RMSPROP", "write package.module:Class; did you mean RMSprop?")
-    config, provenance = configure(None, ["optim.name=larc", "optim.mode=clap"])
+    config, _ = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
-        plugins.check_options(plugins.load("optim", "larc", "").build, config.optim.options, "optim", provenance)
+        plugins.check_names(config)
     assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'"

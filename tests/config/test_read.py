@@ -264,7 +264,7 @@ def test_sections_are_those_of_config() -> None:
 def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
     from hvdtrain.config.plugins import check_names
 
-    check_names(*configure(str(path), []))
+    check_names(configure(str(path), [])[0])
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
 

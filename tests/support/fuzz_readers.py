@@ -20,8 +20,8 @@ from fuzz_bytes import chance, mutated, pick
 from numpy.random import Generator
 
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance, configure
-from hvdtrain.config.schema import OPEN_SECTIONS
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import OPEN_SECTIONS, DataConfig, OptimConfig
 
 PLAIN = """
 os:system os.system posix:system subprocess:Popen subprocess.run builtins:exec builtins.eval runpy:run_path pickle:loads
@@ -49,8 +49,8 @@ def read_names(rng: Generator, home: Path) -> Callable[[], None]:
 
 def check_dotted(name: str) -> None:
     """A model is nothing of Python itself, and tells its parameters."""
-    config, provenance = configure(None, [f"model.name={name}"])
-    plugins.check_names(config, provenance)
+    config, _ = configure(None, [f"model.name={name}"])
+    plugins.check_names(config)
     found = plugins.load_dotted(config.model.name, "model.name")
     inspect.signature(found)
     home = getattr(found if isinstance(found, type) or inspect.isroutine(found) else type(found), "__module__", None) or ""
@@ -78,11 +78,12 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
     name = pick(rng, names) if chance(rng, 0.6) else {"data": "synthetic", "optim": "adam"}[section]
     build = plugins.load(folder, name, "").build
     given = {option: pick(rng, OPTIONS) for option in build.__kwdefaults__ or () if chance(rng, 0.5)}
+    settings = DataConfig(name=name, **given) if section == "data" else OptimConfig(name=name, **given)
     (home / "train" / "a").mkdir(parents=True)
     (home / "train" / "a" / "1.png").write_bytes(fuzz_images.sound_images()[2])
 
     def read() -> None:
-        options = plugins.check_options(build, given, section, Provenance())
+        options = plugins.convert_options(settings, folder)
         if section == "optim":
             build(**options)
         elif name in ("folder", "webdataset"):

@@ -22,7 +22,7 @@ END_S = 10  # an abort that hangs is ended by SIGALRM
 
 def run_on_ranks(config: Config, provenance: Provenance, work: Callable[[Communicator, str], None]) -> int:
     """work(communicator, why this engine was chosen) on every rank; returns the exit code."""
-    check_names(config, provenance)
+    check_names(config)
     communicator, engine_reason = connect(config, provenance, placement(os.environ))
     try:
         work(communicator, engine_reason)

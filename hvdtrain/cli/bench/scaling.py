@@ -92,7 +92,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     _refuse_launcher()
     config, provenance = configure(options.config, overrides)
-    plugins.check_names(config, provenance)
+    plugins.check_names(config)
     if config.comm.local_steps > 1:
         what = "bench scaling models one allreduce of the gradients in each step"
         raise UserError(what, provenance.where("comm.local_steps"), "comm.local_steps=1")

@@ -56,7 +56,7 @@ def check(arguments: Sequence[str]) -> int:
     time_limit = TimeLimit(place.rank, options.limit_s)
     try:
         config, provenance = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
-        check_names(config, provenance)
+        check_names(config)
         time_limit.start_waiting("to connect")
         from hvdtrain.train.build import connect
 
