@@ -66,15 +66,14 @@ class Learner(Protocol):
     def cache_on_device(self, source: Source) -> bool:
         """Whether the whole set stays on the device from now on, once before the first step.
 
-        to_device() then takes "rows" ("rows2") in place of "x" and "y" ("x2" and "y2"). Raises UserError where data.resident=true asks
+        to_device() then takes "indices" and "partner_indices" in place of images and labels. Raises UserError where data.resident=true asks
         for a set that cannot be held.
         """
 
     def to_device(self, batch: Batch) -> Any:
         """Host -> DeviceBatch, with the augmentations that were drawn for its samples applied.
 
-        The batch has "x" uint8 (n, H, W, C) and "y" int64 (n,), n may be 0, and where they apply "w" float64 (n,), "drawn", and of a
-        mixture "x2", "y2", "drawn2" and "share" float64 (n,). The learner may keep the arrays' memory.
+        The batch has the keys that core/arrays.py lists; n may be 0. The learner may keep the arrays' memory.
         """
 
     def step(self, micro: Sequence[Any], hyper: Hyper, seed: int) -> Sums:

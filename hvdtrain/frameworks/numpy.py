@@ -57,7 +57,7 @@ class NumpyLearner:
         batch = augment.augment_batch(batch)
         x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
         x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
-        return DeviceBatch(x.astype(self.dtype), batch["y"], batch.get("w"), batch.get("y2"), batch.get("share"))
+        return DeviceBatch(x.astype(self.dtype), batch["y"], batch.get("w"), batch.get("partner_y"), batch.get("mixup_weight"))
 
     @np.errstate(over="ignore", invalid="ignore")  # "nonfinite" reports it
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:

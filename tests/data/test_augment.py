@@ -216,8 +216,13 @@ def test_augmentations_that_may_leave_nothing_of_an_image_are_errors(words: list
 def mixture(n: int) -> Batch:
     rng, d = np.random.default_rng(4), augmentation(ALL, n, (7, 6, 2))
     partners = augment.draw(ALL, 1, np.full(n, 3), np.arange(n) + 90, (7, 6, 2))
-    labels = {"y": rng.integers(0, 3, n), "y2": rng.integers(0, 3, n), "share": d.mixup_weight, "w": np.linspace(-0.5, 2.0, n)}
-    return labels | {"x": images(n, (7, 6, 2)), "x2": images(n, (7, 6, 2), 1), "drawn": d, "drawn2": partners}
+    labels = {
+        "y": rng.integers(0, 3, n),
+        "partner_y": rng.integers(0, 3, n),
+        "mixup_weight": d.mixup_weight,
+        "w": np.linspace(-0.5, 2.0, n),
+    }
+    return labels | {"x": images(n, (7, 6, 2)), "partner_x": images(n, (7, 6, 2), 1), "augmentation": d, "partner_augmentation": partners}
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
@@ -225,13 +230,16 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> N
     """The losses of two smoothed labels, each by its own formula, and their gradient (softmax or logits less the mixed label) times x."""
     words = ["model.name=linear", f"model.loss={loss}", "model.label_smoothing=0.3", "speed.precision=fp64", "batch.size=8"]
     data, task = mixture(7), Task((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
-    share, parts = data["share"][:, None], (augment.apply(data["x"], data["drawn"]), augment.apply(data["x2"], data["drawn2"]))
+    share, parts = (
+        data["mixup_weight"][:, None],
+        (augment.apply(data["x"], data["augmentation"]), augment.apply(data["partner_x"], data["partner_augmentation"])),
+    )
     x = np.floor(share[:, None, None] * parts[0] + (1 - share[:, None, None]) * parts[1] + 0.5)
     x = ((x / 255 - task.mean) / task.std).transpose(0, 3, 1, 2).reshape(7, -1)
     weights = {"p.fc.weight": np.random.default_rng(5).normal(size=(3, 84)) / 9, "p.fc.bias": np.array([0.3, -0.2, 0.1])}
     logits = x @ weights["p.fc.weight"].T + weights["p.fc.bias"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    label, label2 = (np.eye(3)[data[y]] * 0.7 + 0.1 for y in ("y", "y2"))
+    label, label2 = (np.eye(3)[data[y]] * 0.7 + 0.1 for y in ("y", "partner_y"))
     if loss == "cross_entropy":
         error, each, each2 = p, -(label * np.log(p)).sum(1), -(label2 * np.log(p)).sum(1)
     else:
@@ -242,7 +250,9 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> N
         one = build_learner(config, provenance, task, SingleProcessCommunicator())
         one.load(one.state() | weights)
         sums = one.step([one.to_device(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
-        assert float(sums["loss"]) == pytest.approx((data["share"] * each + (1 - data["share"]) * each2).sum(), rel=1e-12), framework
+        assert float(sums["loss"]) == pytest.approx((data["mixup_weight"] * each + (1 - data["mixup_weight"]) * each2).sum(), rel=1e-12), (
+            framework
+        )
         assert (float(sums["right"]), int(sums["count"])) == ((logits.argmax(1) == data["y"]).sum(), 7)
         moved = {name: array - one.state()[name] for name, array in weights.items()}
         np.testing.assert_allclose(moved["p.fc.weight"], error.T @ x, rtol=1e-12, atol=1e-14, err_msg=framework)

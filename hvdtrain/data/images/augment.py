@@ -84,20 +84,23 @@ def mixup_partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, sample
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """Applies "drawn" to "x" and "drawn2" to "x2", then mixes both with weight "share"; the result lacks "drawn", "x2" and "drawn2"."""
+    """Applies "augmentation" to "x" and "partner_augmentation" to "partner_x", then mixes both with "mixup_weight".
+
+    The result lacks "augmentation", "partner_x" and "partner_augmentation".
+    """
     return augment_batch_with(apply, mixup, batch)
 
 
 def augment_batch_with(apply_to: Callable[[Any, AugmentationParameters], Any], mix: Callable[[Any, Any, Any], Any], batch: Batch) -> Batch:
     """augment_batch() with a framework's own apply() and mixup()."""
-    augmented = {key: value for key, value in batch.items() if key not in ("drawn", "x2", "drawn2")}
-    if batch.get("drawn") is not None:
-        augmented["x"] = apply_to(batch["x"], batch["drawn"])
-    if "x2" in batch:
-        partner = batch["x2"]
-        if batch.get("drawn2") is not None:
-            partner = apply_to(partner, batch["drawn2"])
-        augmented["x"] = mix(augmented["x"], partner, batch["share"])
+    augmented = {key: value for key, value in batch.items() if key not in ("augmentation", "partner_x", "partner_augmentation")}
+    if batch.get("augmentation") is not None:
+        augmented["x"] = apply_to(batch["x"], batch["augmentation"])
+    if "partner_x" in batch:
+        partner = batch["partner_x"]
+        if batch.get("partner_augmentation") is not None:
+            partner = apply_to(partner, batch["partner_augmentation"])
+        augmented["x"] = mix(augmented["x"], partner, batch["mixup_weight"])
     return augmented
 
 

@@ -63,8 +63,8 @@ class JaxLearner:
             images=padded("x", np.uint8),
             labels=padded("y", np.int32),
             weights=self.target.to_device(weights),
-            partner_labels=padded("y2", np.int32),
-            share=padded("share", self.target.dtype),
+            partner_labels=padded("partner_y", np.int32),
+            share=padded("mixup_weight", self.target.dtype),
         )
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:

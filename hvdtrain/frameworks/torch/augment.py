@@ -12,7 +12,7 @@ from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """As data/images/augment.py: tensors "x" and "x2" uint8 (n, C, H, W), "drawn", "drawn2" and "share" as drawn or as tensors."""
+    """As in data/images/augment.py, for tensors "x" and "partner_x" uint8 (n, C, H, W); the other values may be arrays or tensors."""
     return augment.augment_batch_with(apply, mixup, batch)
 
 

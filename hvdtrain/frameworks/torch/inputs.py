@@ -56,9 +56,9 @@ class Inputs:
         return True
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        """The batch on the device, augmented as "drawn" and "drawn2" say.
+        """The batch on the device, augmented by "augmentation" and "partner_augmentation".
 
-        With "rows" in the place of "x" and "y" the samples come from the cached set, with "rows2" their partners in a mixture.
+        With "indices" in the place of "x" and "y" the samples come from the cached set, with "partner_indices" their partners in a mixture.
         """
         if self._copy_stream is None:
             return self._device_batch(batch)
@@ -71,8 +71,8 @@ class Inputs:
         return (batch.images.to(self._dtype) / 255.0 - self._mean) / self._std
 
     def _device_batch(self, batch: Batch) -> DeviceBatch:
-        samples = self._gather_cached(batch) if "rows" in batch else self._copy_samples(batch)
-        augmentation: Batch = {name: batch[name] for name in ("drawn", "drawn2", "share") if name in batch}
+        samples = self._gather_cached(batch) if "indices" in batch else self._copy_samples(batch)
+        augmentation: Batch = {name: batch[name] for name in ("augmentation", "partner_augmentation", "mixup_weight") if name in batch}
         images = augment.augment_batch(augmentation | samples)["x"] if augmentation else samples["x"]
         if not self._channels_last:
             images = images.clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are
@@ -80,21 +80,21 @@ class Inputs:
             images,
             labels=samples["y"],
             weights=self._copy(batch["w"]).to(self._dtype) if "w" in batch else None,
-            partner_labels=samples.get("y2"),
-            share=self._copy(batch["share"]).to(self._dtype) if "share" in batch else None,
+            partner_labels=samples.get("partner_y"),
+            share=self._copy(batch["mixup_weight"]).to(self._dtype) if "mixup_weight" in batch else None,
         )
 
     def _copy_samples(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """As "x" and "x2" uint8 (n, C, H, W), in channels_last order, "y" and "y2" int64 (n,); as far as the batch has them."""
-        images = {name: self._copy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "x2") if name in batch}
-        return images | {name: self._copy(batch[name]) for name in ("y", "y2") if name in batch}
+        """The batch's "x" and "partner_x" as uint8 (n, C, H, W) in channels_last order, its "y" and "partner_y" as int64 (n,)."""
+        images = {name: self._copy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x") if name in batch}
+        return images | {name: self._copy(batch[name]) for name in ("y", "partner_y") if name in batch}
 
     def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The same, of the samples "rows" and "rows2" of the cached set."""
+        """The same, of the samples "indices" and "partner_indices" of the cached set."""
         assert self._cached is not None
         images, labels = self._cached
         samples = {}
-        for rows, x, y in (("rows", "x", "y"), ("rows2", "x2", "y2")):
+        for rows, x, y in (("indices", "x", "y"), ("partner_indices", "partner_x", "partner_y")):
             if rows in batch:
                 index = self._copy(batch[rows])
                 samples[x] = images.index_select(0, index).permute(0, 3, 1, 2)

@@ -39,19 +39,19 @@ def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Confi
     Where the learner has cached the data set on the device, the batch holds the numbers of the samples in place of their images and labels.
     """
     samples, epochs = positions
-    batch: Batch = {"rows": samples} if cached_on_device else source.read(samples)
+    batch: Batch = {"indices": samples} if cached_on_device else source.read(samples)
     if augment.is_enabled(config.augment):
         parameters = augment.draw(config.augment, config.seed, epochs, samples, source.shape)
-        batch["drawn"] = parameters
+        batch["augmentation"] = parameters
         partners = augment.mixup_partners(config.augment, config.seed, epochs, samples, len(source))
         if partners is not None:
-            batch["drawn2"] = augment.draw(config.augment, config.seed, epochs, partners, source.shape)
-            batch["share"] = parameters.mixup_weight
+            batch["partner_augmentation"] = augment.draw(config.augment, config.seed, epochs, partners, source.shape)
+            batch["mixup_weight"] = parameters.mixup_weight
             if cached_on_device:
-                batch["rows2"] = partners
+                batch["partner_indices"] = partners
             else:
                 partner_batch = source.read(partners)
-                batch["x2"], batch["y2"] = partner_batch["x"], partner_batch["y"]
+                batch["partner_x"], batch["partner_y"] = partner_batch["x"], partner_batch["y"]
     if hyper.sample_noise:
         batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)
     return batch
