@@ -1,4 +1,4 @@
-"""What the guard of a job costs: microseconds of each part in loops, whole steps with and without it by turns, and checkpoints.
+"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it by turns, and checkpoints.
 
 mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...]
 
@@ -37,33 +37,33 @@ from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import learner as torch_learner
 from hvdtrain.train.build import connect
 from hvdtrain.train.checkpoint.saver import Saver
+from hvdtrain.train.datasets import identity
 from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.monitor import HealthMonitor
-from hvdtrain.train.health.replicas import check_equal
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.health.watchdog import Watchdog
-from hvdtrain.train.job import identity
 from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.train.replicas.compare import check_equal
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
 STEPS = 20  # of a block: short ones, so that what else the machine does meets both of a pair, or one pair of many
-PARTS = ("nothing", "heartbeat, watch", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "settle")
+PARTS = ("nothing", "heartbeat, watchdog", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "sync_buffers")
 
 
-class Still(Heartbeat):
-    """A pulse that does not beat."""
+class SilentHeartbeat(Heartbeat):
+    """It does not beat."""
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         pass
 
 
-class Deaf(HealthMonitor):
-    """A guard that adds nothing to the sums, and hears nobody."""
+class WithoutFlags(HealthMonitor):
+    """It adds nothing to the sums but what the loop asks for, and takes no flags of other ranks."""
 
-    def flags(self, step: int = -1) -> Sums:
+    def flags(self, step: int | None = None) -> Sums:
         return {"save": 0.0}
 
-    def update_flags(self, sums: Sums) -> None:
+    def update(self, sums: Sums) -> None:
         pass
 
 
@@ -75,31 +75,31 @@ class Foreground(Saver):
         self.close()
 
 
-def watch(trainer: Trainer) -> Watchdog:
+def watchdog(trainer: Trainer) -> Watchdog:
     health = trainer.job.health
-    return Watchdog(health.heartbeat, health.signals, health.config.guard, health.communicator.rank)
+    return Watchdog(health.heartbeat, health.signals, health.guard, health.communicator.rank)
 
 
 def parts(trainer: Trainer) -> dict[str, Part]:
     """By PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
     job, health, learner = trainer.job, trainer.job.health, trainer.job.learner
-    deaf = Deaf(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
+    without_flags = WithoutFlags(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
     never = torch.zeros((), dtype=torch.bool)
-    blind = ((torch_learner, "any_nonfinite", lambda parameters: never), (torch_learner, "one_or_nan", lambda loss: 1.0))
+    no_check = ((torch_learner, "any_nonfinite", lambda parameters: never), (torch_learner, "one_or_nan", lambda loss: 1.0))
 
-    def every(steps: int | None) -> tuple[Any, str, Any]:
-        return health, "config", job.config.replace(guard=job.config.guard.replace(equal_steps=steps))
+    def equal_steps(steps: int | None) -> tuple[Any, str, Any]:
+        return health, "guard", health.guard.replace(equal_steps=steps)
 
     made: list[Part] = [
         lambda on: changed(),
-        lambda on: watch(trainer) if on else changed((health, "pulse", Still())),
-        lambda on: changed((job, "guard", health if on else deaf)),
-        lambda on: changed(*(() if on else blind)),
+        lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
+        lambda on: changed((job, "health", health if on else without_flags)),
+        lambda on: changed(*(() if on else no_check)),
         lambda on: changed((learner, "skips", on)),
-        lambda on: changed(every(100 if on else None)),
-        lambda on: changed(
-            every(None), (learner, "settle", learner.sync_buffers if on else lambda communicator: None)
-        ),  # unsettled ranks differ
+        lambda on: changed(equal_steps(100 if on else None)),
+        lambda on: changed(  # without sync_buffers() ranks differ
+            equal_steps(None), (learner, "sync_buffers", learner.sync_buffers if on else lambda communicator: None)
+        ),
     ]
     return dict(zip(PARTS, made, strict=True))
 
@@ -108,15 +108,15 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     """{"part", "us" of one call, "calls_per_step"}; some are collectives, so every rank goes through all of them."""
     job, health, communicator, learner = trainer.job, trainer.job.health, trainer.job.communicator, trainer.job.learner
     learner.sync_buffers(communicator)
-    meetings = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step: those of epochs, too
+    sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step: those of epochs, too
     parameters, loss, hyper = learner.parameters, torch.ones(()), job.recipe.at(trainer.now.progress)  # type: ignore[attr-defined]
     for p in parameters:
         p.grad = torch.randn_like(p)
     sums, flags = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}, health.flags()
     size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
-        ("one beat", 2 + meetings, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
-        ("flags() and after_sync()", meetings, microseconds(lambda: health.after_sync(sums | health.flags()))),
+        ("one beat", 2 + sync_points, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
+        ("flags() and after_sync()", sync_points, microseconds(lambda: health.after_sync(sums | health.flags()))),
         ("sum of 4 numbers over ranks", None, microseconds(lambda: allreduce_sums(communicator, sums, "train.sums"))),
         ("sum of 4 numbers and 2 flags", None, microseconds(lambda: allreduce_sums(communicator, sums | flags, "train.sums"))),
         (
@@ -125,48 +125,48 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
             microseconds(lambda: (torch_learner.one_or_nan(loss), torch_learner.any_nonfinite(parameters)), 500),
         ),
         (f"digest of {size}", None, microseconds(lambda: digests(learner.views()), 100)),
-        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, health.hosts), 100)),
-        ("settle", meetings, microseconds(lambda: learner.sync_buffers(communicator), 200)),
+        (f"comparison of digests, {size}", 0.01, microseconds(lambda: check_equal(communicator, learner, hyper, job.hosts), 100)),
+        ("sync_buffers", sync_points, microseconds(lambda: learner.sync_buffers(communicator), 200)),
     ]
     for p in parameters:
         p.grad = None
     yield from ({"part": name, "calls_per_step": per_step} | found for name, per_step, found in timed)
 
 
-def watch_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
-    """Processor time of the watch thread in one second, while the main thread sleeps."""
+def watchdog_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
+    """Processor time of the watchdog thread in one second, while the main thread sleeps."""
     found = []
-    with watch(trainer):
-        (thread,) = (thread for thread in threading.enumerate() if thread.name == "watch")
+    with watchdog(trainer):
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "watchdog")
         clock = time.pthread_getcpuclockid(thread.ident or 0)
         for _ in range(5):
             before = time.clock_gettime(clock)
             time.sleep(seconds)
             found.append((time.clock_gettime(clock) - before) / seconds * 1e6)
     middle, quartiles = spread(found, 1)
-    return {"part": "watch thread, in a second", "us": middle, "us_quartiles": quartiles, "loops": 5, "percent_of_step": middle / 1e4}
+    return {"part": "watchdog thread, in a second", "us": middle, "us_quartiles": quartiles, "loops": 5, "percent_of_step": middle / 1e4}
 
 
 def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Checkpoints every so many steps against none; in the middle of a block there is one."""
-    job, heard = trainer.job, list[Event]()
+    job, events = trainer.job, list[Event]()
     settings = job.config.checkpoint.replace(every_steps=every, every_minutes=None)
     trainer.block(-trainer.now.progress.step % every + every // 2)
     for name, kind in {"background": Saver, "foreground": Foreground}.items():
         with tempfile.TemporaryDirectory() as folder:
 
             def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
-                saver = kind(Path(folder), settings, identity(job.config, trainer.data), Log([heard.append]))
-                return changed((job.health, "saver", saver if on and job.communicator.rank == 0 else None))
+                saver = kind(Path(folder), settings, identity(job.config, trainer.datasets), Log([events.append]))
+                return changed((job.checkpoints, "saver", saver if on and job.communicator.rank == 0 else None))
 
             row = {"part": f"checkpoint every {every} steps, {name}", "model": job.config.model.name}
             row |= ratio(trainer, part, rounds, every)
         for which in ("with", "without"):
             row[f"{which}_images_per_s"] = round(1e3 * job.config.batch.size / row[f"{which}_ms_per_step"])
         for key, unit in {"pause_s": "pause_ms", "write_s": "write_ms"}.items():
-            row[unit], row[f"{unit}_quartiles"] = spread([1e3 * event.fields[key] for event in heard] or [0.0, 0.0], 2)
-        yield row | {"checkpoints": len(heard), "megabytes": heard[-1].fields["megabytes"] if heard else 0.0}
-        heard.clear()
+            row[unit], row[f"{unit}_quartiles"] = spread([1e3 * event.fields[key] for event in events] or [0.0, 0.0], 2)
+        yield row | {"checkpoints": len(events), "megabytes": events[-1].fields["megabytes"] if events else 0.0}
+        events.clear()
 
 
 def run(communicator: Communicator, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
@@ -183,7 +183,7 @@ def run(communicator: Communicator, options: argparse.Namespace, signals: Signal
     for row in calls(trainer):
         per_step = row["calls_per_step"]
         yield row | ({"percent_of_step": round(row["us"] * per_step / step_ms / 10, 5), "step_ms": step_ms} if per_step else {})
-    yield watch_seconds(trainer)
+    yield watchdog_seconds(trainer)
     if set(options.only) == set(PARTS):
         yield from saves(trainer, 40, options.rounds // 2)
         yield from saves(Trainer(MLP, communicator, signals), 20, options.rounds // 4)
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows go there too, as JSON lines at its end")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts, and no checkpoints")
     options, place = parser.parse_args(), placement(os.environ)
-    communicator, _ = connect(*configure(None, [f"comm.engine={options.communicator}"]), place)
+    communicator, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
     machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
     machine |= {"engine": communicator.name, "ranks": communicator.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     with Signals(place.rank) as signals, contextlib.ExitStack() as stack:

@@ -131,7 +131,7 @@ def check(trainer: Trainer, hand: ByHand) -> None:
     rows = np.arange(64)
     for one in (learner.model, hand.model):
         one.eval()
-    there = learner.to_device(trainer.data.train.read(rows))
+    there = learner.to_device(trainer.datasets.train.read(rows))
     ours = float(learner.evaluate(there)["loss"]) / 64
     x = (hand.x[:64].permute(0, 3, 1, 2).float() / 255.0 - hand.mean) / hand.std
     with torch.no_grad(), torch.autocast(hand.device.type, torch.bfloat16, enabled=hand.half):
@@ -193,7 +193,7 @@ def main() -> None:
     data += [f"log.every_steps={a.steps}"]
     with Signals(0) as signals:
         trainer = Trainer([*data, "speed.precision=auto", *a.words], SingleProcessCommunicator(), signals)
-        source: Any = trainer.data.train
+        source: Any = trainer.datasets.train
         hand = ByHand((source.x, source.y), widths, a.batch, device, half)
         check(trainer, hand)
         textbook = Textbook(a.root, widths, a.batch, device, a.workers)

@@ -41,7 +41,7 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.stopwatch import PHASES
 from hvdtrain.train.build import connect
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.job import TRACKED_S
+from hvdtrain.train.train_job import TRACKED_S
 
 PARTS = ("nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks")
 
@@ -117,7 +117,7 @@ class Watching:
 
     @contextlib.contextmanager
     def each_step(self, on: bool) -> Iterator[None]:
-        with changed((self.job.telemetry, "each_step", on)), self.told([self.json]):
+        with changed((self.job.telemetry, "step_times", on)), self.told([self.json]):
             yield
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ def main() -> None:
     speeds: dict[str, list[float]] = {rate: [] for rate in rates}
     with tempfile.TemporaryDirectory() as folder, Hosts(RANKS) as hosts:
         run = Path(folder) / "run"
-        words = [*WORDS, f"comm.engine={options.communicator}", f"run={run}", *options.words]
+        words = [*WORDS, f"comm.engine={options.engine}", f"run={run}", *options.words]
         with hosts.mpirun("n1:1,n2:1", ["-m", "hvdtrain", *words], timeout_s=3600) as job:
             wait_for(job, lambda: len(steps(run)) > 2 * TURN)
             parameters = int(re.search(r"([0-9,]+) parameters", " ".join(events(run)[0]["lines"]))[1].replace(",", ""))  # type: ignore[index]
@@ -78,7 +78,7 @@ def row(rate: str, speeds: dict[str, list[float]], parameters: int, options: arg
     middle = statistics.median(found)
     return {
         "rate": rate,
-        "engine": options.communicator,
+        "engine": options.engine,
         "steps_per_s": round(middle, 3),
         "quartiles": [round(found[len(found) // 4], 3), round(found[-1 - len(found) // 4], 3)],
         "meetings": len(found),

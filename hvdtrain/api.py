@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.train import raise_alone
-from hvdtrain.cli.train import train as train_words
-from hvdtrain.comm.placement import placement
-from hvdtrain.config.schema import SECTIONS, takes_text
-from hvdtrain.config.section import COMMAND_LINE
 from hvdtrain.errors import UserError
+from hvdtrain.train.failure import RankFailed
 
 if TYPE_CHECKING:
     import pandas
@@ -35,24 +32,39 @@ class Run:
     seconds: float  # spent, over all its runs
 
 
-def train(config: Mapping[str, Any] | str | Path | None = None, *words: str) -> Run:
+def train(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Run:
     """Trains, as `python -m hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
 
     config: the keys of `python -m hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
-    import path; or a YAML file. `words` are key=value, and win over it. Every rank calls it with the same. On one process an error is
-    raised (UserError: something to mend in what was given); of several ranks one that fails ends all, with its traceback.
+    import path; or a YAML file. `arguments` are key=value, and win over it. Every rank calls it with the same. On one process an error
+    is raised (UserError: a mistake in what was given); where one of several ranks fails, its error is printed and all ranks end.
     """
-    path = str(config) if isinstance(config, (str, Path)) else None
-    given = [] if path or config is None else list(_words(config, ""))  # type: ignore[arg-type]
+    from hvdtrain.comm.placement import placement
+    from hvdtrain.config.section import COMMAND_LINE
+    from hvdtrain.train.run_rank import run_rank
+
+    config_file = str(config) if isinstance(config, (str, Path)) else None
+    if isinstance(config, Mapping):
+        arguments = (*_assignments(config, ""), *arguments)
     try:
-        outcome = train_words(path, [*given, *words], raise_alone, from_script=True)
+        result = run_rank(config_file, arguments, from_script=True)
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
         raise
-    now = outcome.train_state
-    assert outcome.run is not None and now is not None, outcome
-    numbers = (now.accuracy, now.best, now.progress.epochs, now.progress.step, now.seconds)
-    return Run(outcome.run, placement(os.environ).rank, outcome.code, outcome.why, *numbers)
+    except RankFailed as failed:
+        sys.exit(failed.code)
+    now = result.train_state
+    return Run(
+        folder=result.run,
+        rank=placement(os.environ).rank,
+        code=result.code,
+        why=result.reason,
+        accuracy=now.accuracy,
+        best_accuracy=now.best,
+        epochs=now.progress.epochs,
+        steps=now.progress.step,
+        seconds=now.seconds,
+    )
 
 
 def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame:
@@ -67,17 +79,22 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
     return to_dataframe(read_run(folder, step_times))
 
 
-def _words(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _assignments(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """key=value for each value of a configuration."""
+    from hvdtrain.config.schema import SECTIONS
+
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and not prefix and name in SECTIONS:
-            yield from _words(value, f"{key}.")
+            yield from _assignments(value, f"{key}.")
         else:
-            yield f"{key}={_text(key, value)}"
+            yield f"{key}={_yaml(key, value)}"
 
 
-def _text(key: str, value: Any) -> str:
+def _yaml(key: str, value: Any) -> str:
+    """A value as it is written on the command line. Raises UserError where it cannot be."""
+    from hvdtrain.config.schema import takes_text
+
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         if "<" in value.__qualname__:  # a lambda, or made inside of a function
             raise UserError(

@@ -33,7 +33,7 @@ def main() -> None:
     made.add_argument("words", nargs="*", help="for hvdtrain: comm.reduce=bucket")
     options = made.parse_args()
     place = placement(os.environ)
-    communicator, _ = connect(*configure(None, [f"comm.engine={options.communicator}"]), place)
+    communicator, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
     words = ["data.name=fashion_mnist", f"data.root={options.root}", f"batch.size={options.batch}", f"speed.precision={options.precision}"]
     words += ["model.name=wide_resnet", f"model.widths={list(WIDTHS)}", f"model.dropout={options.dropout}"]
     words += ["optim.name=sgd", f"optim.base_lr={LR}", f"optim.momentum={MOMENTUM}", *options.words]
@@ -50,12 +50,12 @@ def main() -> None:
             return float(after["loss"] - before["loss"]) / float(after["count"] - before["count"])
 
         clock = Clock(options, communicator.allgather_object)
-        with Watchdog(health.heartbeat, signals, health.config.guard, communicator.rank):
+        with Watchdog(health.heartbeat, signals, health.guard, communicator.rank):
             clock.run(block)
-    library = LIBRARY[options.communicator]
+    library = LIBRARY[options.engine]
     clock.print_result(
         communicator.rank,
-        " ".join(["hvdtrain", options.communicator, *options.words]),
+        " ".join(["hvdtrain", options.engine, *options.words]),
         {"hvdtrain": __version__, library: importlib.metadata.version(library)},
     )
     communicator.close()

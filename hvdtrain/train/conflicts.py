@@ -20,8 +20,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import build_rule
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.conflicts import recipe_conflicts
-from hvdtrain.train.build import engine_of, parse_profile_steps
+from hvdtrain.train.build import engine_of
 from hvdtrain.train.health.deadline import parse_duration
+from hvdtrain.train.telemetry.profiler import parse_profile_steps
 
 
 class PlannedJob(NamedTuple):

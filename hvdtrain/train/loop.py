@@ -4,129 +4,130 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.sums import allreduce_sums
-from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import share_bounds
-from hvdtrain.data.source import Source
-from hvdtrain.events.log import Log
-from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe.noise_scale import NoiseScale
-from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.train.health.monitor import HealthMonitor
-from hvdtrain.train.input.prefetch import Prefetcher
+from hvdtrain.train.health.monitor import nonfinite_steps
+from hvdtrain.train.job import Job
+from hvdtrain.train.progress.event_fields import epoch_fields, nonfinite_fields, step_fields
+from hvdtrain.train.progress.targets import after_evaluation
 from hvdtrain.train.progress.train_state import TrainState
-from hvdtrain.train.progress.triggers import (
-    ASK_EVERY,
-    epoch_fields,
-    evaluation_due,
-    is_sync_point,
-    judge,
-    nonfinite_fields,
-    step_fields,
-    stop_reason,
-)
-from hvdtrain.train.telemetry.telemetry import Telemetry
+from hvdtrain.train.progress.triggers import evaluation_due, is_sync_point, stop_reason
+from hvdtrain.train.telemetry import startup
+
+STOP_CHECK_BATCHES = 4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
 
 
-@dataclass
-class Job:
-    """The live objects of one rank."""
+class Window(NamedTuple):
+    """The steps of this rank between two sync points."""
 
-    config: Config
-    communicator: Communicator
-    learner: Learner
-    recipe: Recipe
-    prefetcher: Prefetcher  # of the training samples
-    val: Source
-    log: Log
-    health: HealthMonitor
-    telemetry: Telemetry
-    clock: Callable[[], float] = time.perf_counter  # seconds spent in this job so far, over all its runs
-    tell_start: Callable[[int], None] = lambda step: None  # once the first steps are done
-    roll_back: Callable[[], None] = lambda: None  # loads the newest checkpoint into every rank
-    noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    progress: Progress  # after them
+    last: Hyper  # of the last step
+    sums: Sums  # of this rank, on the device: nothing has waited for them
+    began_s: float  # of time.perf_counter()
 
 
 def train(job: Job, now: TrainState) -> tuple[TrainState, str]:
-    """Trains until the job is over, or has to stop before: (standing, why). One evaluation per epoch; what is due is written."""
-    while not (why := stop_reason(job.config, now) or job.health.stop):
+    """Trains until the job is over or has to stop early; returns the state and the reason. One evaluation ends each epoch."""
+    while not (reason := stop_reason(job.config, now) or job.health.stop_request):
         now = evaluate_epoch(job, now) if evaluation_due(job.config, now) else train_to_sync_point(job, now)
-        if job.health.saver and not job.health.stop and not evaluation_due(job.config, now):
-            job.health.saver.offer(now, job.learner)  # rank 0 alone writes
-    return now, why
+        if not job.health.stop_request and not evaluation_due(job.config, now):
+            job.checkpoints.save_if_due(now)
+    return now, reason
 
 
 def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
-    """Steps up to the next one at which all ranks meet: their sums are added up, their statistics settled, their wishes heard."""
-    c, p, since, began = job.config, now.progress, zero_sums(), time.perf_counter()
+    """Trains up to the next sync point, and returns the state there."""
+    window = run_steps(job, now)
+    sums = synchronize(job, window)
+    return record(job, now, window, sums, seconds=time.perf_counter() - window.began_s)
+
+
+def run_steps(job: Job, now: TrainState) -> Window:
+    """One step after the other up to the next sync point. The host does not wait for the device here."""
+    began_s, p, sums = time.perf_counter(), now.progress, zero_sums()
     while True:
-        job.health.heartbeat.beat("reading samples", p.epoch, p.step)
-        job.telemetry.turn(p.step)
-        hyper, micro = job.prefetcher.take(p)
-        job.health.heartbeat.beat("step", p.epoch, p.step)
-        since = add_sums(since, job.learner.step(micro, hyper, fold(c.seed, p.step)))
+        job.heartbeat.beat("reading samples", p.epoch, p.step)
+        job.telemetry.before_step(p.step)
+        hyper, micro_batches = job.prefetcher.take(p)
+        job.heartbeat.beat("step", p.epoch, p.step)
+        sums = add_sums(sums, job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step)))
         p = p.advance(hyper.batch)
-        if is_sync_point(c, now, p):
-            break
-    job.health.heartbeat.beat("meeting", p.epoch, p.step)
+        if is_sync_point(job.config, now, p):
+            return Window(p, hyper, sums, began_s)
+
+
+def synchronize(job: Job, window: Window) -> Sums:
+    """Makes the buffers of all ranks equal, and adds up over ranks the sums of training, the flags and the telemetry."""
+    p = window.progress
+    job.heartbeat.beat("synchronizing", p.epoch, p.step)
     job.learner.sync_buffers(job.communicator)
-    sums = allreduce_sums(
-        job.communicator, since | job.health.flags(p.step) | job.telemetry.flags(), "train.sums"
-    )  # the host waits for the device here
-    seconds = time.perf_counter() - began
-    spent = job.telemetry.read(sums, p.step, seconds)
-    if job.health.heartbeat.patient:
-        job.tell_start(p.step)
+    sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums()
+    return allreduce_sums(job.communicator, sums, "train.sums")  # the host waits for the device here
+
+
+def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
+    """The state after a window: emits its events, and acts on flags and on numbers that are not finite. `sums` are of all ranks."""
+    p, guard = window.progress, job.config.guard
+    telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
+    if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
+        job.log.emit("started", p.step, **startup.fields(job.heartbeat))
     job.health.after_sync(sums)
-    after = replace(now, progress=p, seconds=job.clock(), lr=hyper.lr, batch=hyper.batch).add_energy(sums)
-    if not job.health.is_finite(after, sums):
-        after = job.health.handle_nonfinite(after, sums, job.roll_back)
-        job.log.emit("nonfinite", p.step, **nonfinite_fields(c, after))
-        if c.guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
-            return after  # these sums are of weights that are no more, or are none
-    job.health.check_equal(job.learner, now, after, hyper, bool(sums["save"]) or evaluation_due(c, after))
-    job.log.emit("step", p.step, **(step_fields(after, sums, seconds) | spent | job.noise_scale.update(sums)))
-    return after.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
+    now = replace(before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch).add_energy(sums)
+
+    bad_steps = nonfinite_steps(sums)
+    if bad_steps:
+        now = job.health.handle_nonfinite(now, bad_steps)
+        job.log.emit("nonfinite", p.step, **nonfinite_fields(job.config, now))
+        if guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
+            return now  # the sums are of weights that were replaced, or are no numbers
+
+    before_save = bool(sums["save"]) or evaluation_due(job.config, now)
+    job.health.compare_ranks(job.learner, before, now, window.last, before_save=before_save)
+    noise_scale = job.noise_scale.update(sums)
+    job.log.emit("step", p.step, **step_fields(now, sums, seconds), **telemetry_fields, **noise_scale)
+    return now.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 
 def evaluate_epoch(job: Job, now: TrainState) -> TrainState:
-    """The epoch's evaluation and its line; unchanged where the job has to stop in the middle of it."""
+    """Evaluates, and ends the epoch; returns the state unchanged where the job has to stop meanwhile."""
     val = evaluate(job, now)
     if val is None:
         return now
-    done, reached = judge(job.config, now := now.add_energy(val), val, job.clock(), job.telemetry.kinds)
-    fields = epoch_fields(job.config, now, done, val, job.noise_scale.value) | job.telemetry.epoch(now, val, done.seconds)
-    job.log.emit("epoch", now.progress.step, **fields)
+    now = now.add_energy(val)
+    after, reached = after_evaluation(job.config, now, val, job.clock(), job.telemetry.energy.kinds)
+    fields = epoch_fields(job.config, now, after, val, job.noise_scale.value)
+    job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
     for target in reached:
         job.log.emit("target", now.progress.step, **target._asdict())
-    return done
+    return after
 
 
 def evaluate(job: Job, now: TrainState) -> Sums | None:
-    """Loss, hits and count over the whole validation set, each sample once, whatever the number of ranks; None where the job has to stop.
+    """Sums over the whole validation set, each sample once, whatever the number of ranks; None where the job has to stop.
 
-    The ranks have settled: they met before.
+    Buffers are equal on all ranks: a sync point came before.
     """
-    size, p = job.config.batch.evaluate, now.progress
-    start, end = share_bounds(len(job.val), job.communicator.rank, job.communicator.size)
-    largest = -(-len(job.val) // job.communicator.size)
-    turns = range(start, start + largest, size)  # equally many on every rank
+    size, p, ranks = job.config.batch.evaluate, now.progress, job.communicator.size
+    start, end = share_bounds(len(job.val), job.communicator.rank, ranks)
+    largest_share = -(-len(job.val) // ranks)
+    firsts = range(start, start + largest_share, size)  # equally many batches on every rank; the last one may be empty
+    rows = [np.arange(first, min(first + size, end)) for first in firsts]
     sums = zero_sums()
-    for turn, batch in enumerate(job.prefetcher.evaluation(job.val, [np.arange(first, min(first + size, end)) for first in turns])):
-        job.health.heartbeat.beat("evaluation", p.epoch, p.step)
+    for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
+        job.heartbeat.beat("evaluation", p.epoch, p.step)
         job.telemetry.energy.keep_up()
-        if turn % ASK_EVERY == 0 and job.health.ask():
+        if index % STOP_CHECK_BATCHES == 0 and job.health.stop_requested():
             return None
         if batch is not None:
             sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = allreduce_sums(job.communicator, sums | job.telemetry.joules(now=True), "val.sums")
+    sums = allreduce_sums(job.communicator, sums | job.telemetry.energy.read_sums(), "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

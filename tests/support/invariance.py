@@ -1,6 +1,6 @@
 """Runs on the ranks: the loss curves of several jobs on one engine, as JSON from rank 0.
 
-python tests/support/invariance.py ENGINE OUT.json [deaf]     deaf: allreduce returns what it was given, which the test must notice
+python tests/support/invariance.py ENGINE OUT.json [unreduced]     unreduced: gradients are not added up, which the test must notice
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
-from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
-from hvdtrain.train.build import build_learner, build_recipe, connect
+from hvdtrain.train.build import build_learner, connect
+from hvdtrain.train.datasets import open_datasets
 from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.monitor import HealthMonitor
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.input.prefetch import Prefetcher
-from hvdtrain.train.job import prepare
-from hvdtrain.train.loop import Job, evaluate, train_to_sync_point
-from hvdtrain.train.progress.train_state import TrainState
-from hvdtrain.train.same_state import share_state
-from hvdtrain.train.telemetry.telemetry import telemetry
+from hvdtrain.train.job import begin, make_job
+from hvdtrain.train.loop import evaluate, train_to_sync_point
+from hvdtrain.train.replicas.broadcast import broadcast_state
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 # ranks that differ are wanted here, for a while or for good: this test compares them itself
@@ -64,17 +60,17 @@ JOBS = {
 }
 
 
-class Deaf:
-    """An engine whose allreduce hears nobody; the numbers of ranks and the rest are the real engine's."""
+class Unreduced:
+    """A communicator whose allreduce of gradients returns what it is given; all else is the real communicator's."""
 
     def __init__(self, communicator: object) -> None:
-        self._engine = communicator
+        self._communicator = communicator
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
+        return getattr(self._communicator, name)
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return x if name.startswith("gradient") else self._engine.allreduce(x, name, op)
+        return x if name.startswith("gradient") else self._communicator.allreduce(x, name, op)
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         return CompletedHandle(x)
@@ -83,33 +79,38 @@ class Deaf:
 def losses(words: str, communicator: object) -> dict[str, object]:
     """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
     config, provenance = configure(None, f"{COMMON} {words}".split())
-    parts = prepare(config, provenance)
-    learner = build_learner(config, provenance, parts.task, communicator)
-    share_state(communicator, learner, None)
+    datasets = open_datasets(config, provenance)
+    learner = build_learner(config, provenance, datasets.task, communicator)
+    broadcast_state(communicator, learner, None)
     curve: list[float] = []
 
-    def listen(event: Event) -> None:
-        curve.append(event.fields["loss"])
+    def record_loss(event: Event) -> None:
+        if event.kind == "step":
+            curve.append(event.fields["loss"])
 
-    health = HealthMonitor(config, communicator, Signals(0), Heartbeat(), communicator.allgather_object(f"host {communicator.rank}"))
-    recipe = build_recipe(config, provenance, len(parts.train))
-    prefetcher = Prefetcher(config, communicator, recipe, parts.train, learner)
-    watched = telemetry(config, provenance, (communicator, learner), health.hosts, Log([]), Path())
-    job = Job(config, communicator, learner, recipe, prefetcher, parts.val, Log([listen]), health, watched)
-    now = TrainState(Progress(len(parts.train), len(parts.train) * config.epochs))
+    now = begin(config, datasets)
+    job = make_job(
+        config,
+        provenance,
+        datasets,
+        communicator,
+        learner,
+        signals=Signals(0),
+        heartbeat=Heartbeat(),
+        log=Log([record_loss]),
+        start=now,
+        run=None,
+    )
     while now.progress.step < config.max_steps - 1:
         now = train_to_sync_point(job, now)
-    sync_buffers, learner.sync_buffers = (
-        learner.sync_buffers,
-        lambda communicator: None,
-    )  # the last meeting leaves each rank its own statistics
-    now = train_to_sync_point(job, now)
+    sync_buffers, learner.sync_buffers = learner.sync_buffers, lambda communicator: None
+    now = train_to_sync_point(job, now)  # each rank keeps its own statistics
     apart = communicator.allgather_object(
         {name: array for name, array in learner.state().items() if name.endswith(("running_mean", "running_var"))}
     )
     sync_buffers(communicator)
     val, state = evaluate(job, now), learner.state()
-    unsettled = [float(np.abs(sum(one[name] for one in apart) / communicator.size - state[name]).max()) for name in apart[0]]
+    not_synced = [float(np.abs(sum(one[name] for one in apart) / communicator.size - state[name]).max()) for name in apart[0]]
     spread = [float(np.abs(apart[0][name] - apart[-1][name]).max()) for name in apart[0]]
     digests = set(communicator.allgather_object(digest(state)))
     return {
@@ -117,7 +118,7 @@ def losses(words: str, communicator: object) -> dict[str, object]:
         "val": {name: val[name] for name in ("loss", "right", "count")},
         "weights": sum(np.abs(a).sum() for a in state.values()),
         "digests": len(digests),
-        "unsettled": unsettled,
+        "not_synced": not_synced,
         "spread": spread,
     }
 
@@ -126,15 +127,15 @@ def main() -> None:
     name, out = sys.argv[1:3]
     config, provenance = configure(None, [f"comm.engine={name}"])
     communicator, _ = connect(config, provenance, placement(os.environ))
-    heard = Deaf(communicator) if sys.argv[3:] == ["deaf"] else communicator
+    used = Unreduced(communicator) if sys.argv[3:] == ["unreduced"] else communicator
     jobs = JOBS
-    if sys.argv[3:] == ["deaf"]:
+    if sys.argv[3:] == ["unreduced"]:
         jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs.pop("torch softmax, micro-batches")
         jobs = {job: f"{words} comm.reduce=bucket" if "torch" in job else words for job, words in jobs.items()}  # not past the communicator
     if name == "torchdist":
         jobs = {job: words.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, words in jobs.items()}
-    results = {job: losses(words, heard) for job, words in jobs.items()}
+    results = {job: losses(words, used) for job, words in jobs.items()}
     if communicator.rank == 0:
         Path(out).write_text(json.dumps(results))
     communicator.close()

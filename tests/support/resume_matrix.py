@@ -1,4 +1,4 @@
-"""Runs on the ranks: the jobs of a plan, one after the other on each engine; some are stopped by a signal that one rank alone hears.
+"""Runs on the ranks: the jobs of a plan, one after the other on each engine; some are stopped by a signal that only one rank receives.
 
 python tests/support/resume_matrix.py PLAN.json OUT.json      PLAN: {engine: [[run, words, stop], ...]}, OUT: {run: Outcome}, from rank 0
 """
@@ -25,9 +25,10 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Source
 from hvdtrain.train.build import connect
+from hvdtrain.train.datasets import Datasets, open_datasets
 from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.job import Datasets, prepare, train_job
+from hvdtrain.train.train_job import train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
 # data.ahead=0: what is read is what is learned from, so that a stopped job's rows can be counted.
@@ -38,7 +39,7 @@ LINEAR = (
     "optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.weight_decay=1e-3 recipe.warmup_epochs=0.7 "
     "recipe.growth=milestones recipe.grow_at=[1.2,2.3] recipe.grow_to=[62,93]"
 )
-POINTS = {"warm-up": 1, "growth": 7, "end of an epoch": 8}  # so many steps before the signal comes; all ranks meet one step later
+POINTS = {"warm-up": 1, "growth": 7, "end of an epoch": 8}  # so many steps before the signal comes; the ranks synchronize one step later
 TORCH = f"{DATA} epochs=2 data.shape=[8,8,2] log.every_steps=3 optim.base_lr=0.05"
 RESNET = f"{TORCH} model.name=wide_resnet model.widths=[2,2,4,4]"
 MLP = f"{TORCH} model.name=mlp model.widths=[12,8]"
@@ -82,11 +83,11 @@ class Outcome(NamedTuple):
     start_s: float  # from the call of the job to its first sample
 
 
-class Watched:
-    """A source that remembers what was read of it; while it reads after `step` steps, this rank hears a signal."""
+class RecordingSource:
+    """A source that remembers what was read of it; while it reads after `step` steps, this rank receives a signal."""
 
     def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
-        self._source, self._pulse, self._signals, self._step = source, heartbeat, signals, step
+        self._source, self._heartbeat, self._signals, self._step = source, heartbeat, signals, step
         self.shape, self.classes, self.stats = source.shape, source.classes, source.stats
         self.rows: list[int] = []
         self.first_s = 0.0
@@ -97,8 +98,8 @@ class Watched:
     def read(self, indices: np.ndarray) -> Batch:
         self.first_s = self.first_s or time.perf_counter()
         self.rows += indices.tolist()
-        if self._pulse.step == self._step:
-            self._signals.heard = "SIGUSR2"
+        if self._heartbeat.step == self._step:
+            self._signals.received = "SIGUSR2"
         return self._source.read(indices)
 
 
@@ -121,17 +122,17 @@ configured = functools.cache(lambda words: configure(None, words.split()))  # 60
 
 
 def do(work: Work, communicator: Communicator) -> Outcome:
-    """One job as __main__ does it, without the watch. Every rank calls it."""
+    """One job as __main__ does it, without the watchdog. Every rank calls it."""
     config, provenance = configured(work.words)
     config = config.replace(run=work.run)
-    train, val, task = prepare(config, provenance)
+    train, val, task = open_datasets(config, provenance)
     heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
     at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}
-    watched = Watched(train, heartbeat, signals, at.get("train", -1))
-    parts = Datasets(watched, Watched(val, heartbeat, signals, at.get("val", -1)), task)
+    watched = RecordingSource(train, heartbeat, signals, at.get("train", -1))
+    datasets = Datasets(watched, RecordingSource(val, heartbeat, signals, at.get("val", -1)), task)
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        code = train_job(config, provenance, parts, communicator, "for the test", (signals, heartbeat)).code
+        code = train_job(config, provenance, datasets, communicator, "for the test", signals, heartbeat).code
     return Outcome(code, communicator.allgather_object(watched.rows), watched.first_s - began)
 
 

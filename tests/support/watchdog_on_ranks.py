@@ -1,4 +1,4 @@
-"""Ranks that train for show under a watch, and a way to hang: `watchdog_on_ranks.py ENGINE STALL_S START_S HANG...`, HANG is RANK:HOW."""
+"""Ranks that only pretend to train under a watchdog, and hang: `watchdog_on_ranks.py ENGINE STALL_S START_S HANG...`, HANG is RANK:HOW."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ HOW: dict[str, Callable[[Communicator], None]] = {"sleep": sleep, "loop": loop, 
 def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> None:
     place, heartbeat = placement(os.environ), Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
-    with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watch:
+    with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watchdog:
         heartbeat.beat("reading the data", 0, 0)
         if hangs.get(place.rank) == "never":
             say(place.rank, "never connects")
             time.sleep(1000)  # before it connects
         communicator: Communicator = SingleProcessCommunicator() if name == "single" else plugins.load("comm", name, "tests").connect(place)
-        heartbeat.beat("meeting", 0, 0)
-        watch.meet(communicator)
+        heartbeat.beat("attaching the watchdog", 0, 0)
+        watchdog.attach(communicator)
         if hangs.get(place.rank) == "start":
             say(place.rank, "builds for ever")
             HOW["sleep"](communicator)
-        heartbeat.training, heartbeat.patient = True, False
+        heartbeat.training, heartbeat.limit = True, "stall_s"
         for step in range(HANGS_AT + 1):
             heartbeat.beat("step", 3, step)
             communicator.allreduce(np.ones(3), "sum")
         heartbeat.beat("reading samples" if place.rank in hangs else "step", 3, step + 1)
         say(place.rank, "trained")
         HOW[hangs.get(place.rank, "alone" if hangs else "go_on")](communicator)
-        say(place.rank, f"heard {signals.heard or 'nothing'}")
+        say(place.rank, f"received {signals.received or 'nothing'}")
         communicator.close()
 
 

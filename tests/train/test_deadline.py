@@ -108,7 +108,7 @@ def stops_after(limit: Deadline, clock: Clock, longest_s: float = 0, save_s: flo
 def test_max_time_counts_from_the_start_of_the_process() -> None:
     clock = Clock()
     limit = deadline("1h", clock)
-    assert limit.words == "guard.max_time=1h"
+    assert limit.reason == "guard.max_time=1h"
     assert stops_after(limit, clock) == 3600 - 100 - 2 + 1  # the last 2 s are its margin
     assert stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1  # 1.5 meetings, 2 checkpoints
 
@@ -116,27 +116,27 @@ def test_max_time_counts_from_the_start_of_the_process() -> None:
 def test_the_end_that_slurm_told() -> None:
     clock = Clock()
     limit = deadline(None, clock, SLURM_JOB_ID="123", SLURM_JOB_END_TIME=f"{NOW_S + 600:.0f}")
-    assert limit.words == f"SLURM ends job 123 at {AT:%Y-%m-%d %H:%M:%S}"
+    assert limit.reason == f"SLURM ends job 123 at {AT:%Y-%m-%d %H:%M:%S}"
     assert stops_after(limit, clock) == 600 - 10 + 1
 
 
 @pytest.mark.parametrize(("max_time", "first"), [("5m", "guard.max_time=5m"), ("1h", "SLURM ends job 7 at")])
 def test_the_earlier_end_counts(max_time: str, first: str) -> None:
     limit = deadline(max_time, Clock(), SLURM_JOB_ID="7", SLURM_JOB_END_TIME=f"{NOW_S + 600:.0f}")
-    assert limit.words.startswith(first)
+    assert limit.reason.startswith(first)
 
 
 def test_without_a_limit_it_is_never_near() -> None:
     clock = Clock()
     limit = deadline(None, clock)
     clock.now_s = 1e12
-    assert (limit.words, limit.near(1e9, 1e9)) == ("", False)
+    assert (limit.reason, limit.near(1e9, 1e9)) == ("", False)
 
 
 @pytest.mark.parametrize("told", [f"{NOW_S - 1:.0f}", "soon", "-1", "9" * 400])
 def test_an_end_that_is_over_or_no_number_is_not_ours(told: str, tmp_path: Path) -> None:
     limit = deadline(None, Clock(), SLURM_JOB_ID="123", SLURM_JOB_END_TIME=told, PATH=str(tmp_path))
-    assert limit.words == ""
+    assert limit.reason == ""
 
 
 def squeue(folder: Path, script: str) -> dict[str, str]:
@@ -150,27 +150,27 @@ def test_squeue_is_asked_where_the_variable_is_missing(tmp_path: Path) -> None:
     clock = Clock()
     limit = deadline(None, clock, **squeue(tmp_path, f"echo {AT:%Y-%m-%dT%H:%M:%S}"))
     assert (tmp_path / "asked").read_text() == "-h -j 123 -o %e\n"
-    assert limit.words == f"SLURM ends job 123 at {AT:%Y-%m-%d %H:%M:%S}"
+    assert limit.reason == f"SLURM ends job 123 at {AT:%Y-%m-%d %H:%M:%S}"
     assert stops_after(limit, clock) == 591
 
 
 @pytest.mark.parametrize("script", ["echo NONE", "echo N/A", "echo Unknown", "exit 0", f"echo {AT:%Y-%m-%dT%H:%M:%S}; exit 1", "kill $$"])
 def test_a_squeue_that_does_not_tell(tmp_path: Path, script: str) -> None:
-    assert deadline(None, Clock(), **squeue(tmp_path, script)).words == ""
+    assert deadline(None, Clock(), **squeue(tmp_path, script)).reason == ""
     assert (tmp_path / "asked").exists()
 
 
 def test_a_squeue_that_hangs(tmp_path: Path) -> None:
     start = time.monotonic()
-    assert deadline(None, Clock(), **squeue(tmp_path, "exec sleep 60")).words == ""
+    assert deadline(None, Clock(), **squeue(tmp_path, "exec sleep 60")).reason == ""
     assert 4 < time.monotonic() - start < 15
 
 
 def test_a_machine_without_squeue(tmp_path: Path) -> None:
-    assert deadline(None, Clock(), PATH=str(tmp_path), SLURM_JOB_ID="123").words == ""
+    assert deadline(None, Clock(), PATH=str(tmp_path), SLURM_JOB_ID="123").reason == ""
 
 
 def test_a_job_id_that_is_no_number_is_not_asked_for(tmp_path: Path) -> None:
     environ = squeue(tmp_path, "exit 0") | {"SLURM_JOB_ID": "1; rm -rf /"}
-    assert deadline(None, Clock(), **environ).words == ""
+    assert deadline(None, Clock(), **environ).reason == ""
     assert not (tmp_path / "asked").exists()

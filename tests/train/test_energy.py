@@ -13,8 +13,9 @@ import pytest
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.report import summary
 from hvdtrain.report.run import RunRecord
-from hvdtrain.train.telemetry import energy
-from hvdtrain.train.telemetry.energy import Claim, Counter, Energy, measure, words
+from hvdtrain.train.telemetry.energy import Claim, Counter, EnergyCounters, find_counters
+from hvdtrain.train.telemetry.energy import summary as energy_summary
+from hvdtrain.train.telemetry.energy_meter import EnergyMeter
 
 NO_RAPL = "no /sys/class/powercap/intel-rapl here"
 
@@ -85,8 +86,8 @@ def add(folder: Path, microjoules: int) -> None:
     file.write_text(f"{int(file.read_text()) + microjoules}\n")
 
 
-def gpus_alone(communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path) -> Energy:
-    return measure(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
+def gpus_alone(communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path) -> EnergyCounters:
+    return find_counters(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
 
 
 def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
@@ -98,13 +99,13 @@ def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
 def test_keeping_up_loses_nothing_and_hides_no_turn() -> None:
     """100 W on a counter of 65 kJ that is read after half an hour: it has started again twice."""
     now = [0.0]
-    one = Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0])
+    one = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0])
     for _ in range(180):
         now[0] += 10.0
         one.keep_up()
-    assert one.read(now=True)["joules.cpu"] == pytest.approx(180000.0)
+    assert one.read()["cpu"] == pytest.approx(180000.0)
     now[0] += 1800.0
-    assert math.isnan(one.read(now=True)["joules.cpu"])
+    assert math.isnan(one.read()["cpu"])
 
 
 def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: Path) -> None:
@@ -117,45 +118,46 @@ def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: 
         zone(tmp_path, "intel-rapl:2", "psys", 0),
         zone(tmp_path, "intel-rapl-mmio:0", "package-0", 0),
     ]
-    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path)
-    assert meter.why == {"cpu": ""}
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+    assert meter.reasons == {"cpu": ""}
     add(one, 2_500_000)
     add(two, 1_250_000)
     for other in others:
         add(other, 70_000_000)
-    assert meter.read(now=True) == {"joules.gpu": 0.0, "joules.cpu": 3.75}
-    assert meter.read(now=True) == {"joules.gpu": 0.0, "joules.cpu": 0.0}
+    assert meter.read() == {"gpu": 0.0, "cpu": 3.75}
+    assert meter.read() == {"gpu": 0.0, "cpu": 0.0}
 
 
 def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 60_000_000, most=65_000_000)
-    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path)
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
     add(folder, 4_000_000)
-    assert meter.read(now=True)["joules.cpu"] == 4.0  # at 64 of 65
+    assert meter.read()["cpu"] == 4.0  # at 64 of 65
     add(folder, -63_000_000)
-    assert meter.read(now=True)["joules.cpu"] == 2.0  # 1 to the end, 1 from 0 on
+    assert meter.read()["cpu"] == 2.0  # 1 to the end, 1 from 0 on
 
 
-def test_counters_are_looked_at_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
     folder, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
-    meter = measure(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock)
-    heard = []
-    for seconds in (0.5, 0.25, 0.5, 0.5):
+    meter = EnergyMeter(find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock), 0, clock)
+    joules, watts = [], []
+    for seconds in (0.5, 0.25, 0.5, 0.5, 0.75):
         clock.now += seconds
         add(folder, 1_000_000)
-        heard.append(meter.read()["joules.cpu"])
-    assert heard == [0.0, 0.0, 3.0, 0.0]
-    assert meter.read(now=True)["joules.cpu"] == 1.0
-    clock.now += 0.75
-    assert meter.read()["joules.cpu"] == 0.0  # a second after the last look, not the look before
+        sums = meter.sync_sums()
+        joules.append(sums["joules.cpu"])
+        watts.append(meter.update(sums))
+    assert joules == [0.0, 2.0, 0.0, 2.0, 0.0], "where the next sync point is expected more than a second after the last reading"
+    assert math.isnan(watts[0]) and watts[1:] == [2 / 0.75, 2 / 0.75, 2.0, 2.0]
+    assert meter.read_sums()["joules.cpu"] == 1.0
 
 
 def test_a_gpu_in_millijoules(tmp_path: Path) -> None:
     nvml = FakeNvml(a=1_000, b=0)
     meter = gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path)
-    assert meter.why == {"cpu": f"no {tmp_path}/intel-rapl here", "gpu": ""}
+    assert meter.reasons == {"cpu": f"no {tmp_path}/intel-rapl here", "gpu": ""}
     nvml.counters_mj |= {"GPU-a": 251_500, "GPU-b": 7_000}
-    assert meter.read(now=True) == {"joules.gpu": 250.5, "joules.cpu": 0.0}
+    assert meter.read() == {"gpu": 250.5, "cpu": 0.0}
 
 
 @pytest.mark.parametrize(("rank", "joules"), [(0, 3.0), (1, 0.0), (2, 3.0)])
@@ -166,38 +168,40 @@ def test_two_ranks_on_one_gpu_count_it_once(tmp_path: Path, rank: int, joules: f
     communicator = Fake(rank, {other: c for other, c in enumerate(everyone) if other != rank})
     meter = gpus_alone(communicator, nvml, "b" if rank == 2 else "a", tmp_path)
     nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 3_000)
-    assert meter.read(now=True)["joules.gpu"] == joules
+    assert meter.read()["gpu"] == joules
 
 
-def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Path) -> None:
     folder = zone(tmp_path / "rapl", "intel-rapl:0", "package-0", 0)
     (tmp_path / "boot_id").write_text("one-machine\n")
-    monkeypatch.setattr(energy, "_BOOT", tmp_path / "boot_id")
+    boot_id = tmp_path / "boot_id"
     container = Claim("other-name", "one-machine", None, {"cpu": ""})
-    second = measure(Fake(1, {0: container}), None, powercap=tmp_path / "rapl")
-    first = measure(Fake(0, {1: container}), None, powercap=tmp_path / "rapl")
-    other_machine = measure(Fake(1, {0: claim("elsewhere")}), None, powercap=tmp_path / "rapl")
+    second = find_counters(Fake(1, {0: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    first = find_counters(Fake(0, {1: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    other_machine = find_counters(Fake(1, {0: claim("elsewhere")}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
     add(folder, 8_000_000)
-    assert [meter.read(now=True)["joules.cpu"] for meter in (first, second, other_machine)] == [8.0, 0.0, 8.0]
-    assert first.why == second.why == {"cpu": ""}
+    assert [meter.read()["cpu"] for meter in (first, second, other_machine)] == [8.0, 0.0, 8.0]
+    assert first.reasons == second.reasons == {"cpu": ""}
 
 
 def test_one_host_without_a_counter_and_none_counts(tmp_path: Path) -> None:
     folder, nvml = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0)
     without = claim("node7", "GPU-z", cpu=NO_RAPL, why="NVML has no counter of GPU-z: Not Supported")
-    meter = measure(Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}), "GPU-a", powercap=tmp_path, nvml=nvml)
-    assert meter.why == {
+    meter = find_counters(
+        Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}), "GPU-a", powercap=tmp_path, nvml=nvml
+    )
+    assert meter.reasons == {
         "gpu": "node7: NVML has no counter of GPU-z: Not Supported (and 1 more host)",
         "cpu": f"node7: {NO_RAPL} (and 1 more host)",
     }
     add(folder, 8_000_000)
     nvml.counters_mj["GPU-a"] = 5_000
-    assert meter.read(now=True) == {"joules.gpu": 0.0, "joules.cpu": 0.0}
+    assert meter.read() == {"gpu": 0.0, "cpu": 0.0}
 
 
 def test_a_reason_that_all_hosts_have_names_none(tmp_path: Path) -> None:
     here = f"no {tmp_path}/intel-rapl here"
-    assert measure(Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path).why == {"cpu": here}
+    assert find_counters(Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path).reasons == {"cpu": here}
 
 
 def test_every_rank_says_the_same_from_what_each_has_found(tmp_path: Path) -> None:
@@ -212,10 +216,10 @@ def test_every_rank_says_the_same_from_what_each_has_found(tmp_path: Path) -> No
             return [thing]
 
     for gpu, powercap in places:
-        measure(Listening(), gpu, powercap=powercap, nvml=nvml)
+        find_counters(Listening(), gpu, powercap=powercap, nvml=nvml)
     for rank, (gpu, powercap) in enumerate(places):
         others = {other: c for other, c in enumerate(found) if other != rank}
-        whys.append(measure(Fake(rank, others), gpu, powercap=powercap, nvml=nvml).why)
+        whys.append(find_counters(Fake(rank, others), gpu, powercap=powercap, nvml=nvml).reasons)
     host = found[0].host
     reasons = {"gpu": f"{host}: NVML has no counter of GPU-b: Not Found", "cpu": f"{host}: no {tmp_path}/none/intel-rapl here"}
     assert whys == [reasons] * 3
@@ -241,10 +245,10 @@ def test_why_a_gpu_is_not_measured(tmp_path: Path, gpu: str | None, gpu_why: str
 
     nvml = Old(parts=0, old=0, whole=0)
     nvml.mig = {"GPU-parts": 1, "GPU-whole": 0}
-    meter = measure(SingleProcessCommunicator(), gpu, gpu_why, powercap=tmp_path, nvml=nvml)
-    assert meter.why["gpu"] == reason
+    meter = find_counters(SingleProcessCommunicator(), gpu, gpu_why, powercap=tmp_path, nvml=nvml)
+    assert meter.reasons["gpu"] == reason
     nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 2_000)
-    assert meter.read(now=True)["joules.gpu"] == (0.0 if reason else 2.0)
+    assert meter.read()["gpu"] == (0.0 if reason else 2.0)
 
 
 def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +258,12 @@ def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     nvml = FakeNvml(a=0)
     nvml.init = fail
     assert (
-        gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path).why["gpu"]
+        gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path).reasons["gpu"]
         == "NVML has no counter of GPU-a: NVML Shared Library Not Found"
     )
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert (
-        measure(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path).why["gpu"]
+        find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path).reasons["gpu"]
         == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
     )
 
@@ -267,7 +271,7 @@ def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_real_library_says_why_or_measures(tmp_path: Path) -> None:
     """With a driver there is still no such GPU; without one NVML says that."""
     pytest.importorskip("pynvml")
-    why = measure(SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).why["gpu"]
+    why = find_counters(SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).reasons["gpu"]
     assert why.startswith("NVML has no counter of GPU-00000000-0000-0000-0000-000000000000: ") and len(why) > 70
 
 
@@ -283,38 +287,37 @@ def test_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Path, "read_text", refuse)
     fix = f"an administrator can open it: chmod a+r {tmp_path}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
-    assert measure(SingleProcessCommunicator(), None, powercap=tmp_path).why == {
-        "cpu": f"{folder}/energy_uj is for root alone since CVE-2020-8694; {fix}"
+    assert find_counters(SingleProcessCommunicator(), None, powercap=tmp_path).reasons == {
+        "cpu": f"{folder}/energy_uj can be read by root only since CVE-2020-8694; {fix}"
     }
 
 
 def test_a_counter_that_is_no_number(tmp_path: Path) -> None:
     (zone(tmp_path, "intel-rapl:0", "package-0", 0) / "energy_uj").write_text("\n")
     assert (
-        measure(SingleProcessCommunicator(), None, powercap=tmp_path)
-        .why["cpu"]
+        find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+        .reasons["cpu"]
         .startswith(f"cannot read {tmp_path}/intel-rapl: invalid literal")
     )
 
 
 def test_a_counter_that_fails_in_mid_run_is_nan_for_ever(tmp_path: Path) -> None:
     folder, nvml, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0), Clock()
-    meter = measure(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
+    meter = find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
     was = (folder / "energy_uj").read_text()
     (folder / "energy_uj").unlink()
     nvml.counters_mj["GPU-a"] = 4_000
-    assert meter.read()["joules.cpu"] == 0.0  # not looked at yet
-    seen = meter.read(now=True)
-    assert seen["joules.gpu"] == 4.0 and math.isnan(seen["joules.cpu"])
+    joules = meter.read()
+    assert joules["gpu"] == 4.0 and math.isnan(joules["cpu"])
     (folder / "energy_uj").write_text(was)
-    assert math.isnan(meter.read()["joules.cpu"]) and math.isnan(meter.read(now=True)["joules.cpu"])
-    nvml.counters_mj["GPU-a"] = 100  # the driver was loaded anew: how much is missing, nobody knows
-    assert math.isnan(meter.read(now=True)["joules.gpu"])
+    assert math.isnan(meter.read()["cpu"])
+    nvml.counters_mj["GPU-a"] = 100  # the driver was loaded anew: how much is missing is not known
+    assert math.isnan(meter.read()["gpu"])
 
 
-def test_words() -> None:
-    assert words({"gpu": "", "cpu": NO_RAPL}) == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
-    assert words({"cpu": ""}) == "energy  processors by RAPL"
+def test_the_line_of_the_header() -> None:
+    assert energy_summary({"gpu": "", "cpu": NO_RAPL}) == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
+    assert energy_summary({"cpu": ""}) == "energy  processors by RAPL"
 
 
 def told(*events: dict[str, Any], **energy: str) -> RunRecord:

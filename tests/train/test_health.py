@@ -1,10 +1,10 @@
-"""What all ranks decide alike where they meet."""
+"""What all ranks decide alike at their sync points."""
 
 from __future__ import annotations
 
 import math
 import time
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,80 +13,102 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import Diverged
 from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.monitor import HealthMonitor
+from hvdtrain.train.health.monitor import HealthMonitor, nonfinite_steps
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.progress.triggers import evaluation_due, is_sync_point, stop_reason
 
-QUIET = {"stop.signal": 0.0, "stop.time": 0.0, "save": 0.0}
+NO_FLAGS = {"stop.signal": 0.0, "stop.time": 0.0, "save": 0.0}
 NOW = TrainState(Progress(100, 1000, 7, 70))
 
 
-class Late:
+class PastDeadline:
     """A deadline that has come."""
 
-    words = "guard.max_time=1h"
+    reason = "guard.max_time=1h"
 
     def __init__(self) -> None:
-        self.asked: list[tuple[float, float]] = []
+        self.calls: list[tuple[float, float]] = []
 
     def near(self, longest_s: float, save_s: float) -> bool:
-        self.asked.append((longest_s, save_s))
+        self.calls.append((longest_s, save_s))
         return True
 
 
-def health(*words: str) -> HealthMonitor:
-    return HealthMonitor(configure(None, words)[0], SingleProcessCommunicator(), Signals(0), Heartbeat(), ["here"])
+class FakeCheckpoints:
+    """Checkpoints of which none is due; it counts rollbacks."""
+
+    def __init__(self, longest_s: float = 0.0) -> None:
+        self.longest_s, self.rollbacks = longest_s, 0
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def roll_back(self) -> None:
+        self.rollbacks += 1
+
+
+def monitor(*arguments: str, checkpoints: Any = None) -> HealthMonitor:
+    guard = configure(None, arguments)[0].guard
+    return HealthMonitor(guard, SingleProcessCommunicator(), Signals(0), Heartbeat(), ["here"], checkpoints or FakeCheckpoints())
 
 
 def test_a_signal_on_any_rank_stops_all() -> None:
-    one, other = health(), health()
-    one.signals.heard = "SIGUSR2"
-    assert one.flags() == QUIET | {"stop.signal": 1.0}
-    assert other.flags() == QUIET
-    together = {name: one.flags()[name] + other.flags()[name] for name in QUIET}
+    one, other = monitor(), monitor()
+    one.signals.received = "SIGUSR2"
+    assert one.flags() == NO_FLAGS | {"stop.signal": 1.0}
+    assert other.flags() == NO_FLAGS
+    together = {name: one.flags()[name] + other.flags()[name] for name in NO_FLAGS}
     one.after_sync(together)
     other.after_sync(together)
-    assert (one.stop, other.stop) == ("SIGUSR2", "a signal on another rank")
-    assert not one.heartbeat.patient
+    assert (one.stop_request, other.stop_request) == ("SIGUSR2", "a signal on another rank")
+    assert one.heartbeat.limit == "stall_s"
 
 
-def test_the_time_limit_knows_how_long_the_job_takes_to_stop() -> None:
-    here = health()
-    here.after_sync(QUIET)
+def test_the_deadline_gets_the_longest_interval_and_the_longest_save() -> None:
+    here = monitor(checkpoints=FakeCheckpoints(longest_s=2.0))
+    here.after_sync(NO_FLAGS)
     time.sleep(0.3)
-    here.after_sync(QUIET)
-    here.after_sync(QUIET)
+    here.after_sync(NO_FLAGS)
+    here.after_sync(NO_FLAGS)
     assert 0.3 <= here.longest_s < 3
-    here.saver = SimpleNamespace(longest_s=2.0)  # type: ignore[assignment]
-    here.deadline = late = Late()  # type: ignore[assignment]
-    assert not here.stop
+    here.deadline = past = PastDeadline()  # type: ignore[assignment]
+    assert not here.stop_request
     longest_s = here.longest_s
-    assert here.ask()
-    assert late.asked == [(longest_s, 2.0)]
-    assert here.stop == "guard.max_time=1h"
+    assert here.stop_requested()
+    assert past.calls == [(longest_s, 2.0)]
+    assert here.stop_request == "guard.max_time=1h"
 
 
-def test_bad_numbers_stop_are_counted_or_are_too_many() -> None:
-    fine, bad = {"nonfinite": 0.0, "loss": 1.0}, {"nonfinite": 2.0, "loss": math.nan}
-    for words in (["guard.nonfinite=stop"], ["guard.nonfinite=skip"]):
-        assert health(*words).is_finite(NOW, fine)
+def test_steps_that_are_not_finite_are_counted_in_the_sums_of_all_ranks() -> None:
+    assert nonfinite_steps({"nonfinite": 0.0, "loss": 1.0}) == 0
+    assert nonfinite_steps({"nonfinite": 2.0, "loss": math.nan}) == 2
+    assert nonfinite_steps({"nonfinite": 1.0, "loss": 1.0}) == 1, "a gradient"
+    assert nonfinite_steps({"nonfinite": 0.0, "loss": math.inf}) == 1, "a sum of losses that overflows"
+
+
+def test_guard_nonfinite_stops_skips_or_rolls_back_up_to_its_limit() -> None:
     with pytest.raises(Diverged, match="2 of the steps up to 7 had a loss or gradient that is not finite") as caught:
-        health().is_finite(NOW, bad)
+        monitor("guard.nonfinite=stop").handle_nonfinite(NOW, 2)
     assert caught.value.where == "guard.nonfinite=stop"
-    skip, back = (health(f"guard.nonfinite={policy}", "guard.nonfinite_limit=4") for policy in ("skip", "rollback"))
-    now = NOW
-    for expected in (2, 4):
-        assert not skip.is_finite(now, bad)
-        now = skip.counted(now, bad)
-        assert now.nonfinite == expected
+    checkpoints = FakeCheckpoints()
+    skip = monitor("guard.nonfinite=skip", "guard.nonfinite_limit=4", checkpoints=checkpoints)
+    now = skip.handle_nonfinite(NOW, 2)
+    assert now.nonfinite == 2
+    now = skip.handle_nonfinite(now, 2)
+    assert now.nonfinite == 4
     with pytest.raises(Diverged, match=r"6 times in all, 4 are allowed \(guard.nonfinite_limit\)"):
-        skip.is_finite(now, bad)
-    assert back.counted(NOW, bad).nonfinite == 1
-    assert not health("guard.nonfinite=skip").is_finite(NOW, {"nonfinite": 0.0, "loss": math.inf})
+        skip.handle_nonfinite(now, 2)
+    assert checkpoints.rollbacks == 0
+    back = monitor("guard.nonfinite=rollback", "guard.nonfinite_limit=1", checkpoints=checkpoints)
+    now = back.handle_nonfinite(NOW, 2)
+    assert (now.nonfinite, checkpoints.rollbacks) == (1, 1), "a rollback counts once"
+    with pytest.raises(Diverged, match="2 times in all, 1 are allowed"):
+        back.handle_nonfinite(now, 2)
+    assert checkpoints.rollbacks == 1
 
 
-def test_ranks_meet_at_steps_that_the_configuration_alone_says() -> None:
+def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
     config = configure(None, ["log.every_steps=4", "checkpoint.every_steps=6", "max_steps=21"])[0]
     before = TrainState(Progress(1000, 9000))
     met = [step for step in range(1, 30) if is_sync_point(config, before, Progress(1000, 9000, step, step))]

@@ -55,8 +55,8 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine:
     assert one.keys() == many.keys() == JOBS.keys()
     assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(JOBS, 1)
     statistics = many["torch wide_resnet"]
-    assert len(statistics["unsettled"]) == 26  # mean and variance of 13 norms
-    assert max(statistics["unsettled"]) < 1e-12, "running statistics are not the mean over ranks"
+    assert len(statistics["not_synced"]) == 26  # mean and variance of 13 norms
+    assert max(statistics["not_synced"]) < 1e-12, "running statistics are not the mean over ranks"
     assert size == 1 or max(statistics["spread"]) > 1e-3, "each rank had its own before"
     for group in SAME:
         reference = np.array(one[group[0]]["losses"])
@@ -71,10 +71,10 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, tmp_path: Path, engine: str) -> None:
-    out = tmp_path / "deaf.json"
-    result = mpirun(2, ["tests/support/invariance.py", engine, str(out), "deaf"], timeout_s=120)
+    out = tmp_path / "unreduced.json"
+    result = mpirun(2, ["tests/support/invariance.py", engine, str(out), "unreduced"], timeout_s=120)
     assert result.returncode == 0, result.stderr
-    one, deaf = run(curves, tmp_path, "single", 1), json.loads(out.read_text())
-    assert {"torch softmax", "numpy softmax", "torch mlp, buckets and micro-batches"} <= deaf.keys()
-    for job, curve in deaf.items():
+    one, unreduced = run(curves, tmp_path, "single", 1), json.loads(out.read_text())
+    assert {"torch softmax", "numpy softmax", "torch mlp, buckets and micro-batches"} <= unreduced.keys()
+    for job, curve in unreduced.items():
         assert np.abs(np.array(curve["losses"]) - np.array(one[job]["losses"])).max() > 1e-3, job

@@ -11,7 +11,7 @@ import pytest
 from ranks import Result, mpirun, needs_horovod, python
 
 from hvdtrain.config.read import configure
-from hvdtrain.train.job import prepare
+from hvdtrain.train.datasets import open_datasets
 
 WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
 
@@ -79,7 +79,7 @@ def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, en
     result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
     assert result.returncode == 0, result.stderr
     config, provenance = configure(None, [])
-    parts = prepare(config, provenance)
+    parts = open_datasets(config, provenance)
     data = parts.train.read(np.arange(len(parts.train)))
     x = ((data["x"] / 255.0 - parts.task.mean) / parts.task.std).reshape(len(data["x"]), -1)
     x = np.concatenate([x, np.ones((len(x), 1))], 1)  # the bias

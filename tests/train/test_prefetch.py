@@ -17,7 +17,8 @@ from hvdtrain.core.digest import digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.train.build import build_learner, build_recipe, build_source, build_task
+from hvdtrain.train.build import build_learner, build_recipe
+from hvdtrain.train.datasets import build_source, build_task
 from hvdtrain.train.health.stall_report import frames_of_work
 from hvdtrain.train.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead
 

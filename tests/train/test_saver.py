@@ -50,8 +50,8 @@ class Desk:
 
     def meet(self, *steps: int, evaluated: int = 0) -> None:
         for step in steps:
-            self.saver.wants(step)
-            self.saver.offer(at(step, evaluated), self.learner)  # type: ignore[arg-type]
+            self.saver.due(step)
+            self.saver.save_if_due(at(step, evaluated), self.learner)  # type: ignore[arg-type]
         self.saver.close()
 
     def steps(self) -> list[int]:
@@ -103,9 +103,9 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(files, "write", slow)
     desk = Desk(tmp_path, every_steps=2)
-    assert desk.saver.wants(2) and not desk.saver.wants(3)
-    desk.saver.offer(at(2), desk.learner)  # type: ignore[arg-type]
-    desk.saver.offer(at(3), desk.learner)  # type: ignore[arg-type]
+    assert desk.saver.due(2) and not desk.saver.due(3)
+    desk.saver.save_if_due(at(2), desk.learner)  # type: ignore[arg-type]
+    desk.saver.save_if_due(at(3), desk.learner)  # type: ignore[arg-type]
     assert desk.steps() == []  # training is at step 3, and nothing is on the disk yet
     desk.learner.copies = 50
     free.set()
@@ -144,7 +144,7 @@ def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path:
     desk = Desk(tmp_path)
     assert desk.saver.finish(at(5), desk.learner) == ""  # type: ignore[arg-type]
     again = Desk(tmp_path)
-    again.saver.go_on(at(5))
+    again.saver.resume_from(at(5))
     again.meet(5)
     assert again.learner.copies == 0
     again.meet(5, evaluated=5)

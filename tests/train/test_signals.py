@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 from ranks import Job, needs_mpirun, python
 
-from hvdtrain.train.health.signals import ECHO_S, NUMBER_TYPES, Signals
+from hvdtrain.train.health.signals import ECHO_S, HANDLED, Signals
 
 HOST = socket.gethostname()
 
 
-def test_the_first_signal_is_heard_and_the_former_handlers_come_back() -> None:
-    former = [signal.getsignal(number) for number in NUMBER_TYPES]
+def test_the_first_signal_is_received_and_the_former_handlers_come_back() -> None:
+    former = [signal.getsignal(number) for number in HANDLED]
     with Signals(0) as signals:
-        assert signals.heard == ""
+        assert signals.received == ""
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.heard == "SIGUSR1"  # by the handler, which runs at once here
+        assert signals.received == "SIGUSR1"  # by the handler, which runs at once here
         os.kill(os.getpid(), signal.SIGINT)  # an echo: neither a KeyboardInterrupt nor the end
         signals.poll()
-        assert signals.heard == "SIGUSR1"
-        assert [signal.getsignal(number) for number in NUMBER_TYPES] != former
-    assert [signal.getsignal(number) for number in NUMBER_TYPES] == former
+        assert signals.received == "SIGUSR1"
+        assert [signal.getsignal(number) for number in HANDLED] != former
+    assert [signal.getsignal(number) for number in HANDLED] == former
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -36,13 +36,13 @@ def test_poll_hears_what_no_handler_could_yet() -> None:
     """The kernel's part only, as while the main thread is inside C code: the number is in the socket, the handler has not run."""
     with Signals(0) as signals:
         signals._hear = lambda number, frame: None  # type: ignore[method-assign]
-        for number in NUMBER_TYPES:
+        for number in HANDLED:
             signal.signal(number, signals._hear)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert signals.heard == ""
+        assert signals.received == ""
         del signals._hear
         signals.poll()
-        assert signals.heard == "SIGUSR2"
+        assert signals.received == "SIGUSR2"
 
 
 def test_a_call_of_a_c_library_goes_on_after_a_signal() -> None:
@@ -52,7 +52,7 @@ def test_a_call_of_a_c_library_goes_on_after_a_signal() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2)).start()
         threading.Timer(0.3, os.write, (writer, b"x")).start()
         assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1
-        assert signals.heard == "SIGUSR2"
+        assert signals.received == "SIGUSR2"
     os.close(reader)
     os.close(writer)
 
@@ -67,7 +67,7 @@ def test_poll_waits_and_is_woken() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         signals.poll(30)
         assert time.monotonic() - start < 10
-        assert signals.heard == "SIGTERM"
+        assert signals.received == "SIGTERM"
 
 
 def test_other_handlers_of_this_process_are_not_ours() -> None:
@@ -78,7 +78,7 @@ def test_other_handlers_of_this_process_are_not_ours() -> None:
         with Signals(0) as signals:
             os.kill(os.getpid(), signal.SIGALRM)
             signals.poll()
-            assert (rung, signals.heard) == ([signal.SIGALRM], "")
+            assert (rung, signals.received) == ([signal.SIGALRM], "")
     finally:
         signal.signal(signal.SIGALRM, former)
 
@@ -105,7 +105,7 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
         with Signals(0) as signals:
             os.kill(os.getpid(), signal.SIGINT)
             signals.poll()
-            assert signals.heard == ""
+            assert signals.received == ""
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, former)
@@ -123,7 +123,7 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         signals.poll()
-        assert (os.WTERMSIG(status), signals.heard) == (signal.SIGTERM, "")
+        assert (os.WTERMSIG(status), signals.received) == (signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize(("engine", "how"), [("single", "loop"), pytest.param("mpi", "alone", marks=needs_mpirun)])
@@ -156,7 +156,7 @@ def test_one_signal_is_left_to_the_job() -> None:
             os.kill(pid, signal.SIGTERM)
         result = job.wait()
     assert (result.returncode, result.stderr) == (0, ""), result
-    assert "rank 0 heard SIGTERM" in result.stdout
+    assert "rank 0 received SIGTERM" in result.stdout
 
 
 LATE = """
@@ -169,7 +169,7 @@ sys.exit(main())
 
 def test_a_wish_that_comes_after_the_end_kills_nothing(tmp_path: Path) -> None:
     """SLURM's signal before the time limit may find a job that is just over: its code stays 0."""
-    words = ["frame=numpy", "model.name=linear", "max_steps=2", f"run={tmp_path / 'run'}"]
+    words = ["framework=numpy", "model.name=linear", "max_steps=2", f"run={tmp_path / 'run'}"]
     result = python(["-c", LATE, *words])
     assert result.returncode == 0 and "run folder: " in result.stdout, result
 

@@ -15,7 +15,7 @@ import ranks
 from ranks import needs_mpirun
 
 from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.telemetry.startup import _age_s, _stat, launcher, phases, words
+from hvdtrain.train.telemetry.startup import _age_s, _stat, launcher, phases, summary
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
 
@@ -26,7 +26,7 @@ def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> 
     for phase, seconds, step in [
         ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),
         ("reading the checkpoint", 0.125, 0),
-        ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("meeting", 9.0, 9),
+        ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("synchronizing", 9.0, 9),
     ]:  # fmt: skip
         heartbeat.beat(phase, 0, step)
         now[0] += seconds
@@ -34,8 +34,8 @@ def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> 
     before = {name: found.pop(name) for name in ("launcher", "Python") if name in found}
     assert found == {"ranks": 0.5, "data": 2.0, "model": 0.25, "state": 0.125, "first samples": 0.5, "first step": 1.0}
     assert all(seconds >= 0 for seconds in before.values())
-    assert words({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
-    assert words({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
+    assert summary({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
+    assert summary({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
 
 
 def test_a_process_has_an_age() -> None:

@@ -25,11 +25,13 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
-from hvdtrain.train.build import parse_profile_steps
+from hvdtrain.train.progress.event_fields import energy_fields, epoch_energy, job_energy
+from hvdtrain.train.progress.targets import after_evaluation
 from hvdtrain.train.progress.train_state import Reached, TrainState, from_json, to_json
-from hvdtrain.train.progress.triggers import energy_fields, energy_of, judge
-from hvdtrain.train.telemetry.energy import Counter, Energy, measure
-from hvdtrain.train.telemetry.telemetry import Telemetry, telemetry
+from hvdtrain.train.telemetry.energy import Counter, EnergyCounters, find_counters
+from hvdtrain.train.telemetry.energy_meter import EnergyMeter
+from hvdtrain.train.telemetry.profiler import parse_profile_steps
+from hvdtrain.train.telemetry.telemetry import Telemetry, make_telemetry
 
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
@@ -75,7 +77,7 @@ class Three(SingleProcessCommunicator):
         return np.concatenate([self.others[0], x, self.others[1]])
 
 
-class Watched:
+class TwoSteps:
     """A learner whose stopwatch shows two steps."""
 
     waits_only_in_communication = True
@@ -102,8 +104,9 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
         np.array([[phases_of(data=6, forward=20, backward=20), phases_of(forward=80)]]),
     ]
     communicator = Three(others)
-    one = Telemetry(communicator, Watched(), measure(communicator, None), ["n1", "n2", "n3"], Log([told.append]), each_step=True)
-    flags = one.flags()
+    meter = EnergyMeter(find_counters(communicator, None), communicator.rank, time.monotonic)
+    one = Telemetry(communicator, TwoSteps(), meter, ["n1", "n2", "n3"], Log([told.append]), step_times=True)  # type: ignore[arg-type]
+    flags = one.sync_sums()
     assert flags["rank.work"].tolist() == pytest.approx([0.0, 0.084, 0.0]), "all but communication, in its own place"
     assert flags["phase.data"] == pytest.approx(0.004) and flags["phase.communication"] == pytest.approx(0.010)
     assert 20e6 < flags["rank.memory"][1] < 50e9 and flags["rank.memory"][[0, 2]].tolist() == [0, 0]
@@ -111,7 +114,7 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
         "phase.data": 0.012, "phase.forward": 0.150, "phase.backward": 0.090, "phase.communication": 0.140,
         "rank.work": np.array([0.042, 0.084, 0.126]), "rank.memory": np.array([1e9, 3e9, 2e9]), "rank.gpu_memory": np.zeros(3),
     }  # fmt: skip
-    fields = one.read(sums, 8, 0.150)
+    fields = one.sync_fields(sums, 8, 0.150)
     assert fields["phase_ms"] == {"data": 2.0, "forward": 25.0, "backward": 15.0, "communication": 23.333, "other": 9.667}
     assert fields["work_ms"] == [21.0, 42.0, 63.0] and (fields["slowest_rank"], fields["slowest_host"]) == (2, "n3")
     assert fields["memory_mb"] == 3000.0 and fields["steps"] == 2 and "watts" not in fields and "gpu_memory_mb" not in fields
@@ -120,12 +123,9 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert first.fields["work_ms"] == [22.0, 31.0, 46.0] and first.fields["slowest_rank"] == 2
     assert first.fields["phase_ms"] == {"data": 3.0, "forward": 13.333, "backward": 16.667, "communication": 21.667}
     assert second.fields["work_ms"] == [20.0, 53.0, 80.0]
-    assert one.epoch(TrainState(Progress(10, 20)), {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}, 5.0)["rank_work_ms"] == [
-        21.0,
-        42.0,
-        63.0,
-    ]
-    assert one.epoch_work_s.tolist() == [0, 0, 0]
+    val = {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}
+    assert one.epoch_fields(TrainState(Progress(10, 20)), val, 5.0)["rank_work_ms"] == [21.0, 42.0, 63.0]
+    assert one.epoch_fields(TrainState(Progress(10, 20)), val, 5.0)["rank_work_ms"] == [0.0, 0.0, 0.0], "the next epoch begins"
 
 
 def test_sums_and_rows_of_ranks_travel_together() -> None:
@@ -139,61 +139,48 @@ def test_sums_and_rows_of_ranks_travel_together() -> None:
 
 def test_energy_of_an_epoch_by_image_and_never_of_what_was_not_measured() -> None:
     now = TrainState(Progress(100, 300, 4, 200), sums={"loss": 1.0, "right": 2.0, "count": 100})
-    add_energy = now.add_energy({"joules.gpu": 30.0, "joules.cpu": 6.0}).add_energy({"joules.gpu": 4.0, "joules.cpu": math.nan})
-    assert energy_of(add_energy, ["gpu", "cpu"]) == {"gpu": 34.0}
-    assert energy_fields(add_energy, ["gpu", "cpu"], 10.0) == {
-        "joules": {"gpu": 34.0},
-        "wh": 0.0094,
-        "watts": 3.4,
-        "joules_per_image": 0.34,
-    }
-    assert energy_fields(add_energy, [], 10.0) == {"joules": {}}
-    assert energy_of(add_energy.after_evaluation(0.5, None), ["gpu"]) == {"gpu": 34.0}, "of the job"
-    assert energy_of(add_energy.after_evaluation(0.5, None), ["gpu"], epoch=True) == {"gpu": 0.0}
+    used = now.add_energy({"joules.gpu": 30.0, "joules.cpu": 6.0}).add_energy({"joules.gpu": 4.0, "joules.cpu": math.nan})
+    assert job_energy(used, ["gpu", "cpu"]) == {"gpu": 34.0}
+    assert energy_fields(used, ["gpu", "cpu"], 10.0) == {"joules": {"gpu": 34.0}, "wh": 0.0094, "watts": 3.4, "joules_per_image": 0.34}
+    assert energy_fields(used, [], 10.0) == {"joules": {}}
+    evaluated = used.after_evaluation(0.5, None, 9.0)
+    assert (job_energy(evaluated, ["gpu"]), epoch_energy(evaluated, ["gpu"])) == ({"gpu": 34.0}, {"gpu": 0.0})
 
 
 def test_each_target_is_reached_once_with_what_it_took() -> None:
     config, _ = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
     start = TrainState(Progress(100, 300, 4, 120), epoch_s=2.0).add_energy({"joules.gpu": 8.0, "joules.cpu": 0.0})
-    first, new = judge(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
+    first, new = after_evaluation(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
     assert new == [Reached(0.5, 0.7, 5.0, 1.2, 120, 8.0), Reached(0.6, 0.7, 5.0, 1.2, 120, 8.0)]
     assert (first.best, first.best_epoch, first.trained_s, first.evaluated_s) == (0.7, 1, 2.0, 5.0)
-    second, new = judge(config, first, {"right": 60.0, "count": 100, "loss": 1.0}, 6.0, [])
+    second, new = after_evaluation(config, first, {"right": 60.0, "count": 100, "loss": 1.0}, 6.0, [])
     assert new == [] and (second.best, second.best_epoch, second.accuracy) == (0.7, 1, 0.6)
-    third, new = judge(config, second, {"right": 95.0, "count": 100, "loss": 1.0}, 7.0, [])
+    third, new = after_evaluation(config, second, {"right": 95.0, "count": 100, "loss": 1.0}, 7.0, [])
     assert [one.target for one in new] == [0.9] and new[0].joules is None and len(third.reached) == 3
     back = from_json(json.loads(json.dumps(to_json(third))))
     assert back == third, "a resumed job does not reach them again"
 
 
-def test_a_target_that_was_reached_before_it_was_asked_for_is_not_told() -> None:
+def test_a_target_below_the_best_accuracy_so_far_is_left_out() -> None:
     config, _ = configure(None, ["log.targets=[0.5,0.8]"])
     now = TrainState(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
-    _, new = judge(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
+    _, new = after_evaluation(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
     assert [one.target for one in new] == [0.8]
 
 
-def test_all_ranks_look_at_their_counters_together_and_power_is_of_the_time_between() -> None:
-    """Two counters of 100 W each, whose ranks meet every tenth of a second."""
+def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
+    """Two ranks whose counters take 100 W each; they synchronize every quarter of a second."""
     now = [0.0]
-    one = Telemetry(
-        SingleProcessCommunicator(),
-        Watched(),
-        Energy({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0]),
-        ["n1"],
-        Log([]),
-    )
-    told, asked = [], []
-    one._read_s = -9.0  # long ago: due at the first meeting
-    for rendezvous in range(4):
-        now[0] += 0.1
-        flags = one.flags()
-        asked.append(flags["joules.look"])
-        other = {**flags, "joules.cpu": 2 * flags["joules.cpu"]}  # the other rank's, which looks when this one does
-        one._read_s = one._read_s if rendezvous != 1 else time.monotonic() - 0.2
-        told.append(one.read(other, rendezvous, 0.1).get("watts"))
-    assert asked == [1.0, 0.0, 0.0, 0.0]
-    assert told[0] is None and told[1] == pytest.approx(200.0, rel=0.05) and told[2] == pytest.approx(told[1], rel=0.3)
+    counters = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0])]}, lambda: now[0])
+    meter = EnergyMeter(counters, 0, lambda: now[0])
+    due, watts = [], []
+    for _ in range(6):
+        now[0] += 0.25
+        sums = meter.sync_sums()
+        due.append(sums["joules.look"])
+        watts.append(meter.update({**sums, "joules.cpu": 2 * sums["joules.cpu"]}))  # the other rank reads when this one does
+    assert due == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert np.isnan(watts[:3]).all() and watts[3:] == [200.0, 200.0, 200.0]
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +337,8 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
     assert "energy  processors" in capsys.readouterr().out
 
 
-def test_gauges_of_a_configuration(tmp_path: Path) -> None:
+def test_telemetry_of_a_configuration(tmp_path: Path) -> None:
     config, provenance = configure(None, ["log.step_times=true", "profile.steps=2:4"])
-    made = telemetry(config, provenance, (SingleProcessCommunicator(), Watched()), ["n1"], Log([]), tmp_path)
-    assert made.each_step and made.profile == (2, 4, tmp_path / "profile" / "rank-00000")
+    made = make_telemetry(config, provenance, SingleProcessCommunicator(), TwoSteps(), ["n1"], Log([]), tmp_path)  # type: ignore[arg-type]
+    assert made.step_times and made.profiler is not None
+    assert (made.profiler.first, made.profiler.last, made.profiler.folder) == (2, 4, tmp_path / "profile" / "rank-00000")

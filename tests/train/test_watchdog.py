@@ -84,7 +84,7 @@ def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
         expect_end(result, f"{engine}, rank 1 stopped")
         wait_for(lambda: not job.processes(), 5)
     assert f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n" in result.stderr
-    assert "in alone: engine.allreduce" in result.stderr  # what it waits in
+    assert "in alone: communicator.allreduce" in result.stderr  # what it waits in
 
 
 @needs_mpirun
@@ -128,7 +128,7 @@ def test_a_signal_during_the_start_ends_all_ranks_at_once(how: str) -> None:
             os.kill(pid, signal.SIGUSR2)
         result = job.wait()
     print(f"signal during the start: ended after {hung_s(result):.1f} s")
-    phase = {"never": "reading the data", "start": "meeting"}[how]
+    phase = {"never": "reading the data", "start": "attaching the watchdog"}[how]
     line = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start ({phase}): nothing to save; the same command starts again\n"
     assert (result.returncode, hung_s(result) < 2) == (REQUEUE, True), result
     assert line in result.stderr
@@ -146,38 +146,38 @@ def test_a_suspended_job_goes_on() -> None:
             time.sleep(0.05)
         result = job.wait()
     assert (result.returncode, result.stderr) == (0, ""), result
-    assert "rank 0 heard nothing" in result.stdout
+    assert "rank 0 received nothing" in result.stdout
 
 
 FAKE = """
 import time
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.schema import GuardConfig
-from hvdtrain.train.health.heartbeat import Pulse
+from hvdtrain.train.health.heartbeat import Heartbeat
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watch
+from hvdtrain.train.health.watchdog import Watchdog
 class Fake(SingleProcessCommunicator):
     asked = 0
     def side_channel_gather(self, thing, wait_s):
         self.asked += 1
-        time.sleep({muster_s})
+        time.sleep({gather_s})
         return {found}
-engine, pulse = Fake(), Pulse(patient=False, training=True)
-with Signals(0) as signals, Watch(pulse, signals, GuardConfig(stall_s=0.3), 0) as watch:
-    watch.meet(engine)
+communicator, heartbeat = Fake(), Heartbeat(limit="stall_s", training=True)
+with Signals(0) as signals, Watchdog(heartbeat, signals, GuardConfig(stall_s=0.3), 0) as watchdog:
+    watchdog.attach(communicator)
     for turn in range(5):
-        pulse.beat("step", 0, turn)
+        heartbeat.beat("step", 0, turn)
         time.sleep(0.1)
-    print("asked", engine.asked)
+    print("asked", communicator.asked)
     time.sleep({hang_s})
-    pulse.beat("step", 0, 6)
+    heartbeat.beat("step", 0, 6)
     time.sleep(0.1)
-    print("asked", engine.asked)
+    print("asked", communicator.asked)
 """
 
 
-def fake(muster_s: float, hang_s: float, found: str) -> Result:
-    return python(["-c", FAKE.format(muster_s=muster_s, hang_s=hang_s, found=found)])
+def fake(gather_s: float, hang_s: float, found: str) -> Result:
+    return python(["-c", FAKE.format(gather_s=gather_s, hang_s=hang_s, found=found)])
 
 
 def test_a_stall_that_passes_before_the_report_is_out_is_forgotten() -> None:
@@ -193,9 +193,9 @@ def test_a_process_tells_of_itself_alone_or_where_no_thread_may_speak(found: str
     assert f"  rank 0 on {HOST}, pid" in result.stderr
 
 
-def test_a_muster_that_hangs_too_or_a_pipe_that_nobody_reads_does_not_keep_the_job() -> None:
+def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
     """The pipe: the main thread hangs in a print, with the lock of stdout, which a clean end would wait for."""
-    program = FAKE.format(muster_s=0, hang_s=0, found="[thing]").replace('pulse.beat("step", 0, 6)', "print('x' * 1000000, flush=True)")
+    program = FAKE.format(gather_s=0, hang_s=0, found="[thing]").replace('heartbeat.beat("step", 0, 6)', "print('x' * 1000000, flush=True)")
     reader, writer = os.pipe()
     start = time.monotonic()
     piped = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=writer, env=environment())

@@ -19,9 +19,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import Provenance, configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source
+from hvdtrain.train.datasets import open_datasets
 from hvdtrain.train.health.signals import Signals
 from hvdtrain.train.input.prefetch import Prefetcher
-from hvdtrain.train.job import prepare
 
 MAX_STEPS = 20  # of one block
 
@@ -45,7 +45,7 @@ def bench_data(arguments: Sequence[str]) -> int:
 def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
     """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
-    datasets = prepare(config, provenance)
+    datasets = open_datasets(config, provenance)
     prepared_s = time.perf_counter() - began
     trainer = Trainer(config, provenance, communicator, signals, datasets)
     samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // communicator.size)
@@ -83,17 +83,17 @@ def _prefetchers(config: Config, communicator: Communicator, trainer: Trainer) -
         data = config.data.replace(readers=readers, ahead=2 * readers, resident=False)
         changed = config.replace(data=data, batch=trainer.job.config.batch)
         name = f"prefetch, {plural(readers, 'reader')}"
-        prefetchers[name] = Prefetcher(changed, communicator, trainer.job.recipe, trainer.data.train, trainer.job.learner)
+        prefetchers[name] = Prefetcher(changed, communicator, trainer.job.recipe, trainer.datasets.train, trainer.job.learner)
     return prefetchers
 
 
 def _stages(trainer: Trainer, prefetchers: Mapping[str, Prefetcher], samples_per_step: int, steps: int) -> dict[str, Callable[[], None]]:
     """What is timed, by name: reading, prefetching, and the step itself. Each handles the samples of `steps` steps."""
-    order = np.random.default_rng(0).permutation(len(trainer.data.train))  # as a shuffle gives the rows
+    order = np.random.default_rng(0).permutation(len(trainer.datasets.train))  # as a shuffle gives the rows
     hyper, micro_batches = trainer.prefetcher.prepare(trainer.now.progress)
     learner: Any = trainer.job.learner
 
-    def read(source: Source = trainer.data.train) -> None:
+    def read(source: Source = trainer.datasets.train) -> None:
         for step in range(steps):
             source.read(order[step * samples_per_step : (step + 1) * samples_per_step])
 

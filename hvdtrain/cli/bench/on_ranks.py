@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Callable
-from typing import NoReturn
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import DONE, UserError, exit_code_of
+from hvdtrain.errors import DONE
 from hvdtrain.train.build import connect
-
-END_S = 10  # an abort that hangs is ended by SIGALRM
+from hvdtrain.train.failure import end_every_rank
 
 
 def run_on_ranks(config: Config, provenance: Provenance, work: Callable[[Communicator, str], None]) -> int:
@@ -28,12 +23,5 @@ def run_on_ranks(config: Config, provenance: Provenance, work: Callable[[Communi
         work(communicator, engine_reason)
         communicator.close()
         return DONE
-    except BaseException as error:  # a rank that left alone would let the others wait
-        _end_all_ranks(communicator, error)
-
-
-def _end_all_ranks(communicator: Communicator, error: BaseException) -> NoReturn:
-    message = f"hvdtrain: {error}" if isinstance(error, UserError) else traceback.format_exc().rstrip()
-    print(f"{message}\nrank {communicator.rank}: the error above ends the bench", file=sys.stderr, flush=True)
-    signal.alarm(END_S)
-    communicator.abort(exit_code_of(error))
+    except BaseException as error:  # SystemExit too
+        return end_every_rank(error, communicator, "bench")

@@ -61,7 +61,7 @@ def measure(
     trainers = {"together": trainer}
     if communicator.size > 1:
         own_share = _config_of_one_rank(config, communicator.size)
-        trainers["alone"] = Trainer(own_share, provenance, OneRank(communicator), signals, trainer.data)
+        trainers["alone"] = Trainer(own_share, provenance, OneRank(communicator), signals, trainer.datasets)
     seconds = _time_blocks(trainers, communicator, rounds, steps)
     low, step_s, high = quartiles(seconds["together"])
     batch = trainer.job.recipe.at(trainer.now.progress).batch

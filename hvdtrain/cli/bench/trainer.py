@@ -4,64 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
-from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
-from hvdtrain.train.build import build_learner, build_recipe
+from hvdtrain.train.build import build_learner
 from hvdtrain.train.conflicts import refuse_conflicts
-from hvdtrain.train.health.deadline import Deadline
+from hvdtrain.train.datasets import Datasets, open_datasets
 from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.monitor import HealthMonitor
 from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.input.prefetch import Prefetcher
-from hvdtrain.train.job import Datasets, prepare
-from hvdtrain.train.loop import Job, train_to_sync_point
-from hvdtrain.train.progress.train_state import TrainState
-from hvdtrain.train.same_state import share_state
-from hvdtrain.train.telemetry.telemetry import telemetry
+from hvdtrain.train.job import begin, make_job
+from hvdtrain.train.loop import train_to_sync_point
+from hvdtrain.train.replicas.broadcast import broadcast_state
 
 
 class Trainer:
-    """Every rank has one, of the same configuration. It never ends by itself."""
+    """Every rank has one, of the same configuration. The job has no end of its own."""
 
     def __init__(
-        self, config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, parts: Datasets | None = None
+        self, config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, datasets: Datasets | None = None
     ) -> None:
         config = resolve_batch_size(config, communicator.size)
         provenance = config.provenance
         refuse_conflicts(config, communicator.name, communicator.size)
-        config = config.replace(epochs=10**6, max_steps=None)
-        self.data = parts or prepare(config, provenance)
-        learner: Any = build_learner(config, provenance, self.data.task, communicator)
-        share_state(communicator, learner, None)
-        deadline = Deadline("30d", {}, time.monotonic(), time.time(), time.monotonic) if communicator.rank == 0 else None
-        health = HealthMonitor(config, communicator, signals, Heartbeat(), communicator.allgather_object("host"), deadline)
-        recipe, samples = build_recipe(config, provenance, len(self.data.train)), len(self.data.train)
-        watched = telemetry(config, provenance, (communicator, learner), health.hosts, Log([]), Path())
-        self.prefetcher = Prefetcher(config, communicator, recipe, self.data.train, learner)
-        self.job = Job(config, communicator, learner, recipe, self.prefetcher, self.data.val, Log([]), health, watched)
-        self.now = TrainState(Progress(samples, samples * config.epochs))
+        endless = config.replace(epochs=10**6, max_steps=None, guard=config.guard.replace(max_time=None))
+        self.datasets = datasets or open_datasets(endless, provenance)
+        learner = build_learner(endless, provenance, self.datasets.task, communicator)
+        broadcast_state(communicator, learner, None)
+        self.now = begin(endless, self.datasets)
+        self.job = make_job(
+            endless,
+            provenance,
+            self.datasets,
+            communicator,
+            learner,
+            signals=signals,
+            heartbeat=Heartbeat(),
+            log=Log([]),
+            start=self.now,
+            run=None,
+        )
+        self.prefetcher = self.job.prefetcher
 
     def block(self, steps: int) -> float:
         """Seconds of so many steps, a multiple of log.every_steps; a checkpoint under way is over at the end."""
-        job, until, saver = self.job, self.now.progress.step + steps, self.job.health.saver
+        job, last_step = self.job, self.now.progress.step + steps
         job.communicator.allreduce(np.zeros(1), "begin")  # all ranks begin together
-        began = time.perf_counter()
-        while self.now.progress.step < until:
+        began_s = time.perf_counter()
+        while self.now.progress.step < last_step:
             self.now = train_to_sync_point(job, self.now)
-            self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)  # in the place of an evaluation
-            if saver:
-                saver.offer(self.now, job.learner)
-        if saver:
-            saver.close()
+            self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)  # as if it was evaluated
+            job.checkpoints.save_if_due(self.now)
+        job.checkpoints.close()
         job.communicator.allreduce(np.zeros(1), "end")
-        assert self.now.progress.step == until, (self.now.progress.step, until)
-        return time.perf_counter() - began
+        assert self.now.progress.step == last_step, (self.now.progress.step, last_step)
+        return time.perf_counter() - began_s

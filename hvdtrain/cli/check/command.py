@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -29,12 +27,12 @@ from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import USER, UserError, exit_code_of
+from hvdtrain.errors import USER, UserError
 from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.train.failure import end_every_rank
 
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
 SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
-END_S = 10  # an abort that hangs is ended by SIGALRM
 
 
 class Options(NamedTuple):
@@ -75,10 +73,8 @@ def check(arguments: Sequence[str]) -> int:
         time_limit.cancel()
         communicator.close()
         return exit_code
-    except BaseException as error:  # a rank that left alone would let the others wait
-        print(f"{traceback.format_exc().rstrip()}\nrank {communicator.rank}: the error above ends the check", file=sys.stderr, flush=True)
-        signal.alarm(END_S)
-        communicator.abort(exit_code_of(error))
+    except BaseException as error:  # SystemExit too
+        return end_every_rank(error, communicator, "check")
 
 
 def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> Config | None:

@@ -41,11 +41,10 @@ def read_data(config: Config, provenance: Provenance) -> dict[str, Any]:
 
     Raises UserError where data are missing or broken.
     """
-    from hvdtrain.train.build import unstaged
-    from hvdtrain.train.job import prepare
+    from hvdtrain.train.datasets import open_datasets, unstaged
 
     began = time.perf_counter()
-    datasets = prepare(unstaged(config), provenance)
+    datasets = open_datasets(unstaged(config), provenance)
     return {
         "training samples": len(datasets.train),
         "validation samples": len(datasets.val),

@@ -22,7 +22,7 @@ from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
-from hvdtrain.train.build import build_source, unstaged
+from hvdtrain.train.datasets import build_source, unstaged
 
 _CURVE_POINTS = 2000
 
@@ -37,7 +37,7 @@ def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     options, config_arguments = _parse(arguments)
     config, _ = configure(options.config, config_arguments)
-    plugins.check_names(config, config.provenance)
+    plugins.check_names(config)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)

@@ -29,7 +29,7 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _HEAD_BYTES = 4096  # of each archive, part of the key of its index: copying may give all files the same time
 
 
-def build(  # noqa: PLR0913 - the options that a user types
+def build(
     name: str,
     root: Path | None,
     split: Split,

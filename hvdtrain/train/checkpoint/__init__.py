@@ -1,1 +1,1 @@
-"""Checkpoints: the files, when they are written, and what a job resumes from."""
+"""Checkpoints: their files, when they are written, and what a job resumes from."""

@@ -1,4 +1,4 @@
-"""What a job goes on from: the newest good checkpoint of a run folder, if it belongs to this job."""
+"""What a job resumes from: the newest good checkpoint of a run folder, if it belongs to this job."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.read import Provenance, read_file, resolve
+from hvdtrain.config.read import read_file, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events import redaction
-from hvdtrain.train.build import make_run_folder
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.files import Checkpoint, Damaged, Identity
 from hvdtrain.train.progress.train_state import TrainState
 
-_OWN = ("run", "resume")  # where a job is, not what it is
+_NOT_COMPARED = ("run", "resume")  # where a job is, not what it is
 
 
 class ResumePoint(NamedTuple):
-    """What rank 0 found, and tells the others."""
+    """What a job goes on from, as rank 0 has found it."""
 
-    run: Path
+    resumed: Path | None  # the run folder; None where the job begins anew
     train_state: TrainState
     notes: list[str]  # lines for the user
 
 
-def begin(config: Config, provenance: Provenance, identity: Identity, total: int, limit_bytes: int) -> tuple[ResumePoint, Arrays | None]:
-    """On rank 0: the run folder, and the state to go on from, None where the job begins anew; `total` samples are the whole job."""
-    source = former_run(config)
-    if source is None:
-        fresh = TrainState(Progress(identity["data"]["samples"], total))
-        return ResumePoint(make_run_folder(config, provenance), fresh, []), None
-    found, arrays, notes = newest_good(source, limit_bytes)
+def find_resume_point(config: Config, identity: Identity, total: int, limit_bytes: int) -> tuple[ResumePoint, Arrays | None]:
+    """On rank 0: the state to go on from and its arrays, None where the job begins anew; `total` samples are the whole job.
+
+    Raises UserError where no checkpoint is good, or the newest good one is of another job.
+    """
+    run = former_run(config)
+    if run is None:
+        return ResumePoint(None, TrainState(Progress(identity["data"]["samples"], total)), []), None
+    found, arrays, notes = newest_good(run, limit_bytes)
     check_identity(found, identity)
     train_state = dataclasses.replace(found.train_state, progress=dataclasses.replace(found.train_state.progress, total=total))
     if train_state.target != config.stop.target_accuracy:  # epochs at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
-    return ResumePoint(make_run_folder(config, provenance, source), train_state, notes + changes(source, config)), arrays
+    return ResumePoint(run, train_state, notes + changes(run, config)), arrays
 
 
 def former_run(config: Config) -> Path | None:
@@ -96,7 +97,7 @@ def changes(run: Path, config: Config) -> list[str]:
     return [
         f"changed {key}: {told.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in _OWN
+        if before.get(key) != after.get(key) and key not in _NOT_COMPARED
     ]
 
 

@@ -21,10 +21,11 @@ from hvdtrain.train.checkpoint.files import Identity
 from hvdtrain.train.progress.train_state import TrainState
 
 RETRY_S = 30.0  # after a write that failed
+SLOW_DISK = 1e8  # bytes a second
 
 
-class Written(NamedTuple):
-    """One write, over."""
+class WriteResult(NamedTuple):
+    """What became of one write."""
 
     step: int
     evaluated: int  # as TrainState's
@@ -35,66 +36,76 @@ class Written(NamedTuple):
 
 
 def check_finite(arrays: Arrays) -> None:
-    """Diverged where a weight or a slot is not finite: its update overflowed. A buffer may hold infinity on purpose, as a mask does."""
+    """Raises Diverged where a weight or optimizer state is not finite. A buffer may hold infinity on purpose, as a mask does."""
     for name, array in arrays.items():
         if not name.startswith("b.") and array.dtype.kind == "f" and not np.isfinite(array).all():
             raise Diverged(f"{name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
 
 
 class Saver:
-    """Of rank 0 alone. offer() at every meeting of the ranks; it holds no collective. Speaks through the log, in the main thread."""
+    """Of rank 0 alone. Call save_if_due() after every sync point; no collective is inside. It emits events in the main thread only.
+
+    size_bytes: of a checkpoint, to guess how long the first one takes.
+    """
 
     def __init__(
-        self, run: Path, config: CheckpointConfig, identity: Identity, log: Log, clock: Callable[[], float] = time.monotonic
+        self,
+        run: Path,
+        config: CheckpointConfig,
+        identity: Identity,
+        log: Log,
+        clock: Callable[[], float] = time.monotonic,
+        size_bytes: int = 0,
     ) -> None:
         self._run, self._config, self._identity, self._log, self._clock = run, config, identity, log, clock
         self._thread: threading.Thread | None = None
-        self._result: Written | None = None
-        self._tried = clock()  # when the last write began
+        self._result: WriteResult | None = None
+        self._tried_s = clock()  # when the last write began
         self._failed = False
-        self._wanted = -1  # the step that wants() said yes to
-        self.newest = (-1, 0)  # the step of the newest checkpoint on the disk, of this run's, and that of the evaluation it knows
-        self.longest_s = 0.0  # pause and write together
+        self._due_step = -1  # the last step that was due
+        self.newest = (-1, 0)  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
+        self.longest_s = size_bytes / SLOW_DISK  # pause and write together
 
-    def go_on(self, now: TrainState) -> None:
-        """The checkpoint that the job goes on from is not written again, where it is this run's: there would be a moment without it."""
+    def resume_from(self, now: TrainState) -> None:
+        """A checkpoint of this run that the job goes on from is not written again: for a moment there would be none."""
         if any(folder.name == files.name_of(now.progress.step) for folder in files.finished(self._run)):
             self.newest = (now.progress.step, now.evaluated)
 
-    def wants(self, step: int) -> bool:
-        """Whether the meeting at this step should end in a checkpoint; asked before it, so that the ranks can be compared there."""
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that the ranks are compared there."""
         if self._thread and not self._thread.is_alive():
             self._collect()
         every_steps, every_minutes = self._config.every_steps, self._config.every_minutes
-        waited_s = self._clock() - self._tried
-        wanted = (
+        waited_s = self._clock() - self._tried_s
+        due = (
             (every_steps is not None and step % every_steps == 0)
             or (every_minutes is not None and waited_s >= 60 * every_minutes)
             or (self._failed and waited_s >= RETRY_S)
         )
-        self._wanted = step if wanted else self._wanted
-        return wanted
+        if due:
+            self._due_step = step
+        return due
 
-    def offer(self, now: TrainState, learner: Learner) -> None:
-        """Writes in the background, where it was wanted and at the end of an epoch."""
-        if now.progress.step in (self._wanted, now.evaluated):
+    def save_if_due(self, now: TrainState, learner: Learner) -> None:
+        """Writes in the background, where it is due and after an evaluation."""
+        if now.progress.step in (self._due_step, now.evaluated):
             self.save(now, learner)
 
     def save(self, now: TrainState, learner: Learner) -> None:
-        """Waits for the write before, takes a copy, and goes on; what is on the disk already is not written again."""
+        """Waits for the write before this one, copies the state, and writes in the background; not what is on the disk already."""
         began = time.perf_counter()
         self._collect()
         if (now.progress.step, now.evaluated) == self.newest:
             return
         arrays = learner.state()  # the host copy, and on a GPU the wait for the device
         names = learner.state_dict_names()
-        self._tried = self._clock()
+        self._tried_s = self._clock()
         pause_s = time.perf_counter() - began
         self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
         self._thread.start()
 
     def finish(self, now: TrainState, learner: Learner) -> str:
-        """The last checkpoint is on the disk when this returns; else why it is not."""
+        """Returns once the last checkpoint is on the disk: empty, or why it is not there."""
         for _ in range(2):
             self.save(now, learner)
             self._collect(training=False)
@@ -120,12 +131,12 @@ class Saver:
             failure = error.what
         except OSError as error:
             failure = f"{error.strerror or error}"
-        except Exception as error:  # told in the main thread, as a failed write: training must not lose its writer in silence
+        except Exception as error:  # reported in the main thread as a failed write: training must not lose its writer unnoticed
             failure = f"{type(error).__name__}: {error}"
-        self._result = Written(step, now.evaluated, pause_s, time.perf_counter() - began, megabytes, failure)
+        self._result = WriteResult(step, now.evaluated, pause_s, time.perf_counter() - began, megabytes, failure)
 
     def _collect(self, training: bool = True) -> None:
-        """The result of the last write, told once; what follows from it for the training, only while that goes on."""
+        """Waits for the write that is under way, and emits its event; without `training` no line says that training goes on."""
         if self._thread is None:
             return
         self._thread.join()

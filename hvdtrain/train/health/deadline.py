@@ -47,7 +47,7 @@ def _seconds(words: str) -> float | None:
 
 
 class Limit(NamedTuple):
-    words: str
+    reason: str
     left_s: float  # now
     margin_s: float
 
@@ -69,10 +69,10 @@ class Deadline:
         end_s = slurm_end(environ, now_s)
         if end_s is not None:
             when = datetime.fromtimestamp(end_s).strftime("%Y-%m-%d %H:%M:%S")
-            words = f"SLURM ends job {environ.get('SLURM_JOB_ID', '?')} at {when}"
-            limits.append(Limit(words, end_s - now_s, SLURM_MARGIN_S))
+            reason = f"SLURM ends job {environ.get('SLURM_JOB_ID', '?')} at {when}"
+            limits.append(Limit(reason, end_s - now_s, SLURM_MARGIN_S))
         first = min(limits, key=lambda limit: limit.left_s - limit.margin_s, default=None)
-        self.words = first.words if first else ""
+        self.reason = first.reason if first else ""
         self._clock = clock
         self._end_s = clock() + first.left_s - first.margin_s if first else None
 

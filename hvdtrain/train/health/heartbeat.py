@@ -1,9 +1,10 @@
-"""Where this rank is: written by the main thread at every turn, read by the watch."""
+"""Where this rank is: written by the main thread as it goes on, read by the watchdog."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass
@@ -13,17 +14,18 @@ class Heartbeat:
     phase: str = "starting"  # what the main thread is doing, for people: "reading samples", "step", "evaluation"
     epoch: int = 0  # whole epochs done
     step: int = 0  # steps done
-    beats: int = 0  # grows with every beat: a watch that sees it stand still sees no progress
-    training: bool = False  # past the start: the first steps are done, and there may be something to lose
-    patient: bool = True  # what is done now has guard.start_s, not guard.stall_s
+    beats: int = 0  # grows with every beat: as long as it does not, the rank makes no progress
+    limit: Literal["start_s", "stall_s"] = "start_s"  # the key of guard that says how long the phase may last
+    training: bool = False  # the loop has begun: a signal stops the job with a checkpoint
     started_s: float = field(default_factory=time.monotonic)
-    marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began, and "" at the end of the first step
-    opening: bool = True  # up to there
-    of_process: bool = True  # the process began for this job: what it took before belongs to the start
+    owns_process: bool = True  # the process was started for this job: its own start belongs to that of the job
+    start_marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began; "": the end of the first step
+    in_start: bool = True  # up to there
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
-        if self.opening:
-            self.opening = "step" not in self.marks
-            self.marks.setdefault(phase if self.opening else "", time.monotonic())
+        """The phase begins, or goes on, after so many whole epochs and steps."""
+        if self.in_start:
+            self.in_start = "step" not in self.start_marks
+            self.start_marks.setdefault(phase if self.in_start else "", time.monotonic())
         self.phase, self.epoch, self.step = phase, epoch, step
         self.beats += 1

@@ -1,4 +1,4 @@
-"""Signals: a flag that the loop reads where ranks meet, heard even while the main thread is inside C code; a second one kills."""
+"""Signals: a flag that the loop reads at sync points, set even while the main thread is inside C code; a second signal kills."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any, NoReturn
 
 # SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM or SIGINT,
 # it kills the ranks within a second, whatever they have to save.
-NUMBER_TYPES = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+HANDLED = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ECHO_S = 1.0  # a launcher and a scheduler may both deliver one signal: a repetition within this time is the same one
 
 
 class Signals:
-    """`heard` is "", or the name of the first of NUMBER_TYPES that came ("SIGUSR2").
+    """`received` is "", or the name of the first of HANDLED that came ("SIGUSR2").
 
-    A context manager, in the main thread; in another one no signal is heard. The handlers do nothing else, so Ctrl-C raises no
+    A context manager, in the main thread; in another one no signal is received. The handlers do nothing else, so Ctrl-C raises no
     KeyboardInterrupt. Python runs handlers between two steps of the main thread, so never in an MPI call that hangs: the numbers go
     through a socket too, and another thread takes them out with poll(). There a second signal ends this process.
     """
 
     def __init__(self, rank: int) -> None:
-        self.heard = ""
+        self.received = ""
         self._rank, self._first_s = rank, 0.0
         self._former: dict[int, Any] = {}
         self._former_wakeup = -1
@@ -60,27 +60,27 @@ class Signals:
 
     def _take(self, number: int) -> None:
         now_s = time.monotonic()
-        self._hear(number, None)
+        self._receive(number, None)
         self._first_s = self._first_s or now_s
         if now_s - self._first_s > ECHO_S:
             self._kill(number)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The handler. It runs late where the main thread was inside C code: so a second signal is told by poll() alone."""
-        self.heard = self.heard or signal.Signals(number).name
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler. It runs late where the main thread was inside C code: so only poll() takes a second signal for one."""
+        self.received = self.received or signal.Signals(number).name
 
     def _kill(self, number: int) -> NoReturn:
         name = signal.Signals(number).name
-        say(f"hvdtrain: rank {self._rank} on {socket.gethostname()}: second {name}: killed without a checkpoint")
+        write_stderr(f"hvdtrain: rank {self._rank} on {socket.gethostname()}: second {name}: killed without a checkpoint")
         os._exit(128 + number)
 
     def _install(self) -> None:
-        for number in NUMBER_TYPES:
+        for number in HANDLED:
             former = signal.getsignal(number)
-            if former is signal.SIG_IGN:  # whoever started us wants it ignored, as a shell does for SIGINT of what runs behind
+            if former is signal.SIG_IGN:  # the parent process set it so, as a shell does with SIGINT for what runs in the background
                 continue
             self._former[number] = signal.SIG_DFL if former is None else former
-            signal.signal(number, self._hear)
+            signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure
         self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         myself = weakref.ref(self)  # the hook below stays for ever
@@ -100,9 +100,9 @@ def _forget(signals: Signals | None) -> None:
         signals._restore()
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """A line or more on the standard error, at once and past Python's buffers, whose lock a thread that hangs may hold."""
     left = f"{text}\n".encode(errors="replace")
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # a closed pipe
         while left:
             left = left[os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, left) :]

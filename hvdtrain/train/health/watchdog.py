@@ -16,7 +16,7 @@ from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.signals import Signals, say
+from hvdtrain.train.health.signals import Signals, write_stderr
 from hvdtrain.train.health.stall_report import Report, frames_of_work, is_waiting, pack, render, render_alone, stack_of, unpack
 
 T = TypeVar("T")
@@ -39,13 +39,13 @@ class Watchdog:
     A rank whose interpreter is held by C code cannot look at itself; the other ranks tell of it.
     """
 
-    def __init__(self, heartbeat: Heartbeat, signals: Signals, health: GuardConfig, rank: int) -> None:
-        self._pulse, self._signals, self._guard, self._rank = heartbeat, signals, health, rank
-        self._tick_s = min([TICK_S, *(limit_s / 10 for limit_s in (health.stall_s, health.start_s) if limit_s is not None)])
+    def __init__(self, heartbeat: Heartbeat, signals: Signals, guard: GuardConfig, rank: int) -> None:
+        self._heartbeat, self._signals, self._guard, self._rank = heartbeat, signals, guard, rank
+        self._tick_s = min([TICK_S, *(limit_s / 10 for limit_s in (guard.stall_s, guard.start_s) if limit_s is not None)])
         self._host, self._hosts = socket.gethostname(), list[str]()
-        self._engine: Communicator | None = None
+        self._communicator: Communicator | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._watched = threading.get_ident()
@@ -57,38 +57,39 @@ class Watchdog:
         self._signals.wake()
         self._thread.join()
 
-    def meet(self, communicator: Communicator) -> None:
+    def attach(self, communicator: Communicator) -> None:
         """From now on one report tells of all ranks. Every rank calls it, once."""
         self._hosts = communicator.allgather_object(self._host)
-        self._engine = communicator
+        self._communicator = communicator
 
     def _watch(self) -> None:
         idle = Idle(2 * self._tick_s)
         while not self._over.is_set():
             self._signals.poll(self._tick_s)
-            idle.look(self._pulse.beats, time.monotonic())
+            idle.look(self._heartbeat.beats, time.monotonic())
             limit = self._limit()
-            if self._signals.heard and not self._pulse.training:
+            if self._signals.received and not self._heartbeat.training:
                 self._stop_the_start()
             elif limit and idle.seconds > limit.seconds:
                 self._stall(limit, idle.seconds)
 
     def _limit(self) -> Limit | None:
-        name, limit_s = ("start_s", self._guard.start_s) if self._pulse.patient else ("stall_s", self._guard.stall_s)
-        return None if limit_s is None else Limit(f"guard.{name}", limit_s)
+        key = self._heartbeat.limit
+        limit_s = self._guard.start_s if key == "start_s" else self._guard.stall_s
+        return None if limit_s is None else Limit(f"guard.{key}", limit_s)
 
     def _stop_the_start(self) -> None:
-        self._wait(FIRST_S * bool(self._rank), lambda: self._pulse.training)
-        if not self._pulse.training and not self._over.is_set():
-            what = f"{self._signals.heard} during the start ({self._pulse.phase}): nothing to save; the same command starts again"
+        self._wait(FIRST_S * bool(self._rank), lambda: self._heartbeat.training)
+        if not self._heartbeat.training and not self._over.is_set():
+            what = f"{self._signals.received} during the start ({self._heartbeat.phase}): nothing to save; the same command starts again"
             self._end(f"hvdtrain: rank {self._rank} on {self._host}: {what}", REQUEUE)
 
     def _stall(self, limit: Limit, idle_s: float) -> None:
         """Tells of it and ends the job, unless the main thread goes on meanwhile."""
-        beats = self._pulse.beats
+        beats = self._heartbeat.beats
 
         def goes_on() -> bool:
-            return self._pulse.beats != beats or self._over.is_set()
+            return self._heartbeat.beats != beats or self._over.is_set()
 
         blank = self._report(idle_s, sources=False)
         report = self._try(lambda: self._report(idle_s, sources=True), FIRST_S, goes_on) or blank  # sources may be on a disk that hangs
@@ -98,7 +99,7 @@ class Watchdog:
 
     def _text(self, report: Report, limit: Limit, goes_on: Callable[[], bool]) -> str:
         """Rank 0 asks all ranks; the others answer, and wait for it to end the job. On a rank that cannot, its own words."""
-        communicator, wait_s = self._engine, min(10.0, max(3.0, limit.seconds / 30))
+        communicator, wait_s = self._communicator, min(10.0, max(3.0, limit.seconds / 30))
         wait_s += 2 * bool(self._rank)
         everyone = self._try(lambda: communicator.side_channel_gather(pack(report), wait_s) if communicator else None, wait_s + 1, goes_on)
         if everyone:
@@ -110,7 +111,7 @@ class Watchdog:
         return render_alone(report, limit.seconds, limit.name, f", and rank 0 on {self._hosts[0]} does not answer")
 
     def _report(self, idle_s: float, *, sources: bool) -> Report:
-        p, frames = self._pulse, frames_of_work(self._watched)
+        p, frames = self._heartbeat, frames_of_work(self._watched)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - idle_s))
         place = (self._rank, self._host, os.getpid(), p.phase, p.epoch, p.step)
         return Report(*place, idle_s, since, is_waiting(frames), stack_of(frames, sources=sources))
@@ -136,10 +137,10 @@ class Watchdog:
         last.daemon = True
         last.start()
         signal.alarm(2 * END_S)  # mpi4py holds the interpreter in MPI_Abort, so where that hangs no thread can end this process
-        say(text)
-        if self._engine is not None and self._engine.size > 1:
+        write_stderr(text)
+        if self._communicator is not None and self._communicator.size > 1:
             time.sleep(PASSED_ON_S)
-            self._engine.abort(code)
+            self._communicator.abort(code)
         exit_now(code)
 
 

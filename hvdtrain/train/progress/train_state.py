@@ -1,116 +1,158 @@
-"""How far a job is: with the seed and the arrays, all that is needed to go on; and its form in JSON."""
+"""How far a job is: with the seed and the arrays, all that a resume needs; and its form in JSON."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapValidator
 
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Progress
 
-_JOULES = ("gpu_j", "cpu_j", "epoch_gpu_j", "epoch_cpu_j")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+NumberOrNaN = Annotated[Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))]  # null in JSON
+
+
+def _check_progress(progress: Progress) -> Progress:
+    """Raises ValueError where a count cannot be."""
+    counts = asdict(progress)
+    if not all(0 <= count < 2**63 for count in counts.values()) or not progress.dataset:
+        raise ValueError(f"impossible counts {counts}")
+    return progress
 
 
 class Reached(NamedTuple):
-    """The first evaluation at an accuracy that was asked for."""
+    """The first evaluation at an accuracy of log.targets."""
 
-    target: float
-    val_accuracy: float
-    seconds: float  # spent in the job
-    epochs: float
-    images: int  # samples trained on
-    joules: float | None  # None where they were not measured
+    target: Number
+    val_accuracy: Number
+    seconds: Number  # spent in the job
+    epochs: Number
+    images: Count  # samples trained on
+    joules: Number | None  # None where they were not measured
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Of the whole job, over all its runs. It is taken where the ranks meet, so no sum is under way on the device."""
+    """Of the whole job, over all its runs. It is taken at a sync point, so no sum is under way on the device.
 
-    progress: Progress
-    seconds: float = 0.0  # spent in this job so far
-    epoch: int = 0  # whole epochs done at the last evaluation
-    evaluated: int = 0  # steps done at the last evaluation
-    epoch_s: float = 0.0  # seconds of training since the last evaluation
-    sums: Sums = field(default_factory=zero_sums)  # over all ranks, since the last evaluation
-    at_target: int = 0  # epochs in a row, up to now, at the accuracy `target`
-    target: float | None = None
-    accuracy: float = math.nan  # of the last evaluation
-    best: float = math.nan  # accuracy of all evaluations, and the whole epochs done then
-    best_epoch: int = 0
-    evaluated_s: float = 0.0  # `seconds` at the last evaluation
-    trained_s: float = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
-    trained_images: int = 0  # samples of those
-    gpu_j: float = 0.0  # joules of the whole job, NaN where some were not measured
-    cpu_j: float = 0.0
-    epoch_gpu_j: float = 0.0  # since the last evaluation
-    epoch_cpu_j: float = 0.0
+    The types are those of progress.json too: from_json() checks a checkpoint against them.
+    """
+
+    progress: Annotated[Progress, AfterValidator(_check_progress)]
+    seconds: Number = 0.0  # spent in this job so far
+    epoch: Count = 0  # whole epochs done at the last evaluation
+    evaluated: Count = 0  # steps done at the last evaluation
+    epoch_s: Number = 0.0  # seconds of training since the last evaluation
+    sums: dict[str, Number] = field(default_factory=zero_sums)  # over all ranks, since the last evaluation
+    at_target: Count = 0  # epochs in a row, up to now, at the accuracy `target`
+    target: Number | None = None
+    accuracy: NumberOrNaN = math.nan  # of the last evaluation
+    best: NumberOrNaN = math.nan  # accuracy of all evaluations, and the whole epochs done then
+    best_epoch: Count = 0
+    evaluated_s: Number = 0.0  # `seconds` at the last evaluation
+    trained_s: Number = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
+    trained_images: Count = 0  # samples of those steps
+    gpu_j: NumberOrNaN = 0.0  # joules of the whole job, NaN where some were not measured
+    cpu_j: NumberOrNaN = 0.0
+    epoch_gpu_j: NumberOrNaN = 0.0  # since the last evaluation
+    epoch_cpu_j: NumberOrNaN = 0.0
     reached: tuple[Reached, ...] = ()
-    nonfinite: int = 0  # steps skipped, or rollbacks
-    lr: float = 0.0  # of the last step
-    batch: int = 0  # of the last step
-    noise: tuple[float, float] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
+    nonfinite: Count = 0  # steps skipped, or rollbacks
+    lr: Number = 0.0  # of the last step
+    batch: Count = 0  # of the last step
+    noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
         """With the sums and the time of more steps."""
-        whole = add_sums(self.sums, {name: sums[name] for name in zero_sums()})
-        return replace(self, sums=whole, epoch_s=self.epoch_s + seconds, noise=noise)
+        total = add_sums(self.sums, {name: sums[name] for name in zero_sums()})
+        return replace(self, sums=total, epoch_s=self.epoch_s + seconds, noise=noise)
 
     def add_energy(self, sums: Sums) -> TrainState:
         """With the joules of more work."""
-        gpu, cpu = sums.get("joules.gpu", 0.0), sums.get("joules.cpu", 0.0)
-        epoch = {"epoch_gpu_j": self.epoch_gpu_j + gpu, "epoch_cpu_j": self.epoch_cpu_j + cpu}
-        return replace(self, gpu_j=self.gpu_j + gpu, cpu_j=self.cpu_j + cpu, **epoch)
+        gpu_j, cpu_j = sums.get("joules.gpu", 0.0), sums.get("joules.cpu", 0.0)
+        return replace(
+            self,
+            gpu_j=self.gpu_j + gpu_j,
+            cpu_j=self.cpu_j + cpu_j,
+            epoch_gpu_j=self.epoch_gpu_j + gpu_j,
+            epoch_cpu_j=self.epoch_cpu_j + cpu_j,
+        )
 
-    def after_evaluation(self, accuracy: float, target: float | None) -> TrainState:
-        """After the evaluation of an epoch."""
-        at_target = self.at_target + 1 if target is not None and accuracy >= target else 0
-        began = {"epoch": self.progress.epoch, "evaluated": self.progress.step, "epoch_s": 0.0, "sums": zero_sums()}
-        began |= {
-            "trained_s": self.trained_s + self.epoch_s,
-            "trained_images": self.trained_images + round(self.sums["count"]),
-            "epoch_gpu_j": 0.0,
-            "epoch_cpu_j": 0.0,
-        }
-        if not accuracy <= self.best:  # the first one too
-            began |= {"best": accuracy, "best_epoch": self.epoch + 1}
-        return replace(self, at_target=at_target, target=target, accuracy=accuracy, **began)  # type: ignore[arg-type]
+    def after_evaluation(self, accuracy: float, target: float | None, seconds: float) -> TrainState:
+        """After the evaluation of an epoch, `seconds` into the job; `target` is stop.target_accuracy."""
+        is_best = not accuracy <= self.best  # the first one too
+        return replace(
+            self,
+            seconds=seconds,
+            epoch=self.progress.epoch,
+            evaluated=self.progress.step,
+            evaluated_s=seconds,
+            epoch_s=0.0,
+            sums=zero_sums(),
+            at_target=self.at_target + 1 if target is not None and accuracy >= target else 0,
+            target=target,
+            accuracy=accuracy,
+            best=accuracy if is_best else self.best,
+            best_epoch=self.epoch + 1 if is_best else self.best_epoch,
+            trained_s=self.trained_s + self.epoch_s,
+            trained_images=self.trained_images + round(self.sums["count"]),
+            epoch_gpu_j=0.0,
+            epoch_cpu_j=0.0,
+        )
+
+
+# What a checkpoint from before hvdtrain 0.1 measured energy does not have.
+_ADDED: dict[str, Any] = {
+    "best": None,
+    "best_epoch": 0,
+    "evaluated_s": 0.0,
+    "trained_s": 0.0,
+    "trained_images": 0,
+    "gpu_j": None,
+    "cpu_j": None,
+    "epoch_gpu_j": None,
+    "epoch_cpu_j": None,
+    "reached": [],
+}
 
 
 def to_json(train_state: TrainState) -> dict[str, Any]:
+    """A tree that json.dumps() takes; NaN is None."""
     tree = asdict(train_state)
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in tree.items()}
 
 
 def from_json(tree: dict[str, Any]) -> TrainState:
-    """ValueError, KeyError or TypeError where a number is missing, is none, or cannot be."""
-    counts = {name: tree["progress"][name] for name in ("dataset", "total", "step", "samples")}
-    whole = {name: tree[name] for name in ("epoch", "evaluated", "at_target", "nonfinite", "batch")} | {
-        name: tree.get(name, 0) for name in ("best_epoch", "trained_images")
-    }
-    odd = {name: n for name, n in (counts | whole).items() if type(n) is not int or not 0 <= n < 2**63}
-    if odd or not counts["dataset"]:
-        raise ValueError(f"counts that cannot be: {odd or counts}")
-    numbers = {name: _number(tree[name]) for name in ("seconds", "epoch_s", "lr")} | {
-        name: _number(tree.get(name, 0.0)) for name in ("trained_s", "evaluated_s")
-    }
-    sums = {name: _number(tree["sums"][name]) for name in zero_sums()}
-    signal, noise = (_number(x) for x in tree["noise"])
-    target = None if tree["target"] is None else _number(tree["target"])
-    unknown = dict.fromkeys(("best", *_JOULES)) | {"reached": []}
-    tree = unknown | tree  # checkpoints of hvdtrain 0.1 before it measured energy have none of these
-    maybe = {name: math.nan if tree[name] is None else _number(tree[name]) for name in ("accuracy", "best", *_JOULES)}
-    reached = tuple(_reached(entry) for entry in tree["reached"])
-    return TrainState(Progress(**counts), sums=sums, target=target, noise=(signal, noise), reached=reached, **maybe, **numbers, **whole)  # type: ignore[arg-type]
+    """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out of range."""
+    tree = _ADDED | tree
+    tree = _pick(tree, [each.name for each in fields(TrainState)])  # a default is for a new job: a checkpoint has every value
+    tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
+    tree["sums"] = _pick(tree["sums"], zero_sums())
+    try:
+        return _adapter().validate_json(json.dumps(tree), strict=True)  # as JSON: a list is a tuple, and true or "1" no number
+    except ValidationError as error:
+        raise ValueError(_summary(error)) from None
 
 
-def _reached(entry: Any) -> Reached:
-    target, accuracy, seconds, epochs, images, joules = entry
-    known = None if joules is None else _number(joules)
-    return Reached(_number(target), _number(accuracy), _number(seconds), _number(epochs), int(_number(images)), known)
+def _pick(tree: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """These entries of a tree; KeyError where one is missing."""
+    return {name: tree[name] for name in names}
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"not a finite number: {value!r:.40}")
-    return float(value)
+@cache
+def _adapter() -> TypeAdapter[TrainState]:
+    return TypeAdapter(TrainState)
+
+
+def _summary(error: ValidationError) -> str:
+    """One line: progress.step: Input should be a valid integer, not 'x'."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}, not {first['input']!r:.40}"

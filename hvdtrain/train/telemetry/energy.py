@@ -14,11 +14,10 @@ from hvdtrain.comm.communicator import Communicator
 
 POWERCAP = Path("/sys/class/powercap")
 MOST_W = 600.0  # of one processor package
-KEEP_UP_S = 20.0
-PAUSE_S = 1.0  # between two looks at the counters: each is a call of the driver, or a file of the kernel
+KEEP_UP_S = 20.0  # RAPL's counters start again at 0 after 64 to 262 kJ: some minutes under load
 KINDS = {"gpu": ("GPUs", "NVML"), "cpu": ("processors", "RAPL")}  # kind -> what is measured, and by what
 _ZONE = re.compile(r"intel-rapl:\d+$")  # of AMD's processors too; intel-rapl:0:0 is a part of intel-rapl:0
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Nvml(Protocol):
@@ -33,171 +32,181 @@ class Nvml(Protocol):
 
 
 class Claim(NamedTuple):
-    """What one rank has found; all ranks exchange these."""
+    """The counters that one rank has found; all ranks exchange these."""
 
     host: str
     machine: str  # the same for two containers of one machine, whose host names differ
     gpu: str | None
-    why: dict[str, str]  # kind -> "", or why its counter cannot be read from here; no "gpu" where this rank uses none
+    reasons: dict[str, str]  # kind -> "", or why its counter cannot be read here; no "gpu" where this rank uses none
 
 
 class Counter:
-    """A meter of hardware: joules since the last look. `modulus` joules is where it starts again at 0; inf: never."""
+    """A counter of the hardware. It starts again at 0 after `modulus` joules; inf: never."""
 
     def __init__(self, read_j: Callable[[], float], modulus: float = math.inf) -> None:
         self._read_j, self._modulus = read_j, modulus
         self._last = read_j()
 
     def joules(self, since_s: float = 0.0) -> float:
-        """NaN where it went backwards, since the driver was loaded anew, or may have started again more than once since the last look,
-        since_s ago. Raises what reading raises.
+        """Joules since the last call, which was since_s ago. Raises what reading raises.
+
+        NaN where the counter went backwards, since the driver was loaded anew, or may have started again more than once.
         """
         now = self._read_j()
-        step, self._last = now - self._last, now
-        if step < 0:
-            step = step + self._modulus if math.isfinite(self._modulus) else math.nan
-        return step if since_s * MOST_W < self._modulus else math.nan
+        difference, self._last = now - self._last, now
+        if difference < 0:
+            difference = difference + self._modulus if math.isfinite(self._modulus) else math.nan
+        return difference if since_s * MOST_W < self._modulus else math.nan
 
 
 class Unmeasured(Exception):
     """Why there is no counter."""
 
 
-class Energy:
-    """`why`: kind -> "" where it is measured, else the reason; the same on all ranks. No "gpu" where no rank uses one."""
+class EnergyCounters:
+    """The counters that this rank reads, so that all ranks together read each counter of the job once.
 
-    def __init__(self, why: dict[str, str], counters: Mapping[str, Sequence[Counter]], clock: Callable[[], float]) -> None:
-        self.why, self._counters, self._clock = why, {kind: counters.get(kind, ()) for kind in KINDS}, clock
-        self._looked_s = clock()
+    reasons: kind -> "" where it is measured, else why it is not; the same on all ranks. No "gpu" where no rank uses one.
+    """
+
+    def __init__(self, reasons: dict[str, str], counters: Mapping[str, Sequence[Counter]], clock: Callable[[], float]) -> None:
+        self.reasons, self._clock = reasons, clock
+        self._counters = {kind: counters.get(kind, ()) for kind in KINDS}
+        self._read_s = clock()
         self._failed: set[str] = set()
-        self._kept = dict.fromkeys(KINDS, 0.0)  # joules that nobody has read yet
+        self._unread = dict.fromkeys(KINDS, 0.0)  # joules that keep_up() has seen since the last read()
 
-    def read(self, now: bool = False) -> dict[str, float]:
-        """{"joules.gpu": J, "joules.cpu": J} since the last read on this rank; added up over all ranks they are the job's.
+    def read(self) -> dict[str, float]:
+        """{"gpu": J, "cpu": J} since the last call on this rank; added up over all ranks they are the job's.
 
-        0.0 for what another rank reads, or nobody measures. Counters are looked at once a second at most, unless `now`: in between it
-        is 0.0, and comes with a later read. RAPL's start again at 0 (64 to 262 kJ: some minutes under load): see keep_up().
-        A counter that fails makes its kind NaN for ever, and with it the sum over ranks, on all of them.
+        0.0 for what another rank reads, or no rank. A counter that fails makes its kind NaN from then on, and with it the sum over ranks.
         """
-        if not now and self._clock() - self._looked_s < PAUSE_S:
-            return {f"joules.{kind}": math.nan if kind in self._failed else 0.0 for kind in KINDS}
-        self._look_at_all()
-        kept, self._kept = self._kept, dict.fromkeys(KINDS, 0.0)
-        return {f"joules.{kind}": joules for kind, joules in kept.items()}
+        self._read_all()
+        joules, self._unread = self._unread, dict.fromkeys(KINDS, 0.0)
+        return joules
 
     def keep_up(self) -> None:
-        """Between two reads that may be far apart: no counter starts again twice unseen. A tenth of a microsecond if it is too early."""
-        if self._clock() - self._looked_s > KEEP_UP_S:
-            self._look_at_all()
+        """Between two reads that may be far apart, so that no counter starts again twice unseen. 0.1 us where it is too early."""
+        if self._clock() - self._read_s > KEEP_UP_S:
+            self._read_all()
 
-    def _look_at_all(self) -> None:
+    def _read_all(self) -> None:
         now_s = self._clock()
-        since_s, self._looked_s = now_s - self._looked_s, now_s
-        self._kept = {kind: joules + self._look(kind, since_s) for kind, joules in self._kept.items()}
+        since_s, self._read_s = now_s - self._read_s, now_s
+        self._unread = {kind: joules + self._joules(kind, since_s) for kind, joules in self._unread.items()}
 
-    def _look(self, kind: str, since_s: float) -> float:
+    def _joules(self, kind: str, since_s: float) -> float:
         joules = math.nan
         if kind not in self._failed:
             try:
                 joules = math.fsum(counter.joules(since_s) for counter in self._counters[kind])
-            except Exception:  # OSError, ValueError, NVML's own: whichever it is, the number is gone, and training is not worth less
+            except Exception:  # OSError, ValueError, NVML's own: the number is lost, and training goes on without it
                 joules = math.nan
         if math.isnan(joules):
             self._failed.add(kind)
         return joules
 
 
-def measure(
+def find_counters(
     communicator: Communicator,
     gpu: str | None,
-    gpu_why: str = "",
+    gpu_reason: str = "",
     powercap: Path = POWERCAP,
     nvml: Nvml | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Energy:
-    """Every rank calls it. gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_why, where that is not known.
+    boot_id: Path = _BOOT_ID,
+) -> EnergyCounters:
+    """The counters of this rank. Every rank calls it.
 
-    The lowest rank of those that share a GPU, or a machine, reads its counter. A kind counts only if all its counters can be read.
-    A counter is of the whole board, or of the package without its memory: whoever else uses them is counted too.
+    gpu: NVML's UUID ("GPU-...") of the device of this rank; None, with gpu_reason, where that is not known. The lowest rank of those
+    that share a GPU, or a machine, reads its counter. A kind counts only if all its counters can be read. A counter is of the whole
+    board, or of the package without its memory: other processes that use them are counted too.
     """
-    why, counters = dict[str, str](), dict[str, list[Counter]]()
-    probes: dict[str, Callable[[], list[Counter]]] = {"cpu": lambda: packages(powercap)}
-    if gpu is not None or gpu_why:
-        probes["gpu"] = lambda: [board(gpu, gpu_why, nvml)]
+    mine: dict[str, list[Counter]] = {}
+    reasons: dict[str, str] = {}
+    probes: dict[str, Callable[[], list[Counter]]] = {"cpu": lambda: package_counters(powercap)}
+    if gpu is not None or gpu_reason:
+        probes["gpu"] = lambda: [gpu_counter(gpu, gpu_reason, nvml)]
     for kind, probe in probes.items():
         try:
-            counters[kind], why[kind] = probe(), ""
+            mine[kind], reasons[kind] = probe(), ""
         except Unmeasured as error:
-            why[kind] = str(error)
+            reasons[kind] = str(error)
     host = socket.gethostname()
-    claims: list[Claim] = communicator.allgather_object(Claim(host, _machine(host), gpu, why))
-    joined = {kind: _reason([c for c in claims if kind in c.why], kind) for kind in KINDS if any(kind in c.why for c in claims)}
-    first = {
-        "gpu": gpu is not None and communicator.rank == min(rank for rank, c in enumerate(claims) if c.gpu == gpu),
-        "cpu": communicator.rank == min(rank for rank, c in enumerate(claims) if c.machine == claims[communicator.rank].machine),
+    claims: list[Claim] = communicator.allgather_object(Claim(host, _machine(host, boot_id), gpu, reasons))
+    claims_of = {kind: [claim for claim in claims if kind in claim.reasons] for kind in KINDS}
+    job_reasons = {kind: _reason_of_all(some, kind) for kind, some in claims_of.items() if some}
+    machine = claims[communicator.rank].machine
+    reads = {
+        "gpu": gpu is not None and communicator.rank == min(rank for rank, claim in enumerate(claims) if claim.gpu == gpu),
+        "cpu": communicator.rank == min(rank for rank, claim in enumerate(claims) if claim.machine == machine),
     }
-    mine = {kind: counters.get(kind, []) for kind in KINDS if first[kind] and joined.get(kind) == ""}
-    return Energy(joined, mine, clock)
+    counters = {kind: mine.get(kind, []) for kind in KINDS if reads[kind] and job_reasons.get(kind) == ""}
+    return EnergyCounters(job_reasons, counters, clock)
 
 
-def words(why: Mapping[str, str]) -> str:
-    """One line for people: energy  GPUs by NVML; processors not measured: no /sys/class/powercap/intel-rapl here."""
-    parts = [f"{KINDS[kind][0]} {f'not measured: {why[kind]}' if why[kind] else f'by {KINDS[kind][1]}'}" for kind in KINDS if kind in why]
+def summary(reasons: Mapping[str, str]) -> str:
+    """One line: energy  GPUs by NVML; processors not measured: no /sys/class/powercap/intel-rapl here."""
+    parts = []
+    for kind, (things, method) in KINDS.items():
+        if kind in reasons:
+            parts.append(f"{things} not measured: {reasons[kind]}" if reasons[kind] else f"{things} by {method}")
     return f"energy  {'; '.join(parts)}"
 
 
-def _machine(host: str) -> str:
+def _machine(host: str, boot_id: Path) -> str:
     try:
-        return _BOOT.read_text(encoding="ascii").strip() or host
+        return boot_id.read_text(encoding="ascii").strip() or host
     except (OSError, ValueError):  # no Linux, or no /proc
         return host
 
 
-def _reason(claims: Sequence[Claim], kind: str) -> str:
-    """Empty where all can be read; else one host's reason, named unless it is everybody's."""
-    reasons = [(claim.host, claim.why[kind]) for claim in claims if claim.why[kind]]
+def _reason_of_all(claims: Sequence[Claim], kind: str) -> str:
+    """Empty where all can be read; else the reason of one host, with its name unless all have the same reason."""
+    reasons = [(claim.host, claim.reasons[kind]) for claim in claims if claim.reasons[kind]]
     if not reasons:
         return ""
     host, reason = reasons[0]
+    different = {other for other, _ in reasons}
     if len(reasons) == len(claims) and all(other == reason for _, other in reasons):
         return reason
-    more = len({other for other, _ in reasons}) - 1
+    more = len(different) - 1
     return f"{host}: {reason}" + (f" (and {more} more host{'s' * (more > 1)})" if more else "")
 
 
-def packages(powercap: Path) -> list[Counter]:
+def package_counters(powercap: Path) -> list[Counter]:
     """RAPL's counter of each processor package here; Unmeasured where one cannot be read."""
     try:
         zones = sorted(path for path in powercap.glob("intel-rapl:*") if _ZONE.match(path.name))
         zones = [zone for zone in zones if (zone / "name").read_text(encoding="ascii").startswith("package-")]
         if not zones:
             raise Unmeasured(f"no {powercap}/intel-rapl here")
-        return [_package(zone) for zone in zones]
+        return [_package_counter(zone) for zone in zones]
     except PermissionError as error:
         fix = f"an administrator can open it: chmod a+r {powercap}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
-        raise Unmeasured(f"{error.filename} is for root alone since CVE-2020-8694; {fix}") from None
+        raise Unmeasured(f"{error.filename} can be read by root only since CVE-2020-8694; {fix}") from None
     except (OSError, ValueError) as error:
         raise Unmeasured(f"cannot read {powercap}/intel-rapl: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _package(zone: Path) -> Counter:
+def _package_counter(zone: Path) -> Counter:
     def microjoules(name: str) -> int:
         return int((zone / name).read_text(encoding="ascii"))
 
     return Counter(lambda: microjoules("energy_uj") / 1e6, microjoules("max_energy_range_uj") / 1e6)
 
 
-def board(gpu: str | None, gpu_why: str, nvml: Nvml | None = None) -> Counter:
+def gpu_counter(gpu: str | None, gpu_reason: str, nvml: Nvml | None = None) -> Counter:
     """NVML's counter of one GPU; Unmeasured where there is none."""
     if gpu is None:
-        raise Unmeasured(gpu_why)
+        raise Unmeasured(gpu_reason)
     if gpu.startswith("MIG-"):
         raise Unmeasured(f"{gpu} is a part of a GPU (MIG), and NVML counts whole ones")
     nvml = nvml or _pynvml()
     try:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu)
-        if _in_parts(nvml, handle):
+        if _is_divided(nvml, handle):
             raise Unmeasured(f"{gpu} is divided (MIG), and NVML counts whole GPUs")
         return Counter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)  # millijoules since the driver was loaded
     except nvml.NVMLError as error:
@@ -213,7 +222,7 @@ def _pynvml() -> Nvml:
     return module
 
 
-def _in_parts(nvml: Nvml, handle: Any) -> bool:
+def _is_divided(nvml: Nvml, handle: Any) -> bool:
     try:
         return nvml.nvmlDeviceGetMigMode(handle)[0] == 1
     except nvml.NVMLError:  # a GPU that cannot be divided

@@ -34,10 +34,10 @@ NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
     """Seconds of each phase, in order; "launcher" where one of this host's processes is the launcher's, and /proc tells."""
-    marks = list(heartbeat.marks.items())
+    marks = list(heartbeat.start_marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
-    if began is not None and marks and heartbeat.of_process:
+    if began is not None and marks and heartbeat.owns_process:
         now = time.monotonic() if now_s is None else now_s
         launched = _launcher_age_s()
         if launched is not None and launched >= began:
@@ -51,10 +51,10 @@ def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]
 def fields(heartbeat: Heartbeat) -> dict[str, Any]:
     """Of the event "started"."""
     found = phases(heartbeat)
-    return {"start_s": found, "lines": [words(found)]}
+    return {"start_s": found, "lines": [summary(found)]}
 
 
-def words(found: dict[str, float]) -> str:
+def summary(found: dict[str, float]) -> str:
     """One line: start   3.1 s to the end of the first step: launcher 0.4, Python 0.3, ranks 0.5, ..."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= 0.05)
     return f"start   {sum(found.values()):.1f} s to the end of the first step{': ' * bool(parts)}{parts}"

@@ -17,8 +17,9 @@ from hvdtrain.core.digest import digest
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task, fair_threads
-from hvdtrain.train.build import build_learner, build_task
-from hvdtrain.train.same_state import agree, share_state
+from hvdtrain.train.build import build_learner
+from hvdtrain.train.datasets import build_task
+from hvdtrain.train.replicas.broadcast import broadcast_state, check_same_facts
 
 
 class Beside(SingleProcessCommunicator):
@@ -37,9 +38,9 @@ class Beside(SingleProcessCommunicator):
 
 
 def test_facts_that_differ_are_named_with_rank_and_host() -> None:
-    agree(Beside([("n1", {"samples": 5, "seed": 1})]), {"samples": 5, "seed": 1})
+    check_same_facts(Beside([("n1", {"samples": 5, "seed": 1})]), {"samples": 5, "seed": 1})
     with pytest.raises(UserError) as caught:
-        agree(Beside([("n1", {"samples": 5, "seed": 1})]), {"samples": 6, "seed": 1})
+        check_same_facts(Beside([("n1", {"samples": 5, "seed": 1})]), {"samples": 6, "seed": 1})
     assert caught.value.what == "samples differs between ranks: 5 on rank 0, 6 on rank 1"
     assert caught.value.where == f"hosts n1 and {socket.gethostname()}"
 
@@ -55,7 +56,7 @@ def test_rank_0s_state_reaches_the_others() -> None:
     assert digest(one.state()) != digest(state)
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
     communicator = Beside([schema, digest(state)], {f"state.{name}": array for name, array in state.items()})
-    assert share_state(communicator, one, None) == digest(state) == digest(one.state())
+    assert broadcast_state(communicator, one, None) == digest(state) == digest(one.state())
 
 
 def test_ranks_that_differ_after_the_start_stop() -> None:
@@ -65,7 +66,7 @@ def test_ranks_that_differ_after_the_start_stop() -> None:
     sent = {f"state.{name}": copy.deepcopy(array) for name, array in state.items()}
     sent["state.p.head.bias"][0] += 1e-3  # memory that lies
     with pytest.raises(RuntimeError, match="ranks differ after the start"):
-        share_state(Beside([schema, digest(state)], sent), one, None)
+        broadcast_state(Beside([schema, digest(state)], sent), one, None)
 
 
 def test_both_parts_of_a_data_set_must_fit() -> None:

@@ -1,0 +1,71 @@
+"""profile.steps=A:B: a trace of some steps of this rank, written by the framework's own profiler."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+from hvdtrain.events.log import Log
+from hvdtrain.frameworks.learner import Learner
+
+
+def parse_profile_steps(steps: str | None, where: str) -> tuple[int, int] | None:
+    """(10, 15) of profile.steps=10:15: steps done where the trace begins and where it ends. None of None.
+
+    Raises UserError for anything else; `where` says where the key was set.
+    """
+    if steps is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", steps)
+    if not match or int(match[1]) >= int(match[2]):
+        raise UserError(
+            f"profile.steps={steps} is no range of steps", where, "profile.steps=10:15 traces the five steps that follow step 10"
+        )
+    return int(match[1]), int(match[2])
+
+
+class StepProfiler:
+    """Traces the steps that follow step `first` up to step `last` into `folder`. A trace that fails is a warning: training goes on."""
+
+    def __init__(self, learner: Learner, log: Log, folder: Path, first: int, last: int) -> None:
+        self._learner, self._log, self.folder = learner, log, folder
+        self.first, self.last = first, last
+        self._trace: AbstractContextManager[None] | None = None
+        self._over = False
+
+    def before_step(self, step: int) -> None:
+        """Begins or ends the trace where a step begins after `step` others."""
+        if self._over:
+            return
+        if self.first <= step < self.last and self._trace is None:
+            self._begin()
+        if step >= self.last:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Writes a trace that has begun; `step` steps are done."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        self._over = True
+        try:
+            trace.__exit__(None, None, None)
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        else:
+            self._log.emit("profile", step, files=[str(self.folder)])
+
+    def _begin(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._trace = self._learner.profile(self.folder)
+            self._trace.__enter__()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._over = True
+        warnings.warn(f"no profile: {error}; training goes on without it", stacklevel=2)
