@@ -85,7 +85,7 @@ def metadata(path: str = "m.safetensors") -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "options", "arguments"),
     [
         ("wide_resnet", {"widths": (4, 4, 8, 8)}, ["model.widths=[4,4,8,8]", "norm.kind=ghost", "norm.ghost=2"]),
         ("wide_resnet", {"widths": (4, 4, 8, 8)}, ["model.widths=[4,4,8,8]", "norm.kind=sync"]),
@@ -93,10 +93,10 @@ def metadata(path: str = "m.safetensors") -> dict[str, str]:
     ],
     ids=["ghost", "sync", "fp64"],
 )
-def test_the_files_give_the_logits_of_the_learner(name: str, options: dict, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_files_give_the_learners_logits(name: str, options: dict, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A new model, loaded strictly, on images normalized by the metadata; its loss is that of the learner's evaluation."""
-    learner = trained(f"model.name={name}", *words)
-    dtype = torch.float64 if "speed.precision=fp64" in words else torch.float32
+    learner = trained(f"model.name={name}", *arguments)
+    dtype = torch.float64 if "speed.precision=fp64" in arguments else torch.float32
     lines = [exported(capsys, "--to", file) for file in ("m.safetensors", "m.pt")]
     fields, batch = metadata(), images()
     assert {key: json.loads(fields[key]) for key in ("mean", "std", "image_shape", "classes", "step", "epochs")} == {
@@ -214,12 +214,12 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_the_next_export_overwrites_it
 
 
 def test_a_numpy_job_is_exported_without_torch() -> None:
-    words = ["framework=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
+    arguments = ["framework=numpy", "model.name=linear", "epochs=2", "optim.base_lr=0.05", f"run={Path('job').absolute()}"]
     code = f"""
 import sys
 from hvdtrain.__main__ import main
 from hvdtrain.cli.export.command import export
-assert main({words!r}) == 0
+assert main({arguments!r}) == 0
 assert export([{str(Path("job").absolute())!r}, "--to", {str(Path("m.safetensors").absolute())!r}, "--checkpoint", "best"]) == 0
 loaded = [m for m in ("torch", "jax", "sklearn.linear_model") if m in sys.modules]
 assert not loaded, loaded

@@ -140,7 +140,7 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
         (["--classes", "0"], ["0 is no number of samples or classes"]),
         (["--ranks", "8,x"], ["cannot read the numbers of ranks '8,x'", "--ranks 1,8,64,512"]),
         (["--ranks"], ["argument --ranks: expected one argument"]),
-        (["--rank", "8"], ["cannot read the word '--rank'"]),
+        (["--rank", "8"], ["cannot read the argument '--rank'"]),
         (["batch.sise=8"], ["no such key: batch.sise", "did you mean batch.size?"]),
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["model.name=resnet5"], ["unknown name: resnet5", "did you mean resnet50?"]),
@@ -168,9 +168,9 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         with Image.open("plan.png") as image:
             assert (image.format, image.size) == ("PNG", (1440, 960))
             pixels = np.asarray(image.convert("RGB"))
-        for place, colour in enumerate(colours.values()):
+        for index, colour in enumerate(colours.values()):
             of_colour = (pixels == colour).all(2)  # (H, W)
-            assert (of_colour[:580].sum() > 1000, of_colour[580:860].sum() > 1000) == (place < lines,) * 2
+            assert (of_colour[:580].sum() > 1000, of_colour[580:860].sum() > 1000) == (index < lines,) * 2
     assert "cannot write the picture" in " ".join(fails(capsys, *SMALL, "--ranks", "1", "--png", "nowhere/plan.png").split())
 
 

@@ -161,22 +161,22 @@ def test_the_command_line_writes_every_name(tmp_path: Path, arguments: list[str]
     assert (done.returncode, done.stderr) == (0, b"") and f"\n{line}\n".encode() in done.stdout, done
 
 
-def sized(columns: int) -> tuple[int, IO[str]]:
-    """A terminal of so many columns: its other end, and it."""
-    mine, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    return mine, os.fdopen(theirs, "w")
+def pseudo_terminal(columns: int) -> tuple[int, IO[str]]:
+    """The two ends of a pseudo-terminal of so many columns: the master and the terminal."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    return master, os.fdopen(terminal, "w")
 
 
 def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    (a, watched), (b, unseen) = sized(80), sized(0)
+    (a, watched), (b, unseen) = pseudo_terminal(80), pseudo_terminal(0)
     with watched, unseen, (tmp_path / "log").open("w") as file:
-        assert is_interactive(watched) and not is_interactive(unseen), "Open MPI's own for an output that is a pipe has no size"
+        assert is_interactive(watched)
+        assert not is_interactive(unseen), "Open MPI gives ranks a terminal without a size where its output is a pipe"
         assert not is_interactive(file) and not is_interactive(io.StringIO()) and not is_interactive(None)
-        assert isinstance(terminal_sink(watched, LogConfig()).sink, ProgressDisplay) and isinstance(
-            terminal_sink(file, LogConfig()).sink, TextWriter
-        )
+        assert isinstance(terminal_sink(watched, LogConfig()).sink, ProgressDisplay)
+        assert isinstance(terminal_sink(file, LogConfig()).sink, TextWriter)
         assert isinstance(terminal_sink(watched, LogConfig(display="lines")).sink, TextWriter)
         assert isinstance(terminal_sink(file, LogConfig(display="live")).sink, ProgressDisplay)
         monkeypatch.setenv("TERM", "dumb")
@@ -185,56 +185,56 @@ def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pyt
     os.close(b)
 
 
-def in_a_terminal(words: list[str], columns: int) -> tuple[int, str]:
-    """A program before a person: its exit code, and all that it wrote."""
-    mine, theirs = sized(columns)
+def run_in_terminal(command: list[str], columns: int) -> tuple[int, str]:
+    """Runs a program in an interactive terminal: its exit code and its output."""
+    master, terminal = pseudo_terminal(columns)
     env = {**environment(), "TERM": "xterm-256color"}
-    job = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
-    theirs.close()
+    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
+    terminal.close()
     text, limit_s = b"", time.monotonic() + 90
     try:
         while time.monotonic() < limit_s:
-            if select.select([mine], [], [], 0.5)[0]:
+            if select.select([master], [], [], 0.5)[0]:
                 try:
-                    text += os.read(mine, 65536)
-                except OSError:  # nobody has the other end any more
+                    text += os.read(master, 65536)
+                except OSError:  # the terminal is closed
                     break
         return job.wait(10), text.decode(errors="replace")
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-        os.close(mine)
+        os.close(master)
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, theirs = sized(80)
-    sink = ProgressDisplay(theirs)
+    master, terminal = pseudo_terminal(80)
+    sink = ProgressDisplay(terminal)
     sink(START)
     sink(Event(1.0, "step", 5, STEP))
-    os.close(mine)
+    os.close(master)
     with pytest.raises(OSError, match="Input/output error"):
-        os.write(theirs.fileno(), b"x")
+        os.write(terminal.fileno(), b"x")
     sink(Event(2.0, "epoch", 10, EPOCH))
     sink._live.refresh()
     sink(Event(3.0, "end", 10, {"lines": ["done"]}))
     sink.close(0)
-    os.close(theirs.fileno())
+    os.close(terminal.fileno())
     with contextlib.suppress(OSError):
-        theirs.close()
+        terminal.close()
 
 
 @needs_mpirun
 def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     from ranks import mpirun_path
 
-    words = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "model.name=mlp", "epochs=3"]
-    code, text = in_a_terminal([*words, f"run={tmp_path / 'one'}"], 100)
+    command = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "model.name=mlp", "epochs=3"]
+    code, text = run_in_terminal([*command, f"run={tmp_path / 'one'}"], 100)
     plain = CODES.sub("", text)
     assert code == 0, text
     assert "\x1b[2K" in text and "━" in text and "images/s" in plain and re.search(r"job +step \d+", plain)
     assert re.search(r"best     0\.\d{4} in epoch \d", plain) and "run folder: " in plain
     piped = subprocess.run(
-        ["bash", "-c", '"$@" | cat', "bash", *words, f"run={tmp_path / 'two'}"],
+        ["bash", "-c", '"$@" | cat', "bash", *command, f"run={tmp_path / 'two'}"],
         capture_output=True,
         text=True,
         env={**environment(), "TERM": "xterm"},

@@ -151,7 +151,7 @@ def test_nothing_is_imported_before_the_first_event(run: Path, monkeypatch: pyte
 
 
 def test_tensorboard_reads_back(run: Path) -> None:
-    """In TensorBoard's own reader the step that was done twice has the second value alone."""
+    """In TensorBoard's own reader the repeated step has its second value only."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -229,22 +229,22 @@ def test_mlflow_starts_a_new_run_where_the_id_is_unknown(run: Path) -> None:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Of a .wandb file: 7 bytes, then LevelDB's log: blocks of 32768 bytes, pieces of (checksum, length, kind: 1 whole, 2 3 4 parts)."""
-    data, at, whole = file.read_bytes(), 7, b""
+    """Of a .wandb file: 7 bytes, then LevelDB's log: blocks of 32768 bytes, chunks (checksum, length, kind: 1 full, 2 to 4 parts)."""
+    data, offset, record = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole = data[at + 7 : at + 7 + length] if kind in (1, 2) else whole + data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4) and at <= len(data):
-            yield whole
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        record = data[offset + 7 : offset + 7 + length] if kind in (1, 2) else record + data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4) and offset <= len(data):
+            yield record
 
 
 def read_wandb(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[int], set[str]]:
-    """(rows, configuration, exit codes, kinds of records) of one offline run: all that an upload would know."""
+    """(rows, configuration, exit codes, kinds of records) of one offline run: all that an upload would send."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, config, codes, kinds = [], dict[str, Any](), [], set()
@@ -282,15 +282,15 @@ def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wandb_modes(tmp_path: Path) -> None:
-    nobody = {"NETRC": str(tmp_path / "netrc")}
-    assert wandb.mode(nobody) == "offline"
-    assert wandb.mode({**nobody, "WANDB_API_KEY": "k"}) == "online"
-    assert wandb.mode({**nobody, "WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "offline"
+    logged_out = {"NETRC": str(tmp_path / "netrc")}
+    assert wandb.mode(logged_out) == "offline"
+    assert wandb.mode({**logged_out, "WANDB_API_KEY": "k"}) == "online"
+    assert wandb.mode({**logged_out, "WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "offline"
     (tmp_path / "netrc").write_text("machine wandb.site login user password k\n")
-    assert wandb.mode(nobody) == "offline"
-    assert wandb.mode({**nobody, "WANDB_BASE_URL": "https://wandb.site"}) == "online"
+    assert wandb.mode(logged_out) == "offline"
+    assert wandb.mode({**logged_out, "WANDB_BASE_URL": "https://wandb.site"}) == "online"
     with pytest.raises(UserError) as caught:
-        wandb.mode({**nobody, "WANDB_MODE": "online"})
+        wandb.mode({**logged_out, "WANDB_MODE": "online"})
     assert str(caught.value) == (
         "WANDB_MODE=online, but there is no key for https://api.wandb.ai\n  where: log.trackers\n"
         "  fix: run wandb login or set WANDB_API_KEY; WANDB_MODE=offline keeps the run in its folder"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from test_report_run import CONFIG, WHOLE, end, epoch, record_of, run_on, start, step, write
+from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, start, step, write
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.report import Progress
@@ -80,7 +80,7 @@ def test_every_picture_shows_its_lines(made: Path) -> None:
         with Image.open(made / f"report-{name}.png") as picture:
             assert picture.format == "PNG" and picture.width == round(5.6 * 150) and 400 < picture.height < 900, name
             pixels = np.asarray(picture.convert("RGB")).astype(int)
-        drawn = np.abs(pixels - [int(COLOURS[0][place : place + 2], 16) for place in (1, 3, 5)]).sum(2) < 110
+        drawn = np.abs(pixels - [int(COLOURS[0][digit : digit + 2], 16) for digit in (1, 3, 5)]).sum(2) < 110
         assert drawn.sum() > 60 and (pixels.sum(2) == 765).mean() > 0.3, name  # the first run's colour, pale where it is thin, on white
 
 
@@ -145,7 +145,7 @@ def test_a_report_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def page_of(*records: RunRecord) -> str:
-    return PageParser(render_page(records, [f"r{place}" for place, _ in enumerate(records)], [], "command")).text
+    return PageParser(render_page(records, [f"r{index}" for index, _ in enumerate(records)], [], "command")).text
 
 
 def test_a_crash_shows_its_last_events() -> None:
@@ -193,11 +193,11 @@ def test_the_lines_of_the_figures() -> None:
     assert lines_of(training.accuracy([half], ["a"])) == [([0.5], [0.05]), ([0.5], [0.7]), ([0, 1], [0.9, 0.9])]
     drawn = training.loss([half], ["a"])
     assert drawn and drawn.axes[0].lines[0].get_marker() == "o"
-    assert lines_of(training.rates([record_of(WHOLE)], ["a"])) == [
+    assert lines_of(training.rates([record_of(COMPLETE)], ["a"])) == [
         ([0.5, 1.0, 1.5, 2.0], [0.1] * 4),
         ([0.5, 1.0, 1.5, 2.0], [64.0] * 4),
     ]
-    assert lines_of(speed.throughput([record_of(WHOLE)], ["a"])) == [([1.0, 2.0, 3.0, 4.0], [320.0] * 4)]
+    assert lines_of(speed.throughput([record_of(COMPLETE)], ["a"])) == [([1.0, 2.0, 3.0, 4.0], [320.0] * 4)]
 
 
 def test_phases_are_means_over_steps() -> None:
@@ -206,7 +206,7 @@ def test_phases_are_means_over_steps() -> None:
     assert speed.phase_ms(events[:2]) == {"forward": 3.5, "unknown": 0.0} and speed.phase_ms([{"kind": "step"}]) == {}
     figure = speed.phases([record_of([*events[:2], epoch(1, 0.5, step=20), events[2]])], ["a"])
     assert figure and [bar.get_height() for bar in figure.axes[0].patches[:2]] == [3.5, 2.0]
-    both = speed.phases([record_of(WHOLE), record_of(WHOLE)], ["a", "b"])
+    both = speed.phases([record_of(COMPLETE), record_of(COMPLETE)], ["a", "b"])
     assert both and [bar.get_width() for bar in both.axes[0].patches] == [2.0, 2.0, 5.0, 5.0, 1.0, 1.0]
     assert [label.get_text() for label in both.axes[0].get_yticklabels()] == ["a", "b"]
 
@@ -240,7 +240,7 @@ def test_a_figure_with_a_large_svg_is_a_png_in_the_page() -> None:
 
 def test_labels_are_shown_literally(recwarn: pytest.WarningsRecorder) -> None:
     """A dollar sign, a leading underscore, and letters that the font lacks."""
-    for drawn in draw.draw_all([record_of(WHOLE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
+    for drawn in draw.draw_all([record_of(COMPLETE[:2])] * 2, ["_$x^{$", "中文"])[:1]:
         assert files.png(drawn.figure)[:4] == b"\x89PNG" and len(drawn.figure.legends[0].texts) == 3
     assert not recwarn.list
 
@@ -254,7 +254,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     call = "fix: python -m hvdtrain report RUN [RUN ...] [--to FOLDER]"
-    run = str(write(tmp_path / "run", WHOLE, CONFIG))
+    run = str(write(tmp_path / "run", COMPLETE, CONFIG))
     assert refused(capsys, "--to", "x") == f"hvdtrain: RUN is missing\n  where: command line of report\n  {call}\n"
     assert "unknown argument '--too=x'\n  where: command line of report\n  fix: did you mean --to?" in refused(capsys, run, "--too=x")
     assert f"expected one argument\n  where: command line of report\n  {call}" in refused(capsys, run, "--to")
@@ -275,7 +275,7 @@ def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     monkeypatch.setitem(sys.modules, "matplotlib.figure", sys.modules["matplotlib"])
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(Exception, match="jinja2 is not installed"):
-        page_of(record_of(WHOLE))
+        page_of(record_of(COMPLETE))
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

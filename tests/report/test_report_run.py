@@ -54,7 +54,7 @@ def end(number: int, **fields: Any) -> Fields:
     return {"time": 1000.9 + number, "kind": "end", "step": number, "reason": "epochs=2", "exit_code": 0, **fields}
 
 
-WHOLE = [start(), step(5), step(10), epoch(1, 0.7), step(15), step(20), epoch(2, 0.6), end(20, seconds=4.25)]
+COMPLETE = [start(), step(5), step(10), epoch(1, 0.7), step(15), step(20), epoch(2, 0.6), end(20, seconds=4.25)]
 
 
 def write(folder: Path, events: list[Fields], config: Fields | None = None, torn: str = "") -> Path:
@@ -66,7 +66,7 @@ def write(folder: Path, events: list[Fields], config: Fields | None = None, torn
 
 
 def test_a_complete_run(tmp_path: Path) -> None:
-    record = read_run(write(tmp_path / "run", WHOLE, CONFIG))
+    record = read_run(write(tmp_path / "run", COMPLETE, CONFIG))
     assert record.config == CONFIG
     assert [event["step"] for event in record.step_events()] == [5, 10, 15, 20] and len(record.epoch_events()) == 2
     assert (record.ranks, record.ending) == (2, "done: epochs=2")
@@ -75,7 +75,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
-    record = read_run(write(tmp_path / "run", WHOLE[:5], torn='{"time": 1020.0, "kind": "step", "st'))
+    record = read_run(write(tmp_path / "run", COMPLETE[:5], torn='{"time": 1020.0, "kind": "step", "st'))
     assert len(record.events) == 5 and record.config == {}
     assert record.ending == "no end: it is running, or was killed; last event 1970-01-01 00:16:55 UTC"
 
@@ -120,9 +120,9 @@ def test_a_start_after_a_torn_step_times_line_is_read(tmp_path: Path) -> None:
                                   '{"time": 1, "kind": ["step"], "step": 1}', '{"time": 1, "kind": "step", "step": true}',
                                   '{"time": 1e12, "kind": "step", "step": 1}', '{"time": 1, "kind": "step", "step": -1}'])  # fmt: skip
 def test_malformed_lines_are_skipped(tmp_path: Path, line: str) -> None:
-    folder = write(tmp_path / "run", WHOLE[:2], torn=f"{line}\n" + json.dumps(WHOLE[2]) + "\n")
+    folder = write(tmp_path / "run", COMPLETE[:2], torn=f"{line}\n" + json.dumps(COMPLETE[2]) + "\n")
     (folder / "events.jsonl").write_bytes(b"\xff\xfe\n" + (folder / "events.jsonl").read_bytes())
-    assert read_run(folder).events == WHOLE[:3]
+    assert read_run(folder).events == COMPLETE[:3]
 
 
 def test_fields_that_are_no_numbers_are_nan() -> None:
@@ -153,7 +153,7 @@ def test_a_run_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
     assert refused(tmp_path / ("x" * 300)).startswith(
         f"cannot read {tmp_path / ('x' * 300)}/events.jsonl: File name too long\n  where: RUN\n"
     )
-    run, user = write(tmp_path / "closed" / "run", WHOLE), os.geteuid()
+    run, user = write(tmp_path / "closed" / "run", COMPLETE), os.geteuid()
     (tmp_path / "closed").chmod(0)
     try:
         if user == 0:
@@ -226,9 +226,9 @@ def run_on(ranks: int, speed: float, seed: int = 1, batch: int = 64, joules: flo
 
 def test_strong_scaling() -> None:
     """1 rank: 90, 100, 110 images/s are 100 with a deviation of 10. 4 ranks: 310 and 330 are 320: 3.2 times, 80% of 4. Joules 1.5 / 1.2."""
-    alone = [run_on(1, speed, seed, joules=1.2, **{"comm.compression": "fp16"}) for seed, speed in ((1, 90.0), (2, 100.0), (3, 110.0))]
-    many = [run_on(4, 310.0, 1, joules=1.4), run_on(4, 330.0, 2, joules=1.6), run_on(4, 999.0, 1, **{"model.name": "other"})]
-    (found,) = scaling_comparisons([*many, *alone])
+    on_one = [run_on(1, speed, seed, joules=1.2, **{"comm.compression": "fp16"}) for seed, speed in ((1, 90.0), (2, 100.0), (3, 110.0))]
+    on_four = [run_on(4, 310.0, 1, joules=1.4), run_on(4, 330.0, 2, joules=1.6), run_on(4, 999.0, 1, **{"model.name": "other"})]
+    (found,) = scaling_comparisons([*on_four, *on_one])
     one, four = found.rows
     assert (found.batch, one.ranks, four.ranks, one.seeds, four.seeds) == ("64 over all ranks (strong scaling)", 1, 4, "1, 2, 3", "1, 2")
     assert one.images_per_s == pytest.approx((100.0, 10.0, 3)) and four.images_per_s == pytest.approx((320.0, math.sqrt(200.0), 2))
@@ -249,27 +249,27 @@ def test_weak_scaling() -> None:
 
 def test_runs_with_other_communication_are_compared_apart() -> None:
     """Two comparisons, both with the job on one rank; none without a configuration or with one number of ranks."""
-    alone, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.compression": "fp16"})
-    assert [found.rows[1].speed_up for found in scaling_comparisons([alone, same, half])] == [1.8, 1.9]
+    on_one, same, half = run_on(1, 100.0), run_on(2, 180.0), run_on(2, 190.0, **{"comm.compression": "fp16"})
+    assert [found.rows[1].speed_up for found in scaling_comparisons([on_one, same, half])] == [1.8, 1.9]
     assert (
         scaling_comparisons([run_on(2, 1.0), run_on(2, 2.0, seed=2)])
         == []
-        == scaling_comparisons([RunRecord(Path("a"), {}, one.events) for one in (alone, same)])
+        == scaling_comparisons([RunRecord(Path("a"), {}, one.events) for one in (on_one, same)])
     )
 
 
 def test_a_job_resumed_on_other_ranks_is_not_compared() -> None:
     """100 images/s on 1 rank: a job that had 1 rank for half of its steps says nothing about 2. Repeated from step 0 it does."""
     one, moved = run_on(1, 100.0), run_on(2, 120.0)
-    alone, again, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
+    one_rank, two_ranks, other = start(ranks=1), start(10), start(5, device="CPU B", engine="torchdist")
     events = moved.events[1:]
-    assert changes_between_starts(RunRecord(Path("a"), CONFIG, [alone, *events, again])) == "ranks 1, then 2"
-    assert scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [alone, *events, again])]) == []
+    assert changes_between_starts(RunRecord(Path("a"), CONFIG, [one_rank, *events, two_ranks])) == "ranks 1, then 2"
+    assert scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [one_rank, *events, two_ranks])]) == []
     assert (
         changes_between_starts(RunRecord(Path("a"), CONFIG, [start(device="CPU A"), *events, other]))
         == "engine mpi, then torchdist; device CPU A, then CPU B"
     )
-    (found,) = scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [alone, start(), *events])])
+    (found,) = scaling_comparisons([one, RunRecord(Path("a"), CONFIG, [one_rank, start(), *events])])
     assert found.rows[1].speed_up == pytest.approx(1.2) and not changes_between_starts(moved)
 
 
@@ -281,7 +281,7 @@ def test_differing_keys() -> None:
 
 def test_a_run_as_a_dataframe(tmp_path: Path) -> None:
     target = {**end(10), "kind": "target", "target": 0.6, "images": 640, "joules": None}
-    record = read_run(write(tmp_path / "run", [*WHOLE[:4], target, step(15, loss=None)], CONFIG))
+    record = read_run(write(tmp_path / "run", [*COMPLETE[:4], target, step(15, loss=None)], CONFIG))
     table = to_dataframe(record)
     assert list(table.index) == [0, 1, 2, 3, 4] and list(table.columns[:3]) == ["time", "kind", "step"]
     assert list(table["kind"]) == ["step", "step", "epoch", "target", "step"] and list(table["step"]) == [5, 10, 10, 10, 15]
@@ -293,7 +293,7 @@ def test_a_run_as_a_dataframe(tmp_path: Path) -> None:
 
 def test_single_steps_are_read_on_request(tmp_path: Path) -> None:
     one = {"time": 1001.0, "kind": "step_times", "step": 1, "phase_ms": {"forward": 2.5}, "work_ms": [1, 2, 3]}
-    folder = write(tmp_path / "run", [WHOLE[0], one, WHOLE[1]])
+    folder = write(tmp_path / "run", [COMPLETE[0], one, COMPLETE[1]])
     assert [event["kind"] for event in read_run(folder).events] == ["start", "step"]
     assert to_dataframe(read_run(folder, step_times=True))["phase_ms.forward"].tolist() == [2.5, 2.0]
 
@@ -301,5 +301,5 @@ def test_single_steps_are_read_on_request(tmp_path: Path) -> None:
 def test_no_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(UserError) as error:
-        to_dataframe(record_of(WHOLE))
+        to_dataframe(record_of(COMPLETE))
     assert str(error.value) == "pandas is not installed\n  where: hvdtrain.read()\n  fix: pip install 'hvdtrain[notebook]'"

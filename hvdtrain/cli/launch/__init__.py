@@ -1,1 +1,1 @@
-"""`launch`: the command line that starts ranks with the MPI or SLURM that is here."""
+"""`launch`: the command line that starts ranks with the MPI or SLURM of this machine."""

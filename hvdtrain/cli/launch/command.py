@@ -57,12 +57,12 @@ _LARGEST_HOSTFILE_BYTES = 2**24
 def launch(arguments: Sequence[str]) -> int:
     """Runs `launch`; returns only for --help and --dry-run, else this process becomes the launcher. Raises UserError."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
-    own, job = arguments[:separator], arguments[separator + 1 :]
-    if {"-h", "--help"} & set(own):
+    own_arguments, job = arguments[:separator], arguments[separator + 1 :]
+    if {"-h", "--help"} & set(own_arguments):
         print(USAGE)
         return DONE
     _check_job(job)
-    options = _parse(own)
+    options = _parse(own_arguments)
     command = compose(options, job, os.environ)
     if not options.dry_run:
         print(shlex.join(command), file=sys.stderr, flush=True)
@@ -73,9 +73,9 @@ def launch(arguments: Sequence[str]) -> int:
 
 def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The command line for the options on this machine; `job`: the arguments of hvdtrain on each rank. Raises UserError."""
-    here = placement(environ)
-    if here.size > 1:
-        what = f"this is already rank {here.rank} of {here.size}, started by {here.launcher}"
+    current = placement(environ)
+    if current.size > 1:
+        what = f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
         raise UserError(what, _COMMAND_LINE, "one launcher only: python -m hvdtrain under it, or launch without it")
     hosts = _hosts(options)
     may_use_other_hosts = bool(hosts) or any(name in environ for name in _ALLOCATION_VARIABLES)
