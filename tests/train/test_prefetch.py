@@ -65,7 +65,8 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     for _ in range(steps):
         hyper, micro_batches = prefetcher.take(progress)
         assert hyper.step == progress.step
-        arrays = {f"{i}.{name}": t.contiguous().numpy() for i, batch in enumerate(micro_batches) for name, t in batch.items()}
+        tensors = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch).items()}
+        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if tensor is not None}
         found.append(digests(arrays.items()))
         progress = progress.advance(hyper.batch)
     prefetcher.close()
@@ -145,7 +146,7 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
     prefetcher, _ = make("data.ahead=3")
     plain, _ = make("data.ahead=0")
     for progress in (FIRST, Progress(50, 100, 7, 56), Progress(50, 100, 2, 16)):
-        ahead, now = prefetcher.take(progress).micro_batches[0]["x"], plain.take(progress).micro_batches[0]["x"]
+        ahead, now = prefetcher.take(progress).micro_batches[0].images, plain.take(progress).micro_batches[0].images
         assert np.array_equal(ahead.numpy(), now.numpy())
     prefetcher.close()
 
@@ -154,7 +155,7 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
 def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
     prefetcher, source = make(f"data.ahead={ahead}")
     batches = [np.arange(0, 20), np.arange(20, 40), np.arange(40, 40), np.arange(40, 50)]
-    labels = [None if batch is None else batch["y"].tolist() for batch in prefetcher.evaluation(source, batches)]
+    labels = [None if batch is None else batch.labels.tolist() for batch in prefetcher.evaluation(source, batches)]
     y = source.source.read(np.arange(50))["y"].tolist()
     assert labels == [y[:20], y[20:40], None, y[40:]]
     prefetcher.close()

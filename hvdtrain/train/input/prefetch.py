@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config, DataConfig
-from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.frameworks.learner import Learner
@@ -28,7 +27,7 @@ class StepInput(NamedTuple):
     """What Learner.step() takes."""
 
     hyper: Hyper
-    micro_batches: list[Batch]  # on the device; equally many on every rank, some may be empty
+    micro_batches: list[Any]  # DeviceBatch of the framework; equally many on every rank, some may be empty
 
 
 class ReadAhead(NamedTuple):
@@ -77,16 +76,16 @@ class Prefetcher:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Batch | None]:
-        """The samples of each batch (int64 (n,)) on the device, in order; None for an empty batch."""
+    def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
+        """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch."""
 
-        def prepare(samples: np.ndarray) -> Batch | None:
+        def prepare(samples: np.ndarray) -> Any | None:
             return self._learner.to_device(source.read(samples)) if len(samples) else None
 
         if self._pool is None or is_in_memory(source):
             yield from map(prepare, batches)
             return
-        pending: deque[Future[Batch | None]] = deque()
+        pending: deque[Future[Any | None]] = deque()
         for taken in range(len(batches)):
             for samples in batches[taken + len(pending) : taken + 1 + self.ahead]:
                 pending.append(self._pool.submit(prepare, samples))
