@@ -10,43 +10,45 @@ from hvdtrain.comm.communicator import Buffer
 
 
 class CommThread:
-    """One for each communicator that it alone uses. Its thread starts with the first collective, and does not keep the process alive."""
+    """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that starts with the first collective."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Future] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, call: Callable[[], Buffer]) -> Future:
-        """call(), after all that were started before."""
+    def start(self, collective: Callable[[], Buffer]) -> Future:
+        """Queues a call of `collective` behind all that were started before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hvdtrain-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="hvdtrain-comm", daemon=True)
             self._thread.start()
-        errand = Future(call)
-        self._queue.put(errand)
-        return errand
+        future = Future(collective)
+        self._queue.put(future)
+        return future
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._queue.get().do()
+            self._queue.get().run()
 
 
 class Future:
-    """A Handle."""
+    """A Handle whose collective is made by another thread."""
 
-    def __init__(self, call: Callable[[], Buffer]) -> None:
-        self._call, self._over = call, threading.Event()
+    def __init__(self, collective: Callable[[], Buffer]) -> None:
+        self._collective, self._done = collective, threading.Event()
         self._result: Buffer = None
         self._error: BaseException | None = None
 
-    def do(self) -> None:
+    def run(self) -> None:
+        """Makes the collective; an exception is raised by wait()."""
         try:
-            self._result = self._call()
-        except BaseException as error:  # raised where it is waited for
+            self._result = self._collective()
+        except BaseException as error:
             self._error = error
-        self._over.set()
+        self._done.set()
 
     def wait(self) -> Buffer:
-        self._over.wait()
+        """The result. Raises what the collective raised."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result

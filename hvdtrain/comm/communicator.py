@@ -1,4 +1,4 @@
-"""What crosses processes: the Communicator protocol, and SingleProcessCommunicator, the one-process engine, which is its reference."""
+"""The Communicator protocol, and the communicator of comm.engine=single, which is its reference."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import UserError
 
-# A numpy array or a torch tensor, C-contiguous. What an engine cannot take is a UserError that names dtype, engine and collective.
-Buffer = Any
-Op = Literal["sum", "min", "max", "adasum"]  # adasum: Horovod's alone
+Buffer = Any  # a numpy array or a torch tensor, C-contiguous; check_buffer() refuses what an engine cannot take
+Op = Literal["sum", "min", "max", "adasum"]  # adasum only with the feature "adasum"
 
-NUMBER_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # reduced and moved by every engine
+NUMBER_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")  # every engine reduces and moves them
 FEATURES: set[Feature] = {"device_memory", "bfloat16_sums"}  # of comm.engine=single
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective that has been started."""
 
     def wait(self) -> Buffer:
-        """The result, once; handles may be waited for in any order."""
+        """The result; called once. Handles may be waited for in any order."""
 
 
 class Communicator(Protocol):
-    """The collectives between `size` ranks, and nothing else that they share.
+    """The collectives between `size` ranks.
 
-    `name` repeats at every step (Horovod caches by it, stall warnings print it). Every rank calls the same collectives in the same
-    order. The result may be x's own memory, overwritten: use the returned buffer. Its type (array or tensor), dtype and device are x's.
-    All NUMBER_TYPES are reduced and moved, and bool is moved; integers that overflow wrap around. What only some engines can do is in
-    `features`, bfloat16 for one.
+    Every rank calls the same collectives in the same order. `name` identifies a collective and repeats at every step: Horovod caches by
+    it, and its stall warnings print it. The result may be the memory of x, overwritten: use the returned buffer. Type (array or tensor),
+    dtype and device of the result are those of x. All engines reduce and move NUMBER_TYPES and move bool; integers that overflow wrap
+    around. Collectives raise UserError for a buffer that the engine cannot take.
     """
 
     name: str  # as in comm.engine=NAME
@@ -39,16 +38,16 @@ class Communicator(Protocol):
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
-    features: frozenset[Feature]  # comm/features.py
+    features: frozenset[Feature]  # what this engine can do beyond the protocol: comm/features.py
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
         """Elementwise over all ranks; x has the same shape and dtype on every rank."""
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        """The same, under way while the caller goes on; leave x alone until wait()."""
+        """As allreduce(), without waiting for it where the engine is "asynchronous"; x must not be used until wait() has returned."""
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        """root's x on every rank; x has the same shape and dtype on every rank."""
+        """x of rank `root` on every rank; x has the same shape and dtype on every rank."""
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         """The sum over ranks, split along axis 0 as numpy.array_split does (the first ranks get one more): this rank's part."""
@@ -57,24 +56,24 @@ class Communicator(Protocol):
         """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """One small object per rank, in rank order."""
+        """One small object of each rank, pickled, in rank order."""
 
-    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        """From any thread, while the main one may hang in a collective. On rank 0 every rank's text in rank order, with None for
-        those that sent nothing within wait_s; on the others an empty list once theirs is there, or wait_s is over.
+    def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
+        """Gathers a message of each rank on rank 0, from any thread, also while main threads hang in a collective.
 
-        None where it cannot be done: with Horovod on Gloo, or with an MPI that lets one thread speak only.
+        On rank 0 the messages in rank order, with None for each that did not come within wait_s; on the others an empty list, once rank
+        0 has the message or wait_s is over. None where the engine cannot do it: Horovod on Gloo, or MPI without MPI_THREAD_MULTIPLE.
         """
 
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once, this one with exit code `code`."""
 
     def close(self) -> None:
-        """Leaves in peace. Every rank calls it once, last."""
+        """Releases the engine. Every rank calls it once, last."""
 
 
 class CompletedHandle:
-    """The handle of a collective that is already over."""
+    """The handle of a collective that is already done."""
 
     def __init__(self, result: Buffer) -> None:
         self._result = result
@@ -84,7 +83,7 @@ class CompletedHandle:
 
 
 class SingleProcessCommunicator:
-    """One process: every collective is the identity, on whatever it is given."""
+    """The communicator of one process: every collective is the identity, on any buffer."""
 
     name = "single"
     rank, size, local_rank, local_size = 0, 1, 0, 1
@@ -108,8 +107,8 @@ class SingleProcessCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing]
 
-    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        return [text]
+    def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
+        return [message]
 
     def abort(self, code: int) -> NoReturn:
         exit_now(code)
@@ -119,7 +118,7 @@ class SingleProcessCommunicator:
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """The engine of one process; refuses to be run `size` times by a launcher."""
+    """The communicator of comm.engine=single. Raises UserError where a launcher started several processes."""
     if place.size > 1:
         what = f"{place.launcher} started {place.size} processes, but the single engine is for one"
         raise UserError(what, "comm.engine=single", "comm.engine=auto, or start it without a launcher")
@@ -136,9 +135,8 @@ def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: s
     if dtype not in (*NUMBER_TYPES, extra):
         raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBER_TYPES)}")
     if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
-        raise UserError(
-            f"{collective} of {dtype} {tuple(x.shape)}: the {engine} engine takes contiguous memory only", where, "copy it first"
-        )
+        what = f"{collective} of {dtype} {tuple(x.shape)}: the {engine} engine takes contiguous memory only"
+        raise UserError(what, where, "copy it first")
     if collective in ("reduce_scatter", "allgather") and not x.ndim:
         raise UserError(f"{collective} of {dtype} (): the {engine} engine needs an axis 0", where, "reshape it to (1,)")
 

@@ -1,4 +1,4 @@
-"""Sums of float16 and bfloat16 for MPI, which knows neither: the numbers travel as they are and are added by torch."""
+"""Sums of float16 and bfloat16 for MPI, which has neither type: the buffers are sent as 16-bit integers, and torch adds them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-HALVES = ("float16", "bfloat16")
+HALF_TYPES = ("float16", "bfloat16")
 
 
-def adder(dtype: str) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI.Op.Create: b += a, of numbers that MPI takes for integers of 16 bits. Each addition rounds."""
+def sum_function(dtype: str) -> Callable[[Any, Any, Any], None]:
+    """A function for MPI.Op.Create: b += a, elementwise, for buffers of `dtype` that MPI takes for integers. Each addition rounds."""
     torch = importlib.import_module("torch")
-    kind = getattr(torch, dtype)
+    half_type = getattr(torch, dtype)
 
     def add(a: Any, b: Any, _: Any) -> None:
         if len(b):
-            torch.frombuffer(b, dtype=kind).add_(torch.frombuffer(bytearray(a) if a.readonly else a, dtype=kind))
+            torch.frombuffer(b, dtype=half_type).add_(torch.frombuffer(bytearray(a) if a.readonly else a, dtype=half_type))
 
     return add

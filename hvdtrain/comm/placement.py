@@ -1,4 +1,4 @@
-"""Where this process stands among the processes that one launcher started: rank, size, local rank, local size."""
+"""Placement: the rank, size, local rank and local size of this process, from the variables that its launcher set."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from hvdtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Placement:
-    """What the launcher said. launcher is "none" where nobody launched us."""
+    """Raises UserError where the numbers contradict each other."""
 
     rank: int
     size: int
     local_rank: int  # among the ranks of this host
     local_size: int
-    launcher: str
+    launcher: str  # its name, or "none"
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
-            what = f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, cannot be"
+            what = f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}: these numbers are impossible"
             raise UserError(what, f"the variables of {self.launcher}", _ONE_LAUNCHER)
 
 
 class LauncherMismatch(UserError):
-    """Processes of one job that do not see each other: every one of them says the same."""
+    """The engine's library does not see the processes that the launcher started; every one of them raises it."""
 
 
 class Launcher(NamedTuple):
-    """A row of the table: the variables that a launcher gives each of its processes."""
+    """The variables that a launcher gives each of its processes."""
 
     name: str
     rank: str
     size: str
     local_rank: str
     local_size: str
-    open_mpi: bool | None = None  # True: serves Open MPI only; False: serves any MPI but that; None: either
-    anyones: bool = False  # names that anyone may set: they count where rank and size are there both, and no other launcher said the same
+    open_mpi: bool | None = None  # True: starts only Open MPI; False: starts any MPI but Open MPI; None: starts either
+    # Names that other programs set, too: they count where both rank and size are set and no other launcher gave the same numbers.
+    ambiguous: bool = False
 
     @property
     def variables(self) -> tuple[str, str, str, str]:
         return self[1:5]
 
 
-class Binding(NamedTuple):
-    """The library under an engine, and what mends it when it is not the launcher's."""
+class EngineLibrary(NamedTuple):
+    """The library under an engine."""
 
     engine: str
-    library: str  # "mpi4py uses Open MPI v5.0.11"
-    fix: str
+    description: str  # "mpi4py uses Open MPI v5.0.11"
+    fix: str  # what to do where the launcher does not start this library
 
 
 # In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun comes last.
@@ -66,79 +67,99 @@ LAUNCHERS = (
     ),
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     Launcher("Hydra's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", open_mpi=False),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", anyones=True),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ambiguous=True),
 )
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
-_STRANGE = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")  # ranks that would each train alone
+# Ranks of launchers that are not supported: without this list each of their processes would train alone.
+_UNSUPPORTED = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
-_BY_HAND = (
+_FIX_RANK_AND_WORLD_SIZE = (
     "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
     "or unset RANK and WORLD_SIZE where they are not meant for this job"
 )
-_FIRST_TRY = {
+_FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
     "horovodrun": "comm.engine=horovod; or ",
     "torchrun": "comm.engine=torchdist; or ",
 }
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ... are above it
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
 
 
 def placement(environ: Mapping[str, str]) -> Placement:
-    """The placement that one launcher's variables tell; an incomplete or contradictory set is refused."""
-    told: list[Placement] = []
+    """The placement that the launcher's variables give; NO_LAUNCHER where there are none.
+
+    Raises UserError where the variables of a launcher are incomplete, two launchers disagree, or the launcher is not supported.
+    """
+    placements: list[Placement] = []
     for launcher in LAUNCHERS:
-        told += [place] if (place := _told(launcher, environ, told)) else []
-    for other in told[1:]:
-        if (other.rank, other.size) != (told[0].rank, told[0].size):
-            one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (told[0], other))
+        found = _placement_by(launcher, environ, placements)
+        if found is not None:
+            placements.append(found)
+    for other in placements[1:]:
+        if (other.rank, other.size) != (placements[0].rank, placements[0].size):
+            one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (placements[0], other))
             raise UserError(f"{one}, but {two}", "the environment variables", _ONE_LAUNCHER)
-    place = told[0] if told else _step(environ)
-    strange = [key for key in _STRANGE if key in environ]
-    if not place and strange:
-        what = f"a launcher that is not known here started this process: it set {', '.join(strange)}"
-        raise UserError(what, "the environment", f"known: {', '.join(row.name for row in (*LAUNCHERS, SRUN))}")
-    return place or NO_LAUNCHER
+    place = placements[0] if placements else _placement_by_srun(environ)
+    if place is not None:
+        return place
+    unsupported = [key for key in _UNSUPPORTED if key in environ]
+    if unsupported:
+        what = f"a launcher that is not supported started this process: it set {', '.join(unsupported)}"
+        raise UserError(what, "the environment", f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN))}")
+    return NO_LAUNCHER
 
 
-def _told(launcher: Launcher, environ: Mapping[str, str], before: Sequence[Placement]) -> Placement | None:
-    """A launcher's placement, or None if it was not there. srun --mpi=pmi2 gives PMI's rank and size only: then it is srun's to tell."""
+def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Sequence[Placement]) -> Placement | None:
+    """The placement by one launcher's variables; None where it set none, or where the others have been set by another launcher.
+
+    `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
+    """
     missing = [key for key in launcher.variables if key not in environ]
-    if len(missing) == len(launcher.variables) or (launcher.anyones and {launcher.rank, launcher.size} & {*missing}):
+    if len(missing) == len(launcher.variables):
         return None
-    others = [*(before if launcher.anyones else ()), *([step] if missing and (step := _step(environ)) else [])]
-    if missing and any(_agrees(other, launcher, environ) for other in others):
+    if launcher.ambiguous and (launcher.rank in missing or launcher.size in missing):
         return None
     if missing:
+        others = list(earlier) if launcher.ambiguous else []
+        step = _placement_by_srun(environ)
+        if step is not None:
+            others.append(step)
+        if any(_has_rank_and_size(launcher, environ, other) for other in others):
+            return None
         what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
-        raise UserError(what, "the environment", _BY_HAND if launcher.anyones else _ONE_LAUNCHER)
-    rank, size, local_rank, local_size = (_whole(environ, key) for key in launcher.variables)
+        raise UserError(what, "the environment", _FIX_RANK_AND_WORLD_SIZE if launcher.ambiguous else _ONE_LAUNCHER)
+    rank, size, local_rank, local_size = (_integer(environ, key) for key in launcher.variables)
     return Placement(rank, size, local_rank, local_size, launcher.name)
 
 
-def _agrees(step: Placement, launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    return all(key in environ and _whole(environ, key) == value for key, value in ((launcher.rank, step.rank), (launcher.size, step.size)))
+def _has_rank_and_size(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
+    """Whether the launcher's rank and size are set, and equal another launcher's."""
+    if launcher.rank not in environ or launcher.size not in environ:
+        return False
+    return (_integer(environ, launcher.rank), _integer(environ, launcher.size)) == (other.rank, other.size)
 
 
-def _step(environ: Mapping[str, str]) -> Placement | None:
-    """srun's placement; None in the batch script itself and in an allocation's shell, which are one process each."""
+def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
+    """None in the batch script itself and in an allocation's shell, which are one process each."""
     if SRUN.rank not in environ or SRUN.size not in environ:
         return None
-    if "SLURM_STEP_ID" in environ and _whole(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+    if "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return None
     missing = [key for key in (*SRUN.variables, "SLURM_NODEID") if key not in environ]
     if missing:
         raise UserError(f"srun set some of its variables, but not {', '.join(missing)}", "the environment", _ONE_LAUNCHER)
     tasks = _tasks_per_node(environ[SRUN.local_size])
-    node = _whole(environ, "SLURM_NODEID")
+    node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks):
-        raise UserError(f"SLURM_NODEID={node}, but {SRUN.local_size} tells of {len(tasks)} nodes", "the environment", _ONE_LAUNCHER)
-    return Placement(_whole(environ, SRUN.rank), _whole(environ, SRUN.size), _whole(environ, SRUN.local_rank), tasks[node], SRUN.name)
+        raise UserError(f"SLURM_NODEID={node}, but {SRUN.local_size} lists {len(tasks)} nodes", "the environment", _ONE_LAUNCHER)
+    rank, size, local_rank = (_integer(environ, key) for key in (SRUN.rank, SRUN.size, SRUN.local_rank))
+    return Placement(rank, size, local_rank, tasks[node], SRUN.name)
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """ "2(x2),1" -> [2, 2, 1]"""
+    """ "2(x2),1" -> [2, 2, 1]. Raises UserError for anything else."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -148,7 +169,7 @@ def _tasks_per_node(text: str) -> list[int]:
     return tasks
 
 
-def _whole(environ: Mapping[str, str], key: str) -> int:
+def _integer(environ: Mapping[str, str], key: str) -> int:
     try:
         return int(environ[key])
     except ValueError:
@@ -156,27 +177,27 @@ def _whole(environ: Mapping[str, str], key: str) -> int:
 
 
 def library_name(version: str) -> str:
-    """What MPI_Get_library_version says, without the words that only its builders need."""
+    """Name and version from what MPI_Get_library_version() gives: "Open MPI v5.0.11"."""
     return " ".join(version.replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
-def check_library(place: Placement, binding: Binding) -> None:
-    """Refuses a library that this launcher cannot start, before the library's own start ends the process with a riddle."""
+def check_library(place: Placement, library: EngineLibrary) -> None:
+    """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start would end the process unexplained."""
     for launcher in LAUNCHERS:
-        if launcher.name == place.launcher and launcher.open_mpi not in (None, "Open MPI" in binding.library):
-            raise _apart(place, binding, "uses another MPI library")
+        if launcher.name == place.launcher and launcher.open_mpi not in (None, "Open MPI" in library.description):
+            raise _mismatch(place, library, "uses another MPI library")
 
 
-def check_size(place: Placement, binding: Binding, size: int) -> None:
-    """Refuses an engine that sees other ranks than the launcher started: it would run the same job `size` times.
+def check_size(place: Placement, library: EngineLibrary, size: int) -> None:
+    """Raises LauncherMismatch where an engine has another size than the launcher's: it would run the same job several times.
 
-    Where no launcher that we know told anything, the engine is believed.
+    Without a launcher the engine's size counts.
     """
     if size != place.size and place.launcher != NO_LAUNCHER.launcher:
-        raise _apart(place, binding, "sees only itself (size 1)" if size == 1 else f"sees {size}")
+        raise _mismatch(place, library, "sees only itself (size 1)" if size == 1 else f"sees {size}")
 
 
-def _apart(place: Placement, binding: Binding, but: str) -> LauncherMismatch:
-    fix = _FIRST_TRY.get(place.launcher, "") + binding.fix
-    what = f"{place.launcher} started {place.size} processes, but the {binding.engine} engine {but}"
-    return LauncherMismatch(what, f"comm.engine={binding.engine}; {binding.library}; the launcher is {place.launcher}", fix)
+def _mismatch(place: Placement, library: EngineLibrary, observation: str) -> LauncherMismatch:
+    fix = _FIX_OF_LAUNCHER.get(place.launcher, "") + library.fix
+    what = f"{place.launcher} started {place.size} processes, but the {library.engine} engine {observation}"
+    return LauncherMismatch(what, f"comm.engine={library.engine}; {library.description}; the launcher is {place.launcher}", fix)

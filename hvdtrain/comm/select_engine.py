@@ -1,4 +1,4 @@
-"""Which engine comm.engine=auto means, and why."""
+"""Which engine comm.engine=auto selects, and the reason that the job's header gives."""
 
 from __future__ import annotations
 
@@ -7,41 +7,46 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hvdtrain.comm.features import features_of
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 
-_MPI_IS_THERE = ("PMIX_RANK", "PMI_RANK")  # srun --mpi=pmix and --mpi=pmi2 set them
+_SET_BY_PMI = ("PMIX_RANK", "PMI_RANK")  # by srun --mpi=pmix and --mpi=pmi2
+
+
+class EngineChoice(NamedTuple):
+    engine: str  # as in comm.engine=NAME
+    reason: str
 
 
 class Installed(NamedTuple):
-    """What this machine has; asked only where it matters."""
+    """What this machine has; each is called only where the choice depends on it."""
 
-    horovod: Callable[[], bool]  # is installed
-    horovod_nccl: Callable[[], bool]  # was built with NCCL
-    nccl: Callable[[], bool]  # torch has a GPU and NCCL, and the job would use both
+    horovod: Callable[[], bool]  # Horovod is installed
+    horovod_nccl: Callable[[], bool]  # Horovod was built with NCCL
+    nccl: Callable[[], bool]  # torch has a GPU and NCCL, and the job uses them
 
 
-def select_engine(place: Placement, environ: Mapping[str, str], found: Installed) -> tuple[str, str]:
-    """(engine, why)"""
-    if place.launcher == "none":
-        return "single", "no launcher"
+def select_engine(place: Placement, environ: Mapping[str, str], installed: Installed) -> EngineChoice:
+    """The engine of comm.engine=auto."""
+    if place.launcher == NO_LAUNCHER.launcher:
+        return EngineChoice("single", "no launcher")
     started = f"started by {place.launcher}"
     if place.launcher == "torchrun":
-        return "torchdist", started
-    if place.launcher == "srun" and not any(key in environ for key in _MPI_IS_THERE):
-        return "torchdist", f"{started} without MPI (srun --mpi=pmix or --mpi=pmi2 would start it)"
-    horovod = found.horovod()
-    without = "Horovod was built without NCCL" if horovod else "Horovod is not installed"
-    if place.launcher != "horovodrun" and found.nccl() and not (horovod and found.horovod_nccl()):
-        return "torchdist", f"{started}, there are GPUs, and {without} (python -m hvdtrain.cli.horovod --nccl builds it)"
+        return EngineChoice("torchdist", started)
+    if place.launcher == "srun" and not any(key in environ for key in _SET_BY_PMI):
+        return EngineChoice("torchdist", f"{started} without MPI (srun --mpi=pmix or --mpi=pmi2 would start it)")
+    horovod = installed.horovod()
+    lacking = "Horovod was built without NCCL" if horovod else "Horovod is not installed"
+    if place.launcher != "horovodrun" and installed.nccl() and not (horovod and installed.horovod_nccl()):
+        return EngineChoice("torchdist", f"{started}, there are GPUs, and {lacking} (python -m hvdtrain.cli.horovod --nccl builds it)")
     if horovod:
-        return "horovod", f"{started}, Horovod is installed"
-    return "mpi", f"{started}, {without} (python -m hvdtrain.cli.horovod builds it)"
+        return EngineChoice("horovod", f"{started}, Horovod is installed")
+    return EngineChoice("mpi", f"{started}, {lacking} (python -m hvdtrain.cli.horovod builds it)")
 
 
 def possible_engines(engine: str, ranks: int) -> list[str]:
-    """What comm.engine=`engine` may mean for so many ranks under a launcher that is not known: for auto every engine that connects them."""
+    """What comm.engine=`engine` may select for so many ranks where the launcher is not known: for auto every engine that connects them."""
     if engine != "auto":
         return [engine]
     if ranks == 1:
@@ -50,10 +55,10 @@ def possible_engines(engine: str, ranks: int) -> list[str]:
 
 
 def installed_here(config: Config) -> Installed:
-    """Asks the engines themselves."""
-    wanted = config.framework == "torch" and config.speed.device != "cpu"
+    """What is installed on this machine; the engines' modules are imported when asked."""
+    uses_gpu = config.framework == "torch" and config.speed.device != "cpu"
     return Installed(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
-        nccl=lambda: wanted and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
+        nccl=lambda: uses_gpu and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
     )

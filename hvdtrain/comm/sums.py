@@ -1,4 +1,4 @@
-"""Sums of all ranks, by one allreduce."""
+"""Sums over all ranks by one allreduce."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hvdtrain.core.metrics import Sums
 
 
 def allreduce_sums(communicator: Communicator, sums: Sums, name: str) -> Sums:
-    """The sums over all ranks: floats, and of a float64 array (n,) another one. The host waits for the device here."""
+    """The sums over all ranks, which have the same keys: a float, or for a float64 array (n,) an array. The host waits for the device."""
     keys = sorted(sums)
-    parts = [part if isinstance(part := sums[key], np.ndarray) else np.array([float(part)]) for key in keys]
-    whole = communicator.allreduce(np.concatenate(parts), name)
-    split = np.split(whole, np.cumsum([len(part) for part in parts])[:-1])
-    return {key: total if isinstance(sums[key], np.ndarray) else float(total[0]) for key, total in zip(keys, split, strict=True)}
+    arrays = [value if isinstance(value := sums[key], np.ndarray) else np.array([float(value)]) for key in keys]
+    total = communicator.allreduce(np.concatenate(arrays), name)
+    totals = np.split(total, np.cumsum([len(array) for array in arrays])[:-1])
+    return {key: one if isinstance(sums[key], np.ndarray) else float(one[0]) for key, one in zip(keys, totals, strict=True)}

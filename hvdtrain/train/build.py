@@ -6,7 +6,7 @@ import os
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
-from hvdtrain.comm.select_engine import installed_here, select_engine
+from hvdtrain.comm.select_engine import EngineChoice, installed_here, select_engine
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
@@ -15,10 +15,10 @@ from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.recipe import Recipe
 
 
-def engine_of(config: Config, place: Placement) -> tuple[str, str]:
-    """(the engine that connect() starts, why it is this one)"""
+def engine_of(config: Config, place: Placement) -> EngineChoice:
+    """The engine that connect() starts."""
     if config.comm.engine != "auto":
-        return config.comm.engine, "as asked"
+        return EngineChoice(config.comm.engine, "as asked")
     return select_engine(place, os.environ, installed_here(config))
 
 

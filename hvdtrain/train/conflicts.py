@@ -56,7 +56,7 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
     It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0 alone reads.
     """
     if place.launcher != NO_LAUNCHER.launcher and config.resume in ("auto", "no"):
-        engine, _ = engine_of(config, place)
+        engine = engine_of(config, place).engine
         refuse_conflicts(resolve_batch_size(config, place.size), engine, place.size)
 
 

@@ -71,11 +71,11 @@ def _abort(code: int, communicator: Communicator | None) -> None:
         _prepare_abort()
         communicator.abort(code)
     if communicator is None and "mpi4py.MPI" in sys.modules:  # a rank that failed while it connected
-        from hvdtrain.comm.mpi import abort, is_together
+        from hvdtrain.comm.mpi import abort_world, has_several_ranks
 
-        if is_together():
+        if has_several_ranks():
             _prepare_abort()
-            abort(code)
+            abort_world(code)
 
 
 def _prepare_abort() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator, connect
-from hvdtrain.comm.placement import LAUNCHERS, NO_LAUNCHER, Binding, Placement, check_library, check_size, library_name, placement
+from hvdtrain.comm.placement import LAUNCHERS, NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name, placement
 from hvdtrain.errors import UserError
 
 OPEN_MPI = {
@@ -130,17 +130,17 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         (without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "but not SLURM_STEP_TASKS_PER_NODE"),
         ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "1"}, "Hydra's mpiexec set some of its variables, but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole number"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "8"}, "rank 8 of 8, .* cannot be"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "rank -1 of 8, .* cannot be"),
-        ({**HYDRA, "MPI_LOCALRANKID": "2"}, "local rank 2 of 2, cannot be\n.*Hydra's mpiexec"),
-        ({**HYDRA, "MPI_LOCALNRANKS": "9"}, "local rank 1 of 9, cannot be"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "8"}, "rank 8 of 8, .*: these numbers are impossible"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "rank -1 of 8, .*: these numbers are impossible"),
+        ({**HYDRA, "MPI_LOCALRANKID": "2"}, "local rank 2 of 2: these numbers are impossible\n.*Hydra's mpiexec"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "9"}, "local rank 1 of 9: these numbers are impossible"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(2),1"}, r"SLURM_STEP_TASKS_PER_NODE='2\(2\),1' is not like 2\(x2\),1"),
-        ({**SRUN, "SLURM_NODEID": "3"}, "SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE tells of 3 nodes"),
+        ({**SRUN, "SLURM_NODEID": "3"}, "SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE lists 3 nodes"),
         ({**OPEN_MPI, **HYDRA, "PMI_SIZE": "4"}, "Open MPI's mpirun says rank 3 of 8, but Hydra's mpiexec says rank 3 of 4"),
         ({**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "4"}, "Open MPI's mpirun says rank 3 of 8, but torchrun says rank 3 of 4"),
         ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, "torchrun set some of its variables, but not LOCAL_RANK, LOCAL_WORLD_SIZE"),
         ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a whole number"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2, cannot be\n.*torchrun"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2: these numbers are impossible\n.*torchrun"),
         ({**OPEN_MPI, **HOROVODRUN, "HOROVOD_RANK": "2"}, "Open MPI's mpirun says rank 3 of 8, but horovodrun says rank 2 of 8"),
     ],
 )
@@ -149,7 +149,8 @@ def test_nonsense_is_refused(environ: dict[str, str], words: str) -> None:
         placement(environ)
 
 
-MPICH, OPEN = Binding("mpi", "mpi4py uses MPICH Version: 5.0.2", "mend it"), Binding("mpi", "mpi4py uses Open MPI v5.0.11", "mend it")
+MPICH = EngineLibrary("mpi", "mpi4py uses MPICH Version: 5.0.2", "mend it")
+OPEN = EngineLibrary("mpi", "mpi4py uses Open MPI v5.0.11", "mend it")
 
 
 def test_an_engine_alone_under_a_launcher_is_refused() -> None:
@@ -211,6 +212,6 @@ def test_the_single_engine_is_not_run_many_times() -> None:
 @pytest.mark.parametrize("sign", ["PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"])
 def test_an_unknown_launcher_is_refused(sign: str) -> None:
     """prterun, for one: N processes would each train alone."""
-    with pytest.raises(UserError, match=f"a launcher that is not known here started this process: it set {sign}"):
+    with pytest.raises(UserError, match=f"a launcher that is not supported started this process: it set {sign}"):
         placement({sign: "1"})
     assert placement({**OPEN_MPI, sign: "3"}).launcher == "Open MPI's mpirun"

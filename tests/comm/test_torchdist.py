@@ -26,14 +26,14 @@ from hvdtrain.comm.rendezvous import (
     PORTS,
     Rendezvous,
     address_towards,
+    expand_nodes,
+    find_rendezvous,
     host_to_connect,
-    hosts_of,
     interface_of,
     listen,
     listening_address,
     local_address,
     parse_address,
-    rendezvous,
 )
 from hvdtrain.comm.select_engine import Installed, select_engine
 from hvdtrain.config.read import configure
@@ -59,20 +59,20 @@ SRUN = Placement(1, 4, 1, 2, "srun")
     ],
 )
 def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
-    assert hosts_of(nodes) == hosts
+    assert expand_nodes(nodes) == hosts
 
 
 def test_where_torchrun_srun_and_the_user_say() -> None:
     told = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
-    assert rendezvous(TORCHRUN, told, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
-    assert rendezvous(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous("n1", 29500, job="hvdtrain/7/0")
+    assert find_rendezvous(TORCHRUN, told, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
+    assert find_rendezvous(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous("n1", 29500, job="hvdtrain/7/0")
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-    met = rendezvous(SRUN, slurm, None)
+    met = find_rendezvous(SRUN, slurm, None)
     assert met is not None and (met.host, met.peer, met.job) == ("n1", "n2", "hvdtrain/12/0/0") and met.port in PORTS
-    ports = {m.port for step in range(20) if (m := rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
+    ports = {m.port for step in range(20) if (m := find_rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
     assert len(ports) > 17, "steps of one job meet at different ports"
-    assert rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
-    assert rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
+    assert find_rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
+    assert find_rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_where_torchrun_srun_and_the_user_say() -> None:
     [
         (TORCHRUN, {"MASTER_ADDR": "n1"}, None, ["torchrun did not set MASTER_PORT", "comm.address=HOST:PORT"]),
         (SRUN, {}, None, ["srun did not set SLURM_STEP_NODELIST"]),
-        (Placement(0, 2, 0, 2, "horovodrun"), {}, None, ["horovodrun tells its processes nothing", "comm.engine=horovod"]),
+        (Placement(0, 2, 0, 2, "horovodrun"), {}, None, ["horovodrun gives its processes no address", "comm.engine=horovod"]),
         (TORCHRUN, {}, "n1", ["'n1' is not HOST:PORT", "comm.address=n1:29500"]),
         (TORCHRUN, {}, "n1:70000", ["'n1:70000' is not HOST:PORT"]),
     ],
 )
 def test_no_place_to_meet(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        rendezvous(place, environ, address)
+        find_rendezvous(place, environ, address)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -104,27 +104,27 @@ def test_rank_0_listens_on_one_address_only() -> None:
     with listen(Rendezvous(LOOPBACK, 0), one_host=True) as listener:
         host, port = listener.getsockname()
         assert host == LOOPBACK
-        with pytest.raises(UserError, match="the ranks cannot meet there: Address already in use"):
+        with pytest.raises(UserError, match="rank 0 cannot listen for the other ranks: Address already in use"):
             listen(Rendezvous(LOOPBACK, port), one_host=True)
     with pytest.raises(UserError, match=r"127\.0\.0\.1 is 127\.0\.0\.1 on its own host, where other hosts do not reach it"):
         listen(Rendezvous(LOOPBACK, 0), one_host=False)
 
 
-def test_a_name_that_is_a_loopback_one_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_a_loopback_one_at_home() -> None:
     """As Debian writes /etc/hosts: n1 is 127.0.1.1 on n1, and 10.0.0.1 to all others."""
-    routes = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}  # from n1 to there: by which of its own addresses
-    monkeypatch.setattr("hvdtrain.comm.rendezvous.address_towards", routes.get)
+    route = {"10.0.0.1": "10.0.0.1", "n1": LOOPBACK, "n2": "10.0.0.1"}.get  # host -> n1's own address on the network to it
     by_name, alone = Rendezvous("n1", 4000, "n2"), Rendezvous("n1", 4000)
-    assert local_address(by_name, False) == "10.0.0.1" and host_to_connect(by_name, False) == "10.0.0.1"
-    assert local_address(by_name, True) == LOOPBACK and host_to_connect(by_name, True) == "n1"
-    assert local_address(Rendezvous("10.0.0.1", 4000, "n1"), False) == "10.0.0.1", "SLURM's name of this host does not matter then"
-    assert local_address(alone, False) is None and host_to_connect(alone, False) == "n1"
-    assert host_to_connect(alone._replace(hosted=True), False) == "n1"
+    assert local_address(by_name, False, route) == "10.0.0.1" and host_to_connect(by_name, False, route) == "10.0.0.1"
+    assert local_address(by_name, True, route) == LOOPBACK and host_to_connect(by_name, True, route) == "n1"
+    by_address = Rendezvous("10.0.0.1", 4000, "n1")
+    assert local_address(by_address, False, route) == "10.0.0.1", "then SLURM's name of this host does not matter"
+    assert local_address(alone, False, route) is None and host_to_connect(alone, False, route) == "n1"
+    assert host_to_connect(alone._replace(hosted=True), False, route) == "n1"
     with pytest.raises(UserError, match=r"n1 is 127\.0\.0\.1 on its own host"):
-        listen(alone, one_host=False)
+        listen(alone, one_host=False, route=route)
 
 
-BOARD = """
+STORE = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
@@ -132,19 +132,19 @@ from hvdtrain.comm.side_channel.store import StoreSideChannel
 rank, port, late = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "late"
 limit = timedelta(seconds=30)
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit)
-board = StoreSideChannel(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
+channel = StoreSideChannel(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
 if rank and late:
     time.sleep(60)
-board.close(2.0)
+channel.close(2.0)
 """
 
 
 @pytest.mark.parametrize(("how", "code"), [("both", 0), ("late", errors.LOST)])
-def test_ranks_leave_a_board_together(how: str, code: int) -> None:
-    """Rank 0, which keeps the store, does not wait for ever; who has not closed by then does not end as if all were well."""
+def test_ranks_close_a_store_together(how: str, code: int) -> None:
+    """Rank 0, which hosts the store, waits for a limited time; a rank that has not closed by then exits with an error."""
     port = str(free_port())
-    with Job(0, ["-c", BOARD, "0", port, how]) as keeper, Job(0, ["-c", BOARD, "1", port, how]) as other:
-        kept, left = keeper.wait(), other.wait()
+    with Job(0, ["-c", STORE, "0", port, how]) as host, Job(0, ["-c", STORE, "1", port, how]) as other:
+        kept, left = host.wait(), other.wait()
     assert left.returncode == code and left.seconds < 30, left
     assert ("the connection to rank 0 broke" in left.stderr) == (how == "late"), left
     if how == "both":
@@ -308,10 +308,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     }
     result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told)
     assert result.returncode == errors.USER
-    assert "rank 1 did not come within 1 s" in result.stderr, result.stderr
+    assert "rank 1 did not arrive within 1 s" in result.stderr, result.stderr
     result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told | {"RANK": "1", "LOCAL_RANK": "1"})
     assert result.returncode == errors.USER
-    assert "nobody answers where the ranks meet within 1 s" in result.stderr, result.stderr
+    assert "the rendezvous does not answer within 1 s" in result.stderr, result.stderr
 
 
 def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:

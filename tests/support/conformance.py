@@ -147,45 +147,46 @@ def allgather_object(communicator: Communicator, name: str) -> Claims:
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
-def muster(communicator: Communicator, name: str) -> Claims:
-    """Texts of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
+def side_channel(communicator: Communicator, name: str) -> Claims:
+    """Messages of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
     that rank 0 enters later."""
     for turn, length in enumerate((10, 1_000_000)):
-        things = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(communicator.size)]
+        messages = [f"{rank} {turn} {'x' * (length + rank)}" for rank in range(communicator.size)]
         found: list[Any] = []
-        thread = threading.Thread(target=_muster_into, args=(found, communicator, things[communicator.rank], 20.0))
+        thread = threading.Thread(target=_gather_into, args=(found, communicator, messages[communicator.rank], 20.0))
         thread.start()
         if not communicator.rank:
             thread.join()
-        together = communicator.allreduce(np.array([communicator.rank]), name)
+        rank_sum = communicator.allreduce(np.array([communicator.rank]), name)
         thread.join()
-        communicator.allgather_object(None)  # nobody asks again before all have returned
-        yield np.array([found == [[] if communicator.rank else things]]), "numpy", np.ones(1), "bool"
-        yield together, "numpy", np.array([communicator.size * (communicator.size - 1) // 2]), "int64"
+        communicator.allgather_object(None)  # no gather begins before all have returned from this one
+        yield np.array([found == [[] if communicator.rank else messages]]), "numpy", np.ones(1), "bool"
+        yield rank_sum, "numpy", np.array([communicator.size * (communicator.size - 1) // 2]), "int64"
 
 
-def muster_of_some(communicator: Communicator, name: str) -> Claims:
-    """The last rank is late, then silent, then in time: None after the wait, no late answer to an old question, and no end with one."""
+def side_channel_of_some(communicator: Communicator, name: str) -> Claims:
+    """The last rank is late, then silent, then in time: None after the wait, no late reply to an old request, and no end with one."""
     rank, last = communicator.rank, communicator.size - 1
     for turn, how in enumerate(("late", "silent", "in time")):
         missing = bool(last) and how != "in time"
         start, found = time.monotonic(), list[Any]()
         if not (missing and rank == last):
-            _muster_into(found, communicator, f"{rank} {turn}", 0.3 if missing else 20.0)
+            _gather_into(found, communicator, f"{rank} {turn}", 0.3 if missing else 20.0)
         seconds = time.monotonic() - start
         communicator.allgather_object(None)
         if missing and rank == last and how == "late":
-            _muster_into(found, communicator, f"{rank} {turn}", 0.3)
+            _gather_into(found, communicator, f"{rank} {turn}", 0.3)
         communicator.allgather_object(None)
-        things = [None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)]
+        messages = [None if missing and one == last else f"{one} {turn}" for one in range(communicator.size)]
         if missing and not rank:  # on a busy machine others may be late too
-            things = [thing if theirs is not None else None for thing, theirs in zip(things, found[0], strict=True)]
-        wanted = [things] if not rank else [] if how == "silent" and rank == last else [[]]
-        yield np.array([found == wanted, 0.2 < seconds < 10 if missing and not rank else seconds < 10]), "numpy", np.ones(2), "bool"
+            messages = [message if theirs is not None else None for message, theirs in zip(messages, found[0], strict=True)]
+        expected = [messages] if not rank else [] if how == "silent" and rank == last else [[]]
+        in_time = 0.2 < seconds < 10 if missing and not rank else seconds < 10
+        yield np.array([found == expected, in_time]), "numpy", np.ones(2), "bool"
 
 
-def _muster_into(found: list[Any], communicator: Communicator, text: str, wait_s: float) -> None:
-    found.append(communicator.side_channel_gather(text, wait_s))
+def _gather_into(found: list[Any], communicator: Communicator, message: str, wait_s: float) -> None:
+    found.append(communicator.side_channel_gather(message, wait_s))
 
 
 def many_steps(communicator: Communicator, name: str) -> Claims:
@@ -251,7 +252,7 @@ def _table() -> dict[str, Check]:
         "many_steps": many_steps,
         "kept_inputs": kept_inputs,
     }
-    checks |= {"muster": muster, "muster_of_some": muster_of_some}
+    checks |= {"side_channel": side_channel, "side_channel_of_some": side_channel_of_some}
     for kind in ("numpy", "torch"):
         for dtype in (*NUMBER_TYPES, "bool"):
             at = f"{dtype}-{kind}"

@@ -1,1 +1,1 @@
-"""Texts of all ranks brought to rank 0 while their main threads hang in collectives: over MPI, or over a store."""
+"""Side channels gather a message of each rank on rank 0 while main threads hang in collectives: over MPI, or over a store."""

@@ -1,4 +1,4 @@
-"""One text of each rank brought to rank 0 while main threads hang in collectives: MPI messages that nobody waits for."""
+"""Gathers one message of each rank on rank 0 by point-to-point MPI, while main threads hang in collectives."""
 
 from __future__ import annotations
 
@@ -7,80 +7,83 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 POLL_S = 0.02
-# Our tags on COMM_WORLD; collectives of Horovod and of the mpi engine use communicators of their own.
-QUESTION, ANSWER, THANKS = 29101, 29102, 29103
+# Tags on COMM_WORLD, which nothing else uses: Horovod and the mpi engine have communicators of their own.
+REQUEST, REPLY, ACKNOWLEDGMENT = 29101, 29102, 29103
 
 
-class Turn(NamedTuple):
+class Gather(NamedTuple):
     """One call of gather(); a later call ends it."""
 
     number: int
-    end_s: float
+    end_s: float  # of time.monotonic()
 
 
 class MpiSideChannel:
-    """Rank 0 asks, the others answer, in the threads that call gather(). Nothing is sent, posted or polled before that.
+    """Rank 0 sends requests, the others reply, in the threads that call gather(). Nothing is sent, posted or polled outside of it.
 
-    A question has a number, and its answer is thanked for: a rank may find a question of a stall that passed. To answer that one is
-    not enough, and the answer must not be taken for one to the question of today.
+    A rank may find the request of a gather that rank 0 has given up. So each request has a number, rank 0 takes only replies to its
+    latest one, and a rank replies to every request that it finds until one reply is acknowledged.
     """
 
     def __init__(self, mpi: Any) -> None:
-        """Of mpi4py.MPI."""
+        """`mpi`: the module mpi4py.MPI."""
         self._mpi, self._world = mpi, mpi.COMM_WORLD
-        self._sends: list[Any] = []  # under way; they need their memory until they are over, which may be never
-        self._receives: dict[int, list[tuple[int, Any]]] = {QUESTION: [], ANSWER: [], THANKS: []}  # (rank, request), the same
-        self._newest = 0
+        self._sends: list[Any] = []  # pending requests of MPI, kept for the memory that they use; some never complete
+        self._receives: dict[int, list[tuple[int, Any]]] = {REQUEST: [], REPLY: [], ACKNOWLEDGMENT: []}  # tag -> (rank, pending request)
+        self._latest = 0  # number of the latest gather
 
-    def gather(self, text: str, wait_s: float) -> list[str | None] | None:
+    def gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """As Communicator.side_channel_gather."""
         mpi = self._mpi
         if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             return None
-        turn = Turn(time.monotonic_ns(), time.monotonic() + wait_s)
-        self._newest = turn.number
-        return self._ask(text, turn) if self._world.rank == 0 else self._answer(text, turn)
+        gather = Gather(time.monotonic_ns(), time.monotonic() + wait_s)
+        self._latest = gather.number
+        return self._collect(message, gather) if self._world.rank == 0 else self._reply(message, gather)
 
-    def _ask(self, text: str, turn: Turn) -> list[str | None]:
-        others = set(range(1, self._world.size))
-        texts: list[str | None] = [text, *[None] * len(others)]
-        for rank in sorted(others):
-            self._send(turn.number, rank, QUESTION)
-        while others and self._goes_on(turn):
-            for rank, (number, theirs) in self._arrived(ANSWER):
-                if number == turn.number:
-                    texts[rank] = theirs
-                    others.discard(rank)
-                    self._send(number, rank, THANKS)
-        return texts
+    def _collect(self, message: str, gather: Gather) -> list[str | None]:
+        """Of rank 0: the messages of all ranks, None for those whose reply has not come in time."""
+        pending = set(range(1, self._world.size))
+        messages: list[str | None] = [message, *[None] * len(pending)]
+        for rank in sorted(pending):
+            self._send(gather.number, rank, REQUEST)
+        while pending and self._goes_on(gather):
+            for rank, (number, reply) in self._received(REPLY):
+                if number == gather.number:
+                    messages[rank] = reply
+                    pending.discard(rank)
+                    self._send(number, rank, ACKNOWLEDGMENT)
+        return messages
 
-    def _answer(self, text: str, turn: Turn) -> list[str | None]:
-        answered: set[int] = set()
-        while self._goes_on(turn) and not answered & {number for _, number in self._arrived(THANKS)}:
-            for _, number in self._arrived(QUESTION):
-                self._send((number, text), 0, ANSWER)
-                answered.add(number)
+    def _reply(self, message: str, gather: Gather) -> list[str | None]:
+        """Of the other ranks: returns when a reply is acknowledged, or the time is over."""
+        replied: set[int] = set()
+        while self._goes_on(gather) and not replied & {number for _, number in self._received(ACKNOWLEDGMENT)}:
+            for _, number in self._received(REQUEST):
+                self._send((number, message), 0, REPLY)
+                replied.add(number)
         return []
 
-    def _goes_on(self, turn: Turn) -> bool:
-        """After a short sleep; False when the time is over, or MPI is."""
+    def _goes_on(self, gather: Gather) -> bool:
+        """Sleeps briefly. False when the time is over, a later gather has begun, or MPI is finalized."""
         time.sleep(POLL_S)
-        if self._mpi.Is_finalized() or self._newest != turn.number:
+        if self._mpi.Is_finalized() or self._latest != gather.number:
             return False
         self._sends = [request for request in self._sends if not request.Test()]
-        return time.monotonic() < turn.end_s
+        return time.monotonic() < gather.end_s
 
-    def _send(self, thing: Any, rank: int, tag: int) -> None:
-        self._sends.append(self._world.isend(thing, rank, tag))
+    def _send(self, content: Any, rank: int, tag: int) -> None:
+        self._sends.append(self._world.isend(content, rank, tag))
 
-    def _arrived(self, tag: int) -> Iterator[tuple[int, Any]]:
-        """(rank, thing) of what has come. A large one may stay under way, where its sender has stopped meanwhile."""
+    def _received(self, tag: int) -> Iterator[tuple[int, Any]]:
+        """(rank, content) of the messages that have arrived whole. A large one stays pending where its sender has stopped meanwhile."""
         status = self._mpi.Status()
         receives = self._receives[tag]
         while message := self._world.improbe(tag=tag, status=status):
             receives.append((status.source, message.irecv()))
         for receive in receives[:]:
-            over, thing = receive[1].test()
-            if over:
+            rank, request = receive
+            complete, content = request.test()
+            if complete:
                 receives.remove(receive)
-                yield receive[0], thing
+                yield rank, content

@@ -1,4 +1,4 @@
-"""What ranks without MPI tell each other while their main threads hang in collectives: words on the store where they met."""
+"""Gathers one message of each rank on rank 0, and ends all ranks together, over the store of torch.distributed: for ranks without MPI."""
 
 from __future__ import annotations
 
@@ -14,99 +14,103 @@ from hvdtrain.core.exit import exit_now
 from hvdtrain.errors import DONE, LOST
 
 POLL_S = 0.1
-GRACE_S = 2.0  # for this rank's own words about what it lost
-HEARD_S = 0.5  # rank 0, which may keep the store, leaves after the others have heard why
+OWN_ERROR_S = 2.0  # time for this rank to report its own error before it exits because the store is gone
+HOST_EXITS_LATER_S = 0.5  # rank 0, whose process may host the store, exits after the others have read the exit code
 _FOREVER = timedelta(days=365)
 
 
 class StoreSideChannel:
-    """Each use has a connection of its own: one that waits keeps its connection to itself."""
+    """Each use opens a connection of its own: a connection that waits for a key is blocked for all other use."""
 
-    def __init__(self, connection: Callable[[], Any], rank: int, size: int) -> None:
-        """`connection` opens one more torch.distributed.TCPStore, with this job's prefix."""
-        self._connection, self._rank, self._size = connection, rank, size
-        self._newest, self._closed = 0, False
-        self._thread = threading.Thread(target=self._heed, args=(connection(),), name="abort", daemon=True)
+    def __init__(self, connect: Callable[[], Any], rank: int, size: int) -> None:
+        """`connect` opens a new connection to the store of this job, a torch.distributed.Store."""
+        self._connect, self._rank, self._size = connect, rank, size
+        self._latest = 0  # number of the latest gather
+        self._closed = False
+        self._thread = threading.Thread(target=self._exit_on_abort, args=(connect(),), name="abort", daemon=True)
         self._thread.start()
 
-    def gather(self, text: str, wait_s: float) -> list[str | None] | None:
-        """As Communicator.side_channel_gather."""
+    def gather(self, message: str, wait_s: float) -> list[str | None] | None:
+        """As Communicator.side_channel_gather; None where the process that hosts the store is gone."""
         number, end_s = time.monotonic_ns(), time.monotonic() + wait_s
-        self._newest = number
+        self._latest = number
 
         def goes_on() -> bool:
             time.sleep(POLL_S)
-            return self._newest == number and time.monotonic() < end_s
+            return self._latest == number and time.monotonic() < end_s
 
         try:
-            store = self._connection()
+            store = self._connect()
             store.set_timeout(timedelta(seconds=max(1.0, wait_s)))
-            return self._ask(store, text, number, goes_on) if self._rank == 0 else self._answer(store, text, goes_on)
-        except RuntimeError:  # of the store, which went with the process that keeps it
+            if self._rank == 0:
+                return self._collect(store, message, number, goes_on)
+            return self._reply(store, message, goes_on)
+        except RuntimeError:  # the connection to the store broke
             return None if self._rank == 0 else []
 
-    def _ask(self, store: Any, text: str, number: int, goes_on: Callable[[], bool]) -> list[str | None]:
-        texts: list[str | None] = [text, *[None] * (self._size - 1)]
-        store.set("question", str(number))
-        while None in texts and goes_on():
-            for rank in [rank for rank, known in enumerate(texts) if known is None]:
-                if store.check([f"answer/{number}/{rank}"]):
-                    texts[rank] = store.get(f"answer/{number}/{rank}").decode()
-                    store.set(f"thanks/{number}/{rank}", "")
-        return texts
+    def _collect(self, store: Any, message: str, number: int, goes_on: Callable[[], bool]) -> list[str | None]:
+        """Of rank 0: the messages of all ranks, None for those whose reply has not come in time."""
+        messages: list[str | None] = [message, *[None] * (self._size - 1)]
+        store.set("request", str(number))
+        while None in messages and goes_on():
+            for rank in [rank for rank, known in enumerate(messages) if known is None]:
+                if store.check([f"reply/{number}/{rank}"]):
+                    messages[rank] = store.get(f"reply/{number}/{rank}").decode()
+                    store.set(f"acknowledgment/{number}/{rank}", "")
+        return messages
 
-    def _answer(self, store: Any, text: str, goes_on: Callable[[], bool]) -> list[str | None]:
-        """Until it is thanked: a question of a stall that passed may still be there, and nobody takes an answer to that one."""
-        answered: set[str] = set()
-        while goes_on() and not any(store.check([f"thanks/{number}/{self._rank}"]) for number in answered):
-            if store.check(["question"]):
-                number = store.get("question").decode()
-                store.set(f"answer/{number}/{self._rank}", text)
-                answered.add(number)
+    def _reply(self, store: Any, message: str, goes_on: Callable[[], bool]) -> list[str | None]:
+        """Of the other ranks: until a reply is acknowledged. The store may still have the request of a gather that rank 0 gave up."""
+        replied: set[str] = set()
+        while goes_on() and not any(store.check([f"acknowledgment/{number}/{self._rank}"]) for number in replied):
+            if store.check(["request"]):
+                number = store.get("request").decode()
+                store.set(f"reply/{number}/{self._rank}", message)
+                replied.add(number)
         return []
 
     def abort(self, code: int) -> None:
-        """The others end with this code, within a moment."""
+        """Has the other ranks exit with this code, within a second; returns once the store has it."""
         with contextlib.suppress(RuntimeError):
-            store = self._connection()
+            store = self._connect()
             store.set("abort", str(code))
-            store.get("abort")  # set() does not wait for the store to have it
-            time.sleep(POLL_S if self._rank else HEARD_S)
+            store.get("abort")  # set() returns before the store has the value
+            time.sleep(POLL_S if self._rank else HOST_EXITS_LATER_S)
 
     def close(self, wait_s: float) -> None:
-        """Every rank calls it. Nobody leaves with a thread that waits on the store, and rank 0, which may keep it, leaves last."""
+        """Waits until every rank closes: rank 0, whose process may host the store, leaves last. Every rank calls it."""
         self._closed, end_s = True, time.monotonic() + wait_s
         with contextlib.suppress(RuntimeError):
-            store = self._connection()
+            store = self._connect()
             store.add("closing", 1)
             if self._rank == 0:
-                all_close = self._await(store, "closing", end_s)
-                store.set("abort", str(DONE if all_close else LOST))  # wakes every rank's thread; one that does not close ends
+                all_close = self._await_all(store, "closing", end_s)
+                store.set("abort", str(DONE if all_close else LOST))  # wakes every rank's thread; a rank that has not closed exits
             self._thread.join(max(0.0, end_s - time.monotonic()))
             store.add("closed", 1)
             if self._rank == 0:
-                self._await(store, "closed", end_s)
+                self._await_all(store, "closed", end_s)
 
-    def _await(self, store: Any, count: str, end_s: float) -> bool:
-        """Whether every rank has added one to this count in time."""
-        while store.add(count, 0) < self._size:
+    def _await_all(self, store: Any, counter: str, end_s: float) -> bool:
+        """Whether every rank has added 1 to a counter in time."""
+        while store.add(counter, 0) < self._size:
             if time.monotonic() > end_s:
                 return False
             time.sleep(0.01)
         return True
 
-    def _heed(self, store: Any) -> None:
-        """In a thread, asleep until somebody aborts, all ranks close, or the store is gone with the rank that kept it."""
+    def _exit_on_abort(self, store: Any) -> None:
+        """In a thread: sleeps until a rank aborts, all ranks close or the connection breaks; exits the process unless it is closed."""
         try:
             store.wait(["abort"], _FOREVER)
             code = int(store.get("abort"))
         except RuntimeError:
-            time.sleep(0.0 if self._closed else GRACE_S)
+            time.sleep(0.0 if self._closed else OWN_ERROR_S)
             code = LOST
         if self._closed:
             return
         if not self._rank:
-            time.sleep(HEARD_S)
+            time.sleep(HOST_EXITS_LATER_S)
         if code == LOST and self._rank:
             with contextlib.suppress(OSError):
                 print(f"hvdtrain: rank {self._rank}: the connection to rank 0 broke", file=sys.stderr, flush=True)
