@@ -300,7 +300,7 @@ class CommConfig(Section):
     reduce: Literal["auto", "distributed_optimizer", "ddp", "bucket"] = Field(
         default="auto",
         description="how gradients are reduced: hvd.DistributedOptimizer (default with horovod), DDP (with torchdist), or "
-        "hvdtrain's buckets overlapped with backward",
+        "hvdtrain's buckets, overlapped with backward where the engine is asynchronous",
     )
     bucket_mb: float = Field(default=4.0, ge=2**-10, le=2**14, description="size of a gradient bucket in MiB")
     compression: Literal["none", "fp16", "bf16"] = Field(

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
 
 
@@ -55,6 +55,14 @@ def _warmup(config: Config) -> Iterator[UserError]:
     if recipe.warmup_epochs and recipe.warmup_steps:
         what = f"recipe.warmup_epochs={recipe.warmup_epochs:g} and recipe.warmup_steps={recipe.warmup_steps} both set the warm-up's length"
         yield UserError(what, config.where("recipe.warmup_steps"), "keep one of them")
+    elif recipe.warmup != "none" and recipe.warmup_epochs >= config.epochs and needs_time_after_warmup(recipe):
+        what = f"a warm-up of {recipe.warmup_epochs:g} epochs leaves nothing of {config.epochs} epochs to the schedule"
+        yield UserError(what, config.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
+
+
+def needs_time_after_warmup(recipe: RecipeConfig) -> bool:
+    """Whether the schedule falls from the end of the warm-up to the end of the job."""
+    return recipe.schedule in ("cosine", "polynomial") or bool(recipe.chain)
 
 
 def _growth(config: Config) -> Iterator[UserError]:

@@ -8,7 +8,7 @@ import math
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, growth_instead_of_decays
-from hvdtrain.recipe.conflicts import check_recipe
+from hvdtrain.recipe.conflicts import check_recipe, needs_time_after_warmup
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
@@ -84,7 +84,7 @@ def lr_schedule(config: Config, dataset: int) -> Schedule:
     Raises UserError where the warm-up leaves no epoch to the schedule.
     """
     recipe, warmup, end = config.recipe, warmup_epochs(config, dataset), total_epochs(config)
-    if warmup >= end and (recipe.schedule in ("cosine", "polynomial") or recipe.chain):
+    if warmup >= end and needs_time_after_warmup(recipe):  # of recipe.warmup_steps, whose length in epochs depends on the data
         what = f"a warm-up of {warmup:g} epochs leaves nothing of {end} epochs to the schedule"
         raise UserError(what, config.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
     after_warmup = _schedule_after_warmup(config, warmup)

@@ -195,6 +195,12 @@ def horovod_settings(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(f"comm.{name}"), f"leave comm.{name} out, or comm.engine=horovod")
 
 
+def learning_rate(job: PlannedJob) -> Iterator[UserError]:
+    """A class of torch.optim has an option lr; the recipe sets it."""
+    if "lr" in job.config.optim.options:
+        yield UserError("optim.lr is not an option: the recipe sets the rate of each step", job.where("optim.lr"), "optim.base_lr=...")
+
+
 def noise_scale(job: PlannedJob) -> Iterator[UserError]:
     """log.noise_scale compares each rank's own gradient with the mean of all."""
     if not job.config.log.noise_scale:
@@ -242,6 +248,7 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     local_steps,
     tune,
     horovod_settings,
+    learning_rate,
     noise_scale,
     reading_ahead,
     crop,

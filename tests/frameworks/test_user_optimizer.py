@@ -87,7 +87,6 @@ class NoRate(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("make", "words", "what", "where", "fix"),
     [
-        (torch.optim.Adam, ["optim.lr=0.1"], "optim.lr is not an option", "optim.lr, command line", "use optim.base_lr"),
         (torch.optim.Adam, ["optim.alpha=1"], "got an unexpected keyword argument 'alpha'", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),

@@ -145,10 +145,6 @@ def make_user_optimizer(
     state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself) is
     dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
     """
-    if "lr" in config.optim.options:
-        raise UserError(
-            "optim.lr is not an option: the recipe sets the learning rate of each step", provenance.where("optim.lr"), "use optim.base_lr"
-        )
     optimizer = construct(
         constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, provenance.where("optim.name")
     )
