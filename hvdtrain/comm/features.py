@@ -18,7 +18,7 @@ MEANINGS: dict[Feature, str] = {
     "nccl": "reduces tensors in GPU memory by NCCL, which refuses two ranks on one GPU",
     "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller goes on; without it the caller waits",
     "bfloat16_sums": "allreduce sums bfloat16",
-    "adasum": "allreduce knows op=adasum",
+    "adasum": "allreduce has op=adasum",
     "horovod_api": "Horovod runs: hvd.DistributedOptimizer, hvd.grouped_allreduce, and the settings comm.cycle_ms, fusion_mb, hierarchical",
     "ddp": "torch.distributed runs with these ranks, so that DistributedDataParallel does",
     "plain_mpi": "its collectives are those of mpi4py, on numpy arrays",

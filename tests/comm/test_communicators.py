@@ -36,7 +36,7 @@ def connect(place):
         print(error, file=sys.stderr)
         sys.exit(errors.USER)
 """
-WHO = PRELUDE + "engine = connect(placement(os.environ)); print('rank', engine.rank, 'of', engine.size)"
+RANK_AND_SIZE = PRELUDE + "engine = connect(placement(os.environ)); print('rank', engine.rank, 'of', engine.size)"
 ABORT = """
 engine = connect(placement(os.environ))
 engine.allreduce(np.ones(3), "first")
@@ -116,10 +116,15 @@ def test_every_check_fails_on_an_engine_that_does_nothing(check: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_that_sees_itself_only_is_not_run_four_times(engine: str) -> None:
+def test_an_engine_of_size_1_under_a_launcher_of_4_is_refused(engine: str) -> None:
     """The variables say 4 processes, but this one was started alone, as with an MPI library that is not the launcher's."""
-    told = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-    result = ranks.python(["-c", WHO, engine], env=told)
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    }
+    result = ranks.python(["-c", RANK_AND_SIZE, engine], env=environ)
     assert result.returncode == errors.USER
     assert f"Open MPI's mpirun started 4 processes, but the {engine} engine sees only itself (size 1)" in result.stderr
     assert f"where: comm.engine={engine}; {'mpi4py' if engine == 'mpi' else 'Horovod'} uses Open MPI v" in result.stderr
@@ -130,7 +135,7 @@ def test_an_engine_that_sees_itself_only_is_not_run_four_times(engine: str) -> N
 @needs_mpirun
 @needs_horovod
 def test_horovod_that_runs_on_gloo_under_mpirun_is_refused() -> None:
-    result = ranks.mpirun(2, ["-c", WHO, "horovod"], env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
+    result = ranks.mpirun(2, ["-c", RANK_AND_SIZE, "horovod"], env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"})
     assert result.returncode == errors.USER
     assert "started 2 processes, but the horovod engine sees only itself (size 1)" in result.stderr
     assert "Horovod uses Gloo, not MPI" in result.stderr
@@ -140,7 +145,7 @@ def test_horovod_that_runs_on_gloo_under_mpirun_is_refused() -> None:
 def test_a_library_that_is_not_installed_is_named(engine: str, tmp_path: Path) -> None:
     package = "mpi4py" if engine == "mpi" else "horovod"
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package} here')")
-    result = ranks.python(["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WHO}", engine])
+    result = ranks.python(["-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{RANK_AND_SIZE}", engine])
     assert result.returncode == errors.USER
     assert f"no {package} here" in result.stderr
     assert f"fix: {'pip install mpi4py' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}" in result.stderr

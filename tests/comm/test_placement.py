@@ -73,7 +73,7 @@ def without(environ: dict[str, str], key: str) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k != key}
 
 
-def test_a_pod_that_tells_no_local_rank_is_told_what_to_set() -> None:
+def test_a_pod_without_a_local_rank_is_refused_with_what_to_set() -> None:
     """Kubernetes' PyTorchJob: RANK and WORLD_SIZE of each pod."""
     with pytest.raises(UserError) as caught:
         placement({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"})
@@ -144,7 +144,7 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         ({**OPEN_MPI, **HOROVODRUN, "HOROVOD_RANK": "2"}, "Open MPI's mpirun says rank 3 of 8, but horovodrun says rank 2 of 8"),
     ],
 )
-def test_nonsense_is_refused(environ: dict[str, str], words: str) -> None:
+def test_contradictory_variables_are_refused(environ: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         placement(environ)
 
@@ -163,7 +163,7 @@ def test_an_engine_alone_under_a_launcher_is_refused() -> None:
     ]
 
 
-def test_srun_without_an_mpi_plugin_is_told_which() -> None:
+def test_srun_without_an_mpi_plugin_is_refused_with_the_plugin() -> None:
     with pytest.raises(
         UserError, match=r"srun started 5 processes, .*\n.*\n  fix: srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 .*; or mend it"
     ):
@@ -180,15 +180,15 @@ def test_torchrun_starts_torch_only() -> None:
         check_size(placement(TORCHRUN), OPEN, size=1)
 
 
-def test_a_library_is_named_in_few_words() -> None:
+def test_library_name() -> None:
     assert library_name("Open MPI v5.0.11, package: Open MPI user@localhost, ident: 5.0.11\0") == "Open MPI v5.0.11"
     assert library_name("MPICH Version:      5.0.2\nMPICH Release date: ...") == "MPICH Version: 5.0.2"
 
 
-def test_other_sizes() -> None:
+def test_sizes_of_engine_and_launcher() -> None:
     check_size(placement(OPEN_MPI), OPEN, size=8)
     check_size(NO_LAUNCHER, OPEN, size=1)
-    check_size(NO_LAUNCHER, OPEN, size=4)  # a launcher that we do not know: the library is believed
+    check_size(NO_LAUNCHER, OPEN, size=4)  # a launcher that sets no variables: the library's size counts
     with pytest.raises(UserError, match="started 8 processes, but the mpi engine sees 2"):
         check_size(placement(OPEN_MPI), OPEN, size=2)
 

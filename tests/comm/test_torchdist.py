@@ -1,4 +1,4 @@
-"""The torchdist engine without MPI: where ranks meet, started by hand and by torchrun, and how they end together."""
+"""The torchdist engine without MPI: the rendezvous, ranks started by hand and by torchrun, and how they end together."""
 
 from __future__ import annotations
 
@@ -62,15 +62,17 @@ def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
     assert expand_nodes(nodes) == hosts
 
 
-def test_where_torchrun_srun_and_the_user_say() -> None:
-    told = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
-    assert find_rendezvous(TORCHRUN, told, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
-    assert find_rendezvous(TORCHRUN, told | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous("n1", 29500, job="hvdtrain/7/0")
+def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
+    environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
+    assert find_rendezvous(TORCHRUN, environ, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
+    assert find_rendezvous(TORCHRUN, environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous(
+        "n1", 29500, job="hvdtrain/7/0"
+    )
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
     met = find_rendezvous(SRUN, slurm, None)
     assert met is not None and (met.host, met.peer, met.job) == ("n1", "n2", "hvdtrain/12/0/0") and met.port in PORTS
     ports = {m.port for step in range(20) if (m := find_rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
-    assert len(ports) > 17, "steps of one job meet at different ports"
+    assert len(ports) > 17, "steps of one job have different ports"
     assert find_rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
     assert find_rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
 
@@ -85,7 +87,7 @@ def test_where_torchrun_srun_and_the_user_say() -> None:
         (TORCHRUN, {}, "n1:70000", ["'n1:70000' is not HOST:PORT"]),
     ],
 )
-def test_no_place_to_meet(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
+def test_no_rendezvous(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         find_rendezvous(place, environ, address)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -298,7 +300,7 @@ def wait_for(done: object, limit_s: float) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    told = {
+    environ = {
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
@@ -306,10 +308,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(free_port()),
     }
-    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told)
+    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=environ)
     assert result.returncode == errors.USER
     assert "rank 1 did not arrive within 1 s" in result.stderr, result.stderr
-    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=told | {"RANK": "1", "LOCAL_RANK": "1"})
+    result = python(["-m", "hvdtrain", *DATA, "comm.timeout_s=1"], env=environ | {"RANK": "1", "LOCAL_RANK": "1"})
     assert result.returncode == errors.USER
     assert "the rendezvous does not answer within 1 s" in result.stderr, result.stderr
 

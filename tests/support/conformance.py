@@ -47,7 +47,7 @@ LARGE = 1_250_001  # elements; 5 MB of float32
 
 
 def weights(shape: tuple[int, ...]) -> np.ndarray:
-    """1 2 3 4 5 6 7 1 2 ...: what tells elements apart. With 4 ranks every sum stays below 128, so it is exact in int8 and float16."""
+    """1 2 3 4 5 6 7 1 2 ...: neighbours differ. With 4 ranks every sum stays below 128, so it is exact in int8 and float16."""
     return (np.arange(math.prod(shape)) % 7 + 1).reshape(shape)
 
 
@@ -62,7 +62,7 @@ def reduced(shape: tuple[int, ...], op: Op, size: int) -> np.ndarray:
 
 
 def ranked(shape: tuple[int, ...], rank: int) -> np.ndarray:
-    """Content that tells of rank and element, below 128, and whose parity does too."""
+    """Content that depends on rank and element, below 128, and whose parity does too."""
     return ((rank + 1) * 17 + np.arange(math.prod(shape)) % 3).reshape(shape)
 
 
@@ -268,14 +268,14 @@ def _table() -> dict[str, Check]:
 def _refusals() -> dict[str, Check]:
     strange = [np.ones(3, np.complex64), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bfloat16), np.ones(3, ">f4")]
     strange += [np.ones((4, 3)).T, torch.ones(4, 3).T, np.ones(6)[::2]]
-    wishes = [(c, x) for c in ("allreduce", "start_allreduce", "broadcast", "reduce_scatter", "allgather") for x in strange]
-    wishes = [
-        (c, x) for c, x in wishes if x.dtype != torch.bfloat16 or c not in ("allreduce", "start_allreduce")
+    refusals = [(c, x) for c in ("allreduce", "start_allreduce", "broadcast", "reduce_scatter", "allgather") for x in strange]
+    refusals = [
+        (c, x) for c, x in refusals if x.dtype != torch.bfloat16 or c not in ("allreduce", "start_allreduce")
     ]  # tests/support/strategies_on_ranks.py
-    wishes += [(c, x) for c in ("allreduce", "reduce_scatter") for x in (np.ones(3, bool), torch.ones(3).bool())]
-    wishes += [(c, x) for c in ("allgather", "reduce_scatter") for x in (np.array(1.0), torch.tensor(1.0))]
+    refusals += [(c, x) for c in ("allreduce", "reduce_scatter") for x in (np.ones(3, bool), torch.ones(3).bool())]
+    refusals += [(c, x) for c in ("allgather", "reduce_scatter") for x in (np.array(1.0), torch.tensor(1.0))]
     checks: dict[str, Check] = {}
-    for collective, x in wishes:
+    for collective, x in refusals:
         dtype = str(x.dtype).removeprefix("torch.")
         what = f"{collective}-{dtype}-{'x'.join(map(str, x.shape)) or 'scalar'}-{'torch' if torch.is_tensor(x) else 'numpy'}"
         checks[f"refused-{what}"] = partial(refused, collective, x, dtype)
