@@ -80,7 +80,7 @@ class Watching:
         if self.speaks:
             for leaf in (tensorboard, mlflow, wandb):
                 made = leaf.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(BackgroundSink(lambda sink=made: sink, leaf.__name__, print, step_interval_s=TRACKED_S))  # type: ignore[misc]
+                self.trackers.append(BackgroundSink(made, leaf.__name__, print, step_interval_s=TRACKED_S))
         self.json = JsonLinesWriter(folder / "events.jsonl")
         self.out = terminal()
         self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})

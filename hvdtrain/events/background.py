@@ -1,4 +1,4 @@
-"""A sink on a thread of its own behind a bounded queue: training never waits for it, and goes on without it after an error."""
+"""A tracker on a thread of its own behind a bounded queue: training never waits for it, and goes on without it after an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hvdtrain.errors import UserError
-from hvdtrain.events.log import Event, Sink
+from hvdtrain.events.log import Event, Tracker
 from hvdtrain.events.redaction import redact_urls
 
 CAPACITY = 10_000  # queued events; a few megabytes
@@ -17,25 +17,24 @@ _STEP_KINDS = ("step", "step_times")  # dropped, oldest first, when the queue is
 
 
 class BackgroundSink:
-    """Runs `make_sink()` and its sink on a thread. A call costs microseconds.
+    """Runs a tracker on a thread. A call costs microseconds.
 
-    make_sink: called on the thread too, since a tracker's packages take seconds to import. A `close()` of its sink takes no argument.
     name: of the tracker, for messages.
-    warn: called with one line when the sink fails, drops events or does not end in time; always on the thread of the caller, at its
-        next event or at close(), so it may use what that thread uses. After an exception the sink is given nothing more.
+    warn: called with one line when the tracker fails, drops events or does not end in time; always on the thread of the caller, at its
+        next event or at close(), so it may use what that thread uses. After an exception the tracker receives no more events.
     step_interval_s: events of a step kind that follow sooner after the last one are left out. A tracker takes milliseconds for each,
         during which the interpreter runs nothing else.
     """
 
     def __init__(
         self,
-        make_sink: Callable[[], Sink],
+        tracker: Tracker,
         name: str,
         warn: Callable[[str], None],
         capacity: int = CAPACITY,
         step_interval_s: float = 0.0,
     ) -> None:
-        self._make_sink = make_sink
+        self._tracker = tracker
         self._name = name
         self._warn = warn
         self._capacity = capacity
@@ -51,7 +50,7 @@ class BackgroundSink:
         self._ended = False  # the thread takes no more events
         self._failure = ""  # not yet reported
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
@@ -62,13 +61,13 @@ class BackgroundSink:
         self._report_failure()
 
     def finish(self) -> None:
-        """No event follows: the thread writes what is queued, closes the sink and ends. Returns at once."""
+        """No event follows: the thread passes on what is queued, closes the tracker and ends. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Waits until all events are written and the sink is closed, timeout_s at most; False where that took longer.
+        """Waits until all events are passed on and the tracker is closed, timeout_s at most; False where that took longer.
 
         Then the thread still works, and the interpreter's own clean-up at its exit may wait for it.
         """
@@ -111,12 +110,9 @@ class BackgroundSink:
 
     def _run(self) -> None:
         try:
-            sink = self._make_sink()
             while (event := self._next_event()) is not None:
-                sink(event)
-            close = getattr(sink, "close", None)
-            if close is not None:
-                close()
+                self._tracker(event)
+            self._tracker.close()
         except (Exception, SystemExit) as error:  # code of another product: whatever it raises must not end training
             self._failure = _one_line(error)
         with self._changed:

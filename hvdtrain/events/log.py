@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Event(NamedTuple):
@@ -17,6 +17,15 @@ class Event(NamedTuple):
 # A sink is called with each event. Two optional methods: finish() says that no event follows and returns at once;
 # close(timeout_s) waits until everything is written, timeout_s at most.
 Sink = Callable[[Event], None]
+
+
+class Tracker(Protocol):
+    """Sends events to another product: what events/trackers/*.py build. BackgroundSink runs it on a thread of its own."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+    def close(self) -> None:
+        """Called once, after the last event: sends what is left."""
 
 
 class Log:

@@ -102,14 +102,10 @@ def open_log(config: Config, provenance: Provenance, communicator: Communicator,
         return [
             JsonLinesWriter(run / "events.jsonl"),
             terminal_sink(sys.stdout, config.log),
-            *(_in_background(*item) for item in trackers.items()),
+            *(BackgroundSink(tracker, name, warn, step_interval_s=TRACKED_S) for name, tracker in trackers.items()),
         ]
 
     return Log(on_rank_0_only(communicator, open_sinks) or [])
-
-
-def _in_background(name: str, tracker: Sink) -> BackgroundSink:
-    return BackgroundSink(lambda: tracker, name, warn, step_interval_s=TRACKED_S)
 
 
 @contextlib.contextmanager

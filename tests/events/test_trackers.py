@@ -62,9 +62,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def send(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], config: Config = CONFIG) -> None:
     """As a job does: each start has a sink of its own, on a thread of its own."""
     for events in runs:
-        sink = build(config, run)
+        tracker = build(config, run)
         warnings: list[str] = []
-        background = BackgroundSink(lambda sink=sink: sink, "x", warnings.append)
+        background = BackgroundSink(tracker, "x", warnings.append)
         for event in events:
             background(event)
         assert background.close(60) and warnings == []
@@ -297,58 +297,75 @@ def test_wandb_modes(tmp_path: Path) -> None:
     )
 
 
-class Slow:
-    """A sink that blocks at its first event until `free` is set."""
+class BlockingTracker:
+    """Blocks at its first event until `free` is set."""
 
     def __init__(self) -> None:
-        self.free, self.begun, self.seen, self.closed = threading.Event(), threading.Event(), list[Event](), 0
+        self.free = threading.Event()
+        self.begun = threading.Event()
+        self.events: list[Event] = []
+        self.thread = ""  # the name of the thread that called it
+        self.closed = 0  # calls of close()
 
     def __call__(self, event: Event) -> None:
         self.begun.set()
         assert self.free.wait(20)
-        self.seen.append(event)
+        self.thread = threading.current_thread().name
+        self.events.append(event)
 
     def close(self) -> None:
         self.closed += 1
 
 
+class FailingTracker:
+    """Raises `error` at an event of step `at`, and at close() where `at` is None."""
+
+    def __init__(self, error: BaseException, at: int | None) -> None:
+        self.error, self.at = error, at
+        self.steps: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        self.steps.append(event.step)
+        if event.step == self.at:
+            raise self.error
+
+    def close(self) -> None:
+        if self.at is None:
+            raise self.error
+
+
 def test_background_sink_keeps_the_order_and_closes() -> None:
-    sink, warnings = Slow(), list[str]()
-    made: list[str] = []
-
-    def make() -> Slow:
-        made.append(threading.current_thread().name)
-        return sink
-
-    background = BackgroundSink(make, "slow", warnings.append)
+    tracker, warnings = BlockingTracker(), list[str]()
+    background = BackgroundSink(tracker, "slow", warnings.append)
     events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
     for event in events:
         background(event)
-    assert sink.seen == []  # the calls returned, though the sink blocks
-    sink.free.set()
+    assert tracker.events == []  # the calls returned, though the tracker blocks
+    tracker.free.set()
     assert background.close(20) and background.close(0)
     background(step(100, 1.0))
-    assert (sink.seen, sink.closed, warnings, made) == (events, 1, [], ["sink slow"])
+    assert (tracker.events, tracker.closed, warnings, tracker.thread) == (events, 1, [], "tracker slow")
 
 
 def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
-    sink, warnings = Slow(), list[str]()
-    background = BackgroundSink(lambda: sink, "slow", warnings.append, capacity=4)
+    tracker, warnings = BlockingTracker(), list[str]()
+    background = BackgroundSink(tracker, "slow", warnings.append, capacity=4)
     background(start(0))
-    assert sink.begun.wait(20)
+    assert tracker.begun.wait(20)
     for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
         background(event)
-    sink.free.set()
+    tracker.free.set()
     assert background.close(20)
-    assert [(event.kind, event.step) for event in sink.seen] == [
+    assert [(event.kind, event.step) for event in tracker.events] == [
         *(("start", 0), ("epoch", 2), ("epoch", 4), ("epoch", 6), ("epoch", 7), ("end", 8)),
     ]
     assert warnings == ["log.trackers slow: too slow: its queue was full and 3 step events were dropped"]
 
 
 def test_background_sink_thins_out_step_events_only() -> None:
-    seen = list[tuple[str, int]]()
-    background = BackgroundSink(lambda: lambda event: seen.append((event.kind, event.step)), "thin", print, step_interval_s=1.0)
+    tracker = BlockingTracker()
+    tracker.free.set()
+    background = BackgroundSink(tracker, "thin", print, step_interval_s=1.0)
     for event in [
         step(1, 1)._replace(time=10.0),
         step(2, 1)._replace(time=10.9),
@@ -358,22 +375,22 @@ def test_background_sink_thins_out_step_events_only() -> None:
     ]:
         background(event)
     assert background.close(20)
-    assert seen == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
+    assert [(event.kind, event.step) for event in tracker.events] == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
 
 
-def test_background_sink_closes_in_time_when_its_sink_blocks() -> None:
-    sink, warnings = Slow(), list[str]()
-    background = BackgroundSink(lambda: sink, "stuck", warnings.append)
+def test_background_sink_closes_in_time_when_its_tracker_blocks() -> None:
+    tracker, warnings = BlockingTracker(), list[str]()
+    background = BackgroundSink(tracker, "stuck", warnings.append)
     for number in range(3):
         background(epoch(number, 0.5))
-    assert sink.begun.wait(20)
+    assert tracker.begun.wait(20)
     began = time.monotonic()
     assert not background.close(0.2)
     assert 0.15 < time.monotonic() - began < 5
     assert warnings == ["log.trackers stuck: not finished after 0.2 s: 2 events are still queued, and the job ends"]
-    sink.free.set()
+    tracker.free.set()
     assert background.close(20)  # close() stops nothing: all is written in the end
-    assert [event.step for event in sink.seen] == [0, 1, 2]
+    assert [event.step for event in tracker.events] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -384,35 +401,27 @@ def test_background_sink_closes_in_time_when_its_sink_blocks() -> None:
         (SystemExit(3), "SystemExit: 3"),
     ],
 )
-def test_background_sink_drops_a_sink_that_raises_and_reports_it_once(error: BaseException, message: str) -> None:
-    warnings, seen = list[tuple[str, str]](), list[int]()
-
-    def sink(event: Event) -> None:
-        seen.append(event.step)
-        if event.step == 2:
-            raise error
-
-    background = BackgroundSink(lambda: sink, "frail", lambda line: warnings.append((threading.current_thread().name, line)))
+def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(error: BaseException, message: str) -> None:
+    warnings = list[tuple[str, str]]()
+    tracker = FailingTracker(error, at=2)
+    background = BackgroundSink(tracker, "frail", lambda line: warnings.append((threading.current_thread().name, line)))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tracker frail"]
     for number in (1, 2):
         background(step(number, 1.0))
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sink frail"]
     thread.join(20)
     for number in (3, 4):
         background(step(number, 1.0))
     assert background.close(20)
     line = f"log.trackers frail: {message}; training goes on without it"
     assert warnings == [(threading.main_thread().name, line)]  # on the thread of the caller
-    assert seen == [1, 2]
-    assert not background._step_events and not background._other_events  # events that no sink takes are not kept
+    assert tracker.steps == [1, 2]
+    assert not background._step_events and not background._other_events  # events that no tracker takes are not kept
 
 
-def test_background_sink_reports_a_sink_that_cannot_be_made() -> None:
+def test_background_sink_reports_a_tracker_that_cannot_be_closed() -> None:
     warnings = list[str]()
-
-    def make() -> Any:
-        raise ImportError("a broken package")
-
-    background = BackgroundSink(make, "broken", warnings.append)
+    background = BackgroundSink(FailingTracker(ImportError("a broken package"), at=None), "broken", warnings.append)
+    background(step(1, 1.0))
     assert background.close()
     assert warnings == ["log.trackers broken: ImportError: a broken package; training goes on without it"]
 

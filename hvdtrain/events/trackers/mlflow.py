@@ -33,7 +33,8 @@ class Mlflow:
     """One MLflow run for a job, however often it is resumed. Steps that a resumed job repeats have two values."""
 
     def __init__(self, config: Config, run: Path) -> None:
-        self._config, self._run = config, run
+        self._config = config
+        self._folder = run
         self._client: MlflowClient | None = None
         self._run_id = ""
         self._status = "FAILED"  # until the job says how it ended
@@ -42,7 +43,7 @@ class Mlflow:
     def __call__(self, event: Event) -> None:
         self._time_ms = int(event.time * 1000)
         if self._client is None:
-            self._client = _connect(self._run)
+            self._client = _connect(self._folder)
             self._run_id = self._continue(self._client, event) or self._create(self._client)
         numbers = scalars(event)
         if numbers:
@@ -60,7 +61,7 @@ class Mlflow:
         """Sets the status of the job's run to RUNNING and returns its id; empty without one, or where the server does not know it."""
         from mlflow.exceptions import MlflowException
 
-        run_id = load_run_id(self._run / "mlflow_run.json", first)
+        run_id = load_run_id(self._folder / "mlflow_run.json", first)
         if run_id is None:
             return ""
         try:
@@ -74,9 +75,9 @@ class Mlflow:
         return run_id
 
     def _create(self, client: MlflowClient) -> str:
-        run = client.create_run(_experiment(client), start_time=self._time_ms, run_name=self._run.name)
+        run = client.create_run(_experiment(client), start_time=self._time_ms, run_name=self._folder.name)
         self._log_config(client, run)
-        save_run_id(self._run / "mlflow_run.json", run.info.run_id)
+        save_run_id(self._folder / "mlflow_run.json", run.info.run_id)
         return str(run.info.run_id)
 
     def _log_config(self, client: MlflowClient, run: Run) -> None:

@@ -31,13 +31,15 @@ class TensorBoard:
     """One file for each start of the job. Each event is in the file when the call returns."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._config, self._folder = config, folder
+        self._config = config
+        self._folder = folder
         self._records: RecordWriter | None = None
 
     def __call__(self, event: Event) -> None:
         numbers = scalars(event)
         if self._records is None:
-            self._records = self._open(event)
+            self._records = self._open()
+            self._write(event.time, 0, file_version="brain.Event:2")
         if event.kind == "start":
             self._write_start(event)
         if numbers:
@@ -48,16 +50,14 @@ class TensorBoard:
         if self._records is not None:
             self._records.close()
 
-    def _open(self, event: Event) -> RecordWriter:
+    def _open(self) -> RecordWriter:
         # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports TensorFlow where that is installed.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a folder in the order of their names: the time comes first, in microseconds for quick restarts.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._records = RecordWriter((self._folder / name).open("xb"))
-        self._write(event.time, 0, file_version="brain.Event:2")
-        return self._records
+        return RecordWriter((self._folder / name).open("xb"))
 
     def _write_start(self, event: Event) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
