@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from step import LR, MEAN, STD, Textbook, device_words
+from step import LR, MEAN, STD, Textbook, device_name
 
 from hvdtrain.core.import_torchvision import import_torchvision
 
@@ -70,7 +70,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     textbook = textbook_seconds(options.root, scale, device)
     hvdtrain = hvdtrain_seconds([*job, f"optim.base_lr={LR}", f"epochs={scale.epochs}"], scale.target)
-    row = {"seconds to accuracy": scale.target, "device": device_words(device), "textbook": textbook, "hvdtrain": hvdtrain}
+    row = {"seconds to accuracy": scale.target, "device": device_name(device), "textbook": textbook, "hvdtrain": hvdtrain}
     append(options.json, row)
     print(f"all measurements: {time.perf_counter() - began:.0f} s; {options.json}")
 

@@ -1,10 +1,10 @@
-"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it by turns, and checkpoints.
+"""What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it in turn, and checkpoints.
 
 mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...]
 
-The default wide_resnet on digits; checkpoints of a perceptron of 10 million weights as well. Whole steps are timed in blocks in one
-process; a ratio is that of two blocks side by side, and that of "nothing", which compares equal with equal, is noise. A part that costs
-less than the noise has its share of a step from its microseconds.
+The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole steps are timed in blocks in one
+process. A ratio compares two consecutive blocks; that of "nothing", two equal blocks, is the noise. The share of a step of a part that
+costs less than the noise follows from its microseconds.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from hvdtrain.train.progress.train_state import TrainState
 from hvdtrain.train.replicas.compare import check_equal
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
-STEPS = 20  # of a block: short ones, so that what else the machine does meets both of a pair, or one pair of many
+STEPS = 20  # of a block: short, so that other load of the machine slows down both blocks of a pair, or one pair of many
 PARTS = ("nothing", "heartbeat, watchdog", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "sync_buffers")
 
 
 class SilentHeartbeat(Heartbeat):
-    """It does not beat."""
+    """Heartbeats are dropped."""
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         pass
 
 
 class WithoutFlags(HealthMonitor):
-    """It adds nothing to the sums but what the loop asks for, and takes no flags of other ranks."""
+    """Adds to the sums only the flag that the loop needs, and ignores those of other ranks."""
 
     def flags(self, step: int | None = None) -> Sums:
         return {"save": 0.0}
@@ -67,7 +67,7 @@ class WithoutFlags(HealthMonitor):
         pass
 
 
-class Foreground(Saver):
+class SynchronousSaver(Saver):
     """Training waits until the checkpoint is on the disk."""
 
     def save(self, now: TrainState, learner: Any) -> None:
@@ -81,8 +81,10 @@ def watchdog(trainer: Trainer) -> Watchdog:
 
 
 def parts(trainer: Trainer) -> dict[str, Part]:
-    """By PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
-    job, health, learner = trainer.job, trainer.job.health, trainer.job.learner
+    """By the names of PARTS. nonfinite=skip is compared with stop, digests every 100 steps with none."""
+    job = trainer.job
+    health = job.health
+    learner = job.learner
     without_flags = WithoutFlags(**{field.name: getattr(health, field.name) for field in dataclasses.fields(health)})
     never = torch.zeros((), dtype=torch.bool)
     no_check = ((torch_learner, "any_nonfinite", lambda parameters: never), (torch_learner, "one_or_nan", lambda loss: 1.0))
@@ -90,29 +92,35 @@ def parts(trainer: Trainer) -> dict[str, Part]:
     def equal_steps(steps: int | None) -> tuple[Any, str, Any]:
         return health, "guard", health.guard.replace(equal_steps=steps)
 
-    made: list[Part] = [
-        lambda on: changed(),
-        lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
-        lambda on: changed((job, "health", health if on else without_flags)),
-        lambda on: changed(*(() if on else no_check)),
-        lambda on: changed((learner, "skips", on)),
-        lambda on: changed(equal_steps(100 if on else None)),
-        lambda on: changed(  # without sync_buffers() ranks differ
-            equal_steps(None), (learner, "sync_buffers", learner.sync_buffers if on else lambda communicator: None)
-        ),
-    ]
-    return dict(zip(PARTS, made, strict=True))
+    def sync_buffers(on: bool) -> tuple[Any, str, Any]:
+        return learner, "sync_buffers", learner.sync_buffers if on else lambda communicator: None
+
+    return {
+        "nothing": lambda on: changed(),
+        "heartbeat, watchdog": lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
+        "flags on the sums": lambda on: changed((job, "health", health if on else without_flags)),
+        "non-finite check": lambda on: changed() if on else changed(*no_check),
+        "nonfinite=skip": lambda on: changed((learner, "skips", on)),
+        "digests": lambda on: changed(equal_steps(100 if on else None)),
+        "sync_buffers": lambda on: changed(equal_steps(None), sync_buffers(on)),  # without it ranks differ
+    }
 
 
 def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """{"part", "us" of one call, "calls_per_step"}; some are collectives, so every rank goes through all of them."""
-    job, health, communicator, learner = trainer.job, trainer.job.health, trainer.job.communicator, trainer.job.learner
+    """{"part", "us" of one call, "calls_per_step"} of each part. Some parts are collectives, so every rank measures all of them."""
+    job = trainer.job
+    health = job.health
+    communicator = job.communicator
+    learner: Any = job.learner
     learner.sync_buffers(communicator)
-    sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step: those of epochs, too
-    parameters, loss, hyper = learner.parameters, torch.ones(()), job.recipe.at(trainer.now.progress)  # type: ignore[attr-defined]
+    sync_points = 1 / job.config.log.every_steps + job.config.batch.size / job.prefetcher.samples  # per step, with those of epochs
+    parameters = learner.parameters
     for p in parameters:
         p.grad = torch.randn_like(p)
-    sums, flags = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}, health.flags()
+    loss = torch.ones(())
+    hyper = job.recipe.at(trainer.now.progress)
+    sums = {"loss": 1.0, "right": 1.0, "count": 1, "nonfinite": 0.0}
+    flags = health.flags()
     size = f"{sum(array.nbytes for _, array in learner.views()) / 1e6:.1f} MB"
     timed: list[tuple[str, float | None, dict[str, Any]]] = [
         ("one beat", 2 + sync_points, microseconds(lambda: health.heartbeat.beat("step", 3, 70))),
@@ -130,7 +138,8 @@ def calls(trainer: Trainer) -> Iterator[dict[str, Any]]:
     ]
     for p in parameters:
         p.grad = None
-    yield from ({"part": name, "calls_per_step": per_step} | found for name, per_step, found in timed)
+    for name, calls_per_step, found in timed:
+        yield {"part": name, "calls_per_step": calls_per_step} | found
 
 
 def watchdog_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
@@ -143,16 +152,17 @@ def watchdog_seconds(trainer: Trainer, seconds: float = 5.0) -> dict[str, Any]:
             before = time.clock_gettime(clock)
             time.sleep(seconds)
             found.append((time.clock_gettime(clock) - before) / seconds * 1e6)
-    middle, quartiles = spread(found, 1)
-    return {"part": "watchdog thread, in a second", "us": middle, "us_quartiles": quartiles, "loops": 5, "percent_of_step": middle / 1e4}
+    median, quartiles = spread(found, 1)
+    return {"part": "watchdog thread, in a second", "us": median, "us_quartiles": quartiles, "loops": 5, "percent_of_step": median / 1e4}
 
 
 def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Checkpoints every so many steps against none; in the middle of a block there is one."""
-    job, events = trainer.job, list[Event]()
+    """A checkpoint every `every` steps, in the middle of a block, compared with none."""
+    job = trainer.job
+    events: list[Event] = []
     settings = job.config.checkpoint.replace(every_steps=every, every_minutes=None)
     trainer.block(-trainer.now.progress.step % every + every // 2)
-    for name, kind in {"background": Saver, "foreground": Foreground}.items():
+    for name, kind in {"background": Saver, "foreground": SynchronousSaver}.items():
         with tempfile.TemporaryDirectory() as folder:
 
             def part(on: bool, kind: type[Saver] = kind, folder: str = folder) -> Any:
@@ -170,19 +180,20 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
 
 
 def run(communicator: Communicator, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
-    """Every row; every rank takes them all."""
+    """The row of each part. A collective: every rank takes all rows."""
     trainer = Trainer([], communicator, signals)
     trainer.block(100)
     found = []
     for name, part in parts(trainer).items():
-        size = (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
         if name in options.only:
-            found.append({"part": name} | ratio(trainer, part, *size))
+            rounds, steps = (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
+            found.append({"part": name} | ratio(trainer, part, rounds, steps))
             yield found[-1]
     step_ms = statistics.median(row["without_ms_per_step"] for row in found)
     for row in calls(trainer):
-        per_step = row["calls_per_step"]
-        yield row | ({"percent_of_step": round(row["us"] * per_step / step_ms / 10, 5), "step_ms": step_ms} if per_step else {})
+        if row["calls_per_step"]:
+            row |= {"percent_of_step": round(row["us"] * row["calls_per_step"] / step_ms / 10, 5), "step_ms": step_ms}
+        yield row
     yield watchdog_seconds(trainer)
     if set(options.only) == set(PARTS):
         yield from saves(trainer, 40, options.rounds // 2)
@@ -190,7 +201,7 @@ def run(communicator: Communicator, options: argparse.Namespace, signals: Signal
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table: what, cost, (quartiles; how often measured)."""
+    """A row of the table: part, cost, (quartiles; number of measurements)."""
     text = f"{' '.join(filter(None, (row.get('model'), row['part']))):50}"
     if "us" in row:
         low, high = row["us_quartiles"]
@@ -206,10 +217,11 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", default="mpi", choices=["single", "mpi", "horovod"])
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks of a ratio; fewer where a block is longer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows go there too, as JSON lines at its end")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts, and no checkpoints")
-    options, place = parser.parse_args(), placement(os.environ)
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks for a ratio; fewer for longer blocks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="measure these parts and no checkpoints")
+    options = parser.parse_args()
+    place = placement(os.environ)
     communicator, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
     machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
     machine |= {"engine": communicator.name, "ranks": communicator.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}

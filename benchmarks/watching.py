@@ -1,11 +1,11 @@
-"""What it costs to watch a job: images/s of whole steps with all sinks against none, by turns in one process, and each part alone.
+"""What it costs to watch a job: images/s of whole steps with all sinks and with none, in turn in one process, and each part alone.
 
-python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [WORD ...]
+python benchmarks/watching.py [--rounds 40] [--steps 100] [--json FILE] [--only PART ...] [key=value ...]
 mpirun -np 2 python benchmarks/watching.py comm.engine=mpi ...
 
-The default wide_resnet on digits; WORDS change that. "all sinks": the moving display on a terminal of 100 columns, events.jsonl,
-TensorBoard, MLflow and offline Weights & Biases, and log.per_rank. A ratio is images/s with the part divided by those
-without it, of two blocks side by side; that of "nothing", which compares equal with equal, is noise.
+The default is wide_resnet on digits. "all sinks": the moving display on a terminal of 100 columns, events.jsonl, TensorBoard, MLflow and
+offline Weights & Biases, and log.per_rank. A ratio is images/s of a block with the part divided by that of a block without it beside it;
+that of "nothing", two equal blocks, is the noise.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from hvdtrain.train.train_job import TRACKED_S
 PARTS = ("nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks")
 
 
-class Blind:
-    """A stopwatch that sees nothing."""
+class IdleStopwatch:
+    """Measures nothing."""
 
     def enter(self, phase: str) -> None:
         pass
@@ -57,30 +57,32 @@ class Blind:
 
 
 def terminal() -> IO[str]:
-    """One of 100 columns, which a thread reads as a person's would."""
-    mine, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    """A terminal of 100 columns, whose output a thread reads."""
+    reading_end, writing_end = pty.openpty()
+    fcntl.ioctl(writing_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
 
     def read() -> None:
         with contextlib.suppress(OSError):  # the other end is closed
-            while os.read(mine, 65536):
+            while os.read(reading_end, 65536):
                 pass
 
     threading.Thread(target=read, daemon=True).start()
-    return os.fdopen(theirs, "w")
+    return os.fdopen(writing_end, "w")
 
 
 class Watching:
-    """The parts, each of which a block has or has not."""
+    """The parts, as contexts in which a block has the part or not."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        self.job, self.folder, self.speaks = trainer.job, folder, trainer.job.communicator.rank == 0
+        self.job = trainer.job
+        self.folder = folder
+        self.is_rank_0 = trainer.job.communicator.rank == 0
         config = trainer.job.config
         self.trackers: list[Sink] = []
-        if self.speaks:
-            for leaf in (tensorboard, mlflow, wandb):
-                made = leaf.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(BackgroundSink(made, leaf.__name__, print, step_interval_s=TRACKED_S))
+        if self.is_rank_0:
+            for plugin in (tensorboard, mlflow, wandb):
+                tracker = plugin.build(config, folder)  # type: ignore[attr-defined]
+                self.trackers.append(BackgroundSink(tracker, plugin.__name__, print, step_interval_s=TRACKED_S))
         self.json = JsonLinesWriter(folder / "events.jsonl")
         self.out = terminal()
         self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})
@@ -89,48 +91,48 @@ class Watching:
 
     def part(self, name: str) -> Part:
         parts: dict[str, Part] = {
-            "nothing": lambda on: self.told([]),
-            "stopwatch": lambda on: changed(*(() if on else [(self.job.learner, "stopwatch", Blind())])),
-            "step_times": self.each_step,
-            "events.jsonl": lambda on: self.told([self.json] * on),
-            "display": lambda on: self.shown([], on),
-            "trackers": lambda on: self.told(self.trackers * on),
+            "nothing": lambda on: self.logging_to([]),
+            "stopwatch": lambda on: changed(*(() if on else [(self.job.learner, "stopwatch", IdleStopwatch())])),
+            "step_times": self.step_times,
+            "events.jsonl": lambda on: self.logging_to([self.json] if on else []),
+            "display": lambda on: self.displayed([], on),
+            "trackers": lambda on: self.logging_to(self.trackers if on else []),
             "all sinks": self.everything,
         }
         return parts[name]
 
     @contextlib.contextmanager
-    def told(self, sinks: list[Sink]) -> Iterator[None]:
-        log = Log(sinks if self.speaks else [])
+    def logging_to(self, sinks: list[Sink]) -> Iterator[None]:
+        log = Log(sinks if self.is_rank_0 else [])
         with changed((self.job, "log", log), (self.job.telemetry, "log", log)):
             yield
 
     @contextlib.contextmanager
-    def shown(self, sinks: list[Sink], on: bool) -> Iterator[None]:
-        live = ProgressDisplay(self.out) if on and self.speaks else None
-        if live:
-            live(self.start)
-        with self.told([*sinks, *([live] if live else [])]):
+    def displayed(self, sinks: list[Sink], on: bool) -> Iterator[None]:
+        display = ProgressDisplay(self.out) if on and self.is_rank_0 else None
+        if display:
+            display(self.start)
+        with self.logging_to([*sinks, *([display] if display else [])]):
             yield
-        if live:
-            live.close(0)
+        if display:
+            display.close(0)
 
     @contextlib.contextmanager
-    def each_step(self, on: bool) -> Iterator[None]:
-        with changed((self.job.telemetry, "step_times", on)), self.told([self.json]):
+    def step_times(self, on: bool) -> Iterator[None]:
+        with changed((self.job.telemetry, "step_times", on)), self.logging_to([self.json]):
             yield
 
     @contextlib.contextmanager
     def everything(self, on: bool) -> Iterator[None]:
         path = self.folder / f"rank-{self.job.communicator.rank:05d}.log"
-        with rank_log(path if on else None), self.shown([self.json, *self.trackers] * on, on):
+        with rank_log(path if on else None), self.displayed([self.json, *self.trackers] if on else [], on):
             yield
 
 
-def rows(communicator: Communicator, options: argparse.Namespace, words: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
-    """One of each part; every rank takes them all."""
+def rows(communicator: Communicator, options: argparse.Namespace, overrides: list[str], signals: Signals) -> Iterator[dict[str, Any]]:
+    """The row of each part. A collective: every rank takes all rows."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(words, communicator, signals)
+        trainer = Trainer(overrides, communicator, signals)
         watching = Watching(trainer, Path(folder))
         trainer.block(options.steps)
         for name in options.only:
@@ -143,24 +145,24 @@ def rows(communicator: Communicator, options: argparse.Namespace, words: list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=100, help="of a block: a multiple of log.every_steps")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a block, a multiple of log.every_steps")
     parser.add_argument("--json", help="append the rows to this file")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options, words = parser.parse_known_args()
+    options, overrides = parser.parse_known_args()
     os.environ.setdefault("WANDB_MODE", "offline")
     place = placement(os.environ)
-    config, provenance = configure(None, words)
+    config, provenance = configure(None, overrides)
     communicator, _ = connect(config, provenance, place)
-    words = [word for word in words if not word.startswith("comm.engine=")]
+    overrides = [override for override in overrides if not override.startswith("comm.engine=")]
     about = {
         "ranks": communicator.size,
         "engine": communicator.name,
-        "words": words,
+        "words": overrides,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
     with Signals(communicator.rank) as signals:
-        for row in rows(communicator, options, words, signals):
+        for row in rows(communicator, options, overrides, signals):
             if communicator.rank == 0:
                 low, high = row["quartiles"]
                 print(f"{row['part']:14} {row['images_per_s_ratio']:.4f} of the images/s (quartiles {low:.4f} to {high:.4f})", flush=True)
