@@ -1,10 +1,10 @@
 """What the health checks of a job (guard.*) cost: each part in loops, whole steps with and without it in turn, and checkpoints.
 
-mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...]
+mpirun -np 2 python benchmarks/guard.py [--engine mpi|horovod] [--rounds 40] [--json FILE] [--only PART ...] [--quick]
 
 The default wide_resnet on digits; checkpoints of a perceptron with 10 million weights too. Whole steps are timed in blocks in one
 process. A ratio compares two consecutive blocks; that of "nothing", two equal blocks, is the noise. The share of a step of a part that
-costs less than the noise follows from its microseconds.
+costs less than the noise follows from its microseconds. --quick: a linear model, and only the ratios, to try the script.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def parts(trainer: Trainer) -> dict[str, Part]:
         "heartbeat, watchdog": lambda on: watchdog(trainer) if on else changed((job, "heartbeat", SilentHeartbeat())),
         "flags on the sums": lambda on: changed((job, "health", health if on else without_flags)),
         "non-finite check": lambda on: changed() if on else changed(*no_check),
-        "nonfinite=skip": lambda on: changed((learner, "skips", on)),
+        "nonfinite=skip": lambda on: changed((learner, "skips_nonfinite", on)),
         "digests": lambda on: changed(equal_steps(100 if on else None)),
         "sync_buffers": lambda on: changed(equal_steps(None), sync_buffers(on)),  # without it ranks differ
     }
@@ -181,7 +181,7 @@ def saves(trainer: Trainer, every: int, rounds: int) -> Iterator[dict[str, Any]]
 
 def run(communicator: Communicator, options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
     """The row of each part. A collective: every rank takes all rows."""
-    trainer = Trainer([], communicator, signals)
+    trainer = Trainer(["model.name=linear"] if options.quick else [], communicator, signals)
     trainer.block(100)
     found = []
     for name, part in parts(trainer).items():
@@ -189,6 +189,8 @@ def run(communicator: Communicator, options: argparse.Namespace, signals: Signal
             rounds, steps = (options.rounds // 4, 100) if name == "digests" else (options.rounds, STEPS)
             found.append({"part": name} | ratio(trainer, part, rounds, steps))
             yield found[-1]
+    if options.quick:
+        return
     step_ms = statistics.median(row["without_ms_per_step"] for row in found)
     for row in calls(trainer):
         if row["calls_per_step"]:
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="pairs of blocks for a ratio; fewer for longer blocks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="measure these parts and no checkpoints")
+    parser.add_argument("--quick", action="store_true", help="a linear model, and only the ratios")
     options = parser.parse_args()
     place = placement(os.environ)
     communicator, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
