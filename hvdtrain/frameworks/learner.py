@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
-from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.source import Source
-from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.optim.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -123,69 +115,3 @@ class Learner(Protocol):
 
         train/build.py refuses profiles with frameworks that have no profiler.
         """
-
-
-def plain_dtype(config: Config) -> np.dtype[Any]:
-    """The number type of a framework that has one for all: float64 with speed.precision=fp64, else float32."""
-    return np.dtype("float64" if config.speed.precision == "fp64" else "float32")
-
-
-def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """As Learner.state_dict_names(), of a framework whose users know the same names without "p." and "b."."""
-    return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
-
-
-def check_fit(own: Arrays, given: Arrays) -> None:
-    """Raises a UserError where `given` lacks a name of `own`, has another one, or has it in another shape."""
-    fix = "give the model and options that the checkpoint was made with: they are in its run folder's config.yaml"
-    odd = sorted(own.keys() ^ given.keys())
-    if odd:
-        side = "the state lacks" if odd[0] in own else "the model lacks"
-        raise UserError(f"{side} {odd[0]}" + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""), "state of the model", fix)
-    for name, array in own.items():
-        if array.shape != given[name].shape:
-            raise UserError(f"{name} has shape {given[name].shape}, the model has {array.shape}", "state of the model", fix)
-
-
-def make_model(config: Config, provenance: Provenance, task: Task, folder: str) -> Any:
-    """What a leaf of `folder` builds, or the user's own package.module:name, which is given shape and classes where it asks for them."""
-    name, options, where = config.model.name, config.model.options, provenance.where("model.name")
-    if not plugins.is_dotted(name):
-        make = plugins.load(folder, name, where).build
-        return make(name, task.shape, task.classes, **plugins.convert_options(config.model, folder))
-    make = plugins.load_dotted(name, where)
-    signature = inspect.signature(make)
-    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
-    return make(**arguments)
-
-
-def fair_threads(communicator: Communicator) -> int:
-    """This rank's part of the cores that it may use. Every rank calls it."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    mine = (socket.gethostname(), tuple(cores))
-    sharers = communicator.allgather_object(mine).count(mine)  # the launcher may give each rank cores of its own, or all ranks the same
-    return max(1, len(cores) // sharers)
-
-
-def build_rule(config: Config, provenance: Provenance) -> Rule:
-    """The rule that optim.name means; a class of torch.optim is no rule."""
-    name, where = config.optim.name, provenance.where("optim.name")
-    if plugins.is_dotted(name):
-        raise UserError(
-            f"{name} is a torch optimizer, framework={config.framework} needs a rule", where, "framework=torch, or a name of `list`"
-        )
-    make = plugins.load("optim", name, where).build
-    rule: Rule = make(**plugins.convert_options(config.optim, "optim"))
-    return rule
-
-
-def momentum(config: Config, provenance: Provenance) -> float:
-    """optim.momentum, or where it is left out the rule's own; a class of torch.optim keeps what its constructor says."""
-    if config.optim.momentum is not None or plugins.is_dotted(config.optim.name):
-        return config.optim.momentum or 0.0
-    return build_rule(config, provenance).momentum

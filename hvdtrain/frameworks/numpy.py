@@ -10,14 +10,15 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.learner import Learner, Task, build_rule, check_fit, plain_dtype, plain_names
+from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.state import check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.clipping import clip
 from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
@@ -151,11 +152,12 @@ class NumpyLearner:
             self.weights[name], self.optimizer_state[name] = new_p.astype(self.dtype), new_state
 
 
-def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=numpy: model.name=linear, which train/conflicts.py has made sure of."""
-    return NumpyLearner(config, task, build_rule(config, provenance), communicator, plain_dtype(config))
+    dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
+    return NumpyLearner(config, task, build_rule(config), communicator, dtype)
 
 
-def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them, without their memory."""
     return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}

@@ -10,7 +10,8 @@ from hvdtrain.comm.select_engine import EngineChoice, installed_here, select_eng
 from hvdtrain.config import plugins
 from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
-from hvdtrain.frameworks.learner import Learner, Task, momentum
+from hvdtrain.frameworks.build_rule import momentum
+from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe.from_config import recipe_from_config
 from hvdtrain.recipe.recipe import Recipe
 
@@ -31,12 +32,10 @@ def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[C
 
 def build_learner(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
     """The model and optimizer of config.framework on this rank."""
-    learner: Learner = plugins.load("frameworks", config.framework, provenance.where("framework")).build(
-        config, provenance, task, communicator
-    )
+    learner: Learner = plugins.load("frameworks", config.framework, config.where("framework")).build(config, task, communicator)
     return learner
 
 
 def build_recipe(config: Config, provenance: Provenance, dataset: int) -> Recipe:
     """Every number of every step of a job on `dataset` training samples."""
-    return recipe_from_config(config, dataset, momentum(config, provenance))
+    return recipe_from_config(config, dataset, momentum(config))

@@ -17,7 +17,7 @@ from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import build_rule
+from hvdtrain.frameworks.build_rule import build_rule
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.conflicts import recipe_conflicts
 from hvdtrain.train.build import engine_of
@@ -81,7 +81,7 @@ def _check_single_options(config: Config) -> None:
         parse_address(config.comm.address, config.where("comm.address"))
     parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     if config.framework != "torch" or not is_dotted(config.optim.name):  # a class of torch.optim is made with the model
-        build_rule(config, config.provenance)
+        build_rule(config)
 
 
 def single_process(job: PlannedJob) -> Iterator[UserError]:

@@ -12,7 +12,8 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
-from hvdtrain.frameworks.learner import Task, build_rule
+from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.learner import Task
 from hvdtrain.train.build import build_learner
 from hvdtrain.train.input.micro_batches import split_step
 
@@ -95,14 +96,14 @@ def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: l
         None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
     )
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
-    shapes = plugins.load("frameworks", framework, "").shapes(config, provenance, task)
+    shapes = plugins.load("frameworks", framework, "").shapes(config, task)
     state = build_learner(config, provenance, task, SingleProcessCommunicator()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
-    found = memory(shapes, build_rule(config, provenance), "fp64")
+    found = memory(shapes, build_rule(config), "fp64")
     assert found.weights == found.gradients == found.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))
     assert found.optimizer_state == sum(array.nbytes for name, array in state.items() if name.startswith("s."))
 
 
 def test_memory_is_computed_without_allocating_it() -> None:
-    found = memory({"huge": (10**6, 10**6)}, build_rule(*configure(None, ["optim.name=adam"])), "fp32")
+    found = memory({"huge": (10**6, 10**6)}, build_rule(configure(None, ["optim.name=adam"])[0]), "fp32")
     assert (found.weights, found.optimizer_state) == (4 * 10**12, 8 * 10**12)

@@ -36,7 +36,6 @@ from hvdtrain.comm.rendezvous import (
     parse_address,
 )
 from hvdtrain.comm.select_engine import Installed, select_engine
-from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
 
@@ -163,16 +162,16 @@ class TwoRanks(SingleProcessCommunicator):
         self.features = frozenset[Feature](("nccl",) if nccl else ())
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        return [(thing[0], gpu, thing[2]) for gpu in self._gpus]
+        return [thing._replace(gpu=gpu) for gpu in self._gpus]
 
 
 def test_two_ranks_on_one_gpu_are_refused_where_nccl_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="a"))  # there is no GPU here
-    provenance, gpu = configure(None, [])[1], torch.device("cuda", 0)
-    check_shared(gpu, TwoRanks(("a", "b"), nccl=True), provenance)
-    check_shared(gpu, TwoRanks(("a", "a"), nccl=False), provenance)
+    gpu, where = torch.device("cuda", 0), "speed.device, default"
+    check_shared(gpu, TwoRanks(("a", "b"), nccl=True), where)
+    check_shared(gpu, TwoRanks(("a", "a"), nccl=False), where)
     with pytest.raises(UserError, match=r"ranks 0, 1 on .* train on one GPU, which NCCL refuses"):
-        check_shared(gpu, TwoRanks(("a", "a"), nccl=True), provenance)
+        check_shared(gpu, TwoRanks(("a", "a"), nccl=True), where)
 
 
 def test_two_ranks_on_one_gpu_are_named() -> None:

@@ -23,8 +23,8 @@ from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
 
 
 def user(make: Callable[..., Any], some: list[Parameter], *words: str) -> torch.optim.Optimizer:
-    config, provenance = configure(None, ["optim.name=its.Name", *words])
-    return make_user_optimizer(make, "its.Name", named(some), config, provenance)
+    config, _ = configure(None, ["optim.name=its.Name", *words])
+    return make_user_optimizer(make, "its.Name", named(some), config)
 
 
 class Counting(torch.optim.Optimizer):
@@ -175,10 +175,10 @@ def walk(name, ranks, communicator):
     shapes = ((3, 4), (5,), (2, 3, 2))
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
     model = torch.nn.ParameterList(some)
-    config, provenance = configure(None, [f"optim.name={name}", *WORDS[name]])
+    config, _ = configure(None, [f"optim.name={name}", *WORDS[name]])
     named = list(model.named_parameters())
-    optimizer = build.make_optimizer(config, provenance, named)
-    strategy = select_strategy(config, provenance, communicator, named, optimizer, HostStopwatch())
+    optimizer = build.make_optimizer(config, named)
+    strategy = select_strategy(config, communicator, named, optimizer, HostStopwatch())
     optimizer = strategy.wrap(model, optimizer).optimizer
     o.fill_optimizer_state(optimizer)
 

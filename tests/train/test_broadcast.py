@@ -16,7 +16,8 @@ from hvdtrain.config.read import Provenance, configure
 from hvdtrain.core.digest import digest
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task, fair_threads
+from hvdtrain.frameworks.learner import Task
+from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.train.build import build_learner
 from hvdtrain.train.datasets import build_task
 from hvdtrain.train.replicas.broadcast import broadcast_state, check_same_facts

@@ -270,7 +270,7 @@ def _gradient_bytes(config: Config, provenance: Provenance) -> int:
     source = build_source(unstaged(config), provenance, "train")
     channels = np.zeros(source.shape[2])
     task = Task(source.shape, source.classes, channels, channels + 1)
-    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, provenance, task)
+    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, task)
     return int(sum(math.prod(shape) for shape in shapes.values()) * _gradient_element_bytes(config))
 
 

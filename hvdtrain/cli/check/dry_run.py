@@ -63,7 +63,7 @@ def pick_device(config: Config, provenance: Provenance, communicator: Communicat
     if config.framework != "torch":
         name = "cpu" if config.framework == "numpy" else "as JAX chooses"
         return {"name": name, "model": "", "id": "", "bytes": 0, "visible": 0}
-    device = plugins.load("frameworks", "torch", provenance.where("framework")).pick_device(config, provenance, communicator)
+    device = plugins.load("frameworks", "torch", provenance.where("framework")).pick_device(config, communicator)
     cuda: Any = sys.modules["torch"].cuda
     if device.type != "cuda":
         return {"name": str(device), "model": "", "id": "", "bytes": 0, "visible": cuda.device_count()}

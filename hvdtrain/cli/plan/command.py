@@ -17,7 +17,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.images import augment
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.frameworks.learner import Task, build_rule
+from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
@@ -47,7 +48,7 @@ def plan(arguments: Sequence[str]) -> int:
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config)
-    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, config.provenance, data.task)
+    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, data.task)
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
     print("\n".join(plan_lines(planned, all_names=options.all)))
     if options.png is not None:
@@ -122,9 +123,9 @@ def _task(shape: tuple[int, int, int], classes: int) -> Task:
 def _rule(config: Config) -> Rule | None:
     """The optimizer; None for a class of torch.optim, whose state is known only after its first step."""
     if plugins.is_dotted(config.optim.name) and config.framework == "torch":
-        plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(config, config.provenance)
+        plugins.load("frameworks", config.framework, config.where("framework")).check_optimizer(config)
         return None
-    return build_rule(config, config.provenance)
+    return build_rule(config)
 
 
 def _none_feasible(rejected: list[Infeasible]) -> UserError:

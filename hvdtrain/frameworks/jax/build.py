@@ -9,33 +9,34 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner, Task, build_rule, fair_threads, plain_dtype
+from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.threads import fair_threads
 
 
-def build(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=jax."""
-    jax = load_jax(provenance)
+    jax = load_jax(config.where("framework"))
     start_threads(jax, communicator)
     from hvdtrain.frameworks.jax.learner import JaxLearner
     from hvdtrain.frameworks.jax.model import Target, build_model
 
-    target = Target(pick_device(jax, config, provenance, communicator), plain_dtype(config))
-    model = build_model(config, provenance, task, target)
-    return JaxLearner(config, model, build_rule(config, provenance), task, communicator, target)
+    target = Target(pick_device(jax, config, communicator), np.dtype("float64" if config.speed.precision == "fp64" else "float32"))
+    model = build_model(config, task, target)
+    return JaxLearner(config, model, build_rule(config), task, communicator, target)
 
 
-def load_jax(provenance: Provenance) -> Any:
-    """The module, of a version that switches float64 on for a part of a program."""
+def load_jax(where: str) -> Any:
+    """The module jax. Raises UserError where it is missing, or too old to switch float64 on for a part of a program."""
     fix = "pip install 'hvdtrain[jax]'"
     try:
         jax = importlib.import_module("jax")
     except ModuleNotFoundError as error:
-        raise UserError(f"framework=jax needs jax: {error}", provenance.where("framework"), fix) from error
+        raise UserError(f"framework=jax needs jax: {error}", where, fix) from error
     if not hasattr(jax, "enable_x64"):
-        raise UserError(f"framework=jax needs jax 0.8 or later; this is {jax.__version__}", provenance.where("framework"), fix)
+        raise UserError(f"framework=jax needs jax 0.8 or later; this is {jax.__version__}", where, fix)
     return jax
 
 
@@ -56,19 +57,19 @@ def start_threads(jax: Any, communicator: Communicator) -> None:
             del os.environ["PJRT_NPROC"]
 
 
-def pick_device(jax: Any, config: Config, provenance: Provenance, communicator: Communicator) -> Any:
+def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
     """The device of this rank's local rank among those that JAX prefers, or the CPU."""
     devices = jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
     if config.speed.device == "cuda" and devices[0].platform != "gpu":
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"
-        raise UserError("no CUDA device is visible to jax", provenance.where("speed.device"), fix)
+        raise UserError("no CUDA device is visible to jax", config.where("speed.device"), fix)
     return devices[communicator.local_rank % len(devices)]
 
 
-def shapes(config: Config, provenance: Provenance, task: Task) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
-    jax = load_jax(provenance)
+    jax = load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.model import Target, build_model
 
-    model = build_model(config, provenance, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
+    model = build_model(config, task, Target(jax.local_devices(backend="cpu")[0], np.dtype("float32")))
     return {name: array.shape for name, array in zip(model.names, model.start, strict=True)}

@@ -20,7 +20,8 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.jax.model import Model, Target, key_data
 from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas
-from hvdtrain.frameworks.learner import Gpu, Task, check_fit, plain_names
+from hvdtrain.frameworks.learner import Gpu, Task
+from hvdtrain.frameworks.state import check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise_scale import noise_scale_sums

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task, make_model
+from hvdtrain.frameworks import build_model as models
+from hvdtrain.frameworks.learner import Task
 
 
 class Target(NamedTuple):
@@ -56,10 +56,10 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def build_model(config: Config, provenance: Provenance, task: Task, target: Target) -> Model:
+def build_model(config: Config, task: Task, target: Target) -> Model:
     """The model with its initial weights, equal on all ranks. Raises UserError for what is not a model of JAX's kind."""
-    name, where = config.model.name, provenance.where("model.name")
-    init, apply = _functions(config, provenance, task)
+    name, where = config.model.name, config.where("model.name")
+    init, apply = _functions(config, task)
     with target.enable_x64(), jax.default_device(target.device):
         paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
@@ -69,10 +69,10 @@ def build_model(config: Config, provenance: Provenance, task: Task, target: Targ
     return model
 
 
-def _functions(config: Config, provenance: Provenance, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _functions(config: Config, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(init, apply) of a plugin by name, or of the user's own function."""
-    name, where = config.model.name, provenance.where("model.name")
-    model = make_model(config, provenance, task, "frameworks/jax/models")
+    name, where = config.model.name, config.where("model.name")
+    model = models.build_model(config, task, "frameworks/jax/models")
     if not (isinstance(model, tuple) and len(model) == 2 and callable(model[0]) and callable(model[1])):
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")

@@ -8,7 +8,6 @@ import shutil
 
 import torch
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
@@ -28,16 +27,14 @@ def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
             p.grad = None if p.grad is None else p.grad.clone()
 
 
-def check_compiler(config: Config, provenance: Provenance, device: torch.device) -> None:
+def check_compiler(config: Config, device: torch.device) -> None:
     """A UserError where torch.compile would fail at the first step: it calls a compiler, and on a GPU triton."""
     if config.speed.compile != "none" and device.type == "cuda" and not importlib.util.find_spec("triton"):
-        raise UserError(
-            "torch.compile on a GPU needs triton", provenance.where("speed.compile"), "pip install triton, or speed.compile=none"
-        )
+        raise UserError("torch.compile on a GPU needs triton", config.where("speed.compile"), "pip install triton, or speed.compile=none")
     own = os.environ.get("CXX", "")
     if config.speed.compile != "none" and not any(shutil.which(name) for name in (own, *COMPILERS) if name):
         what = "torch.compile needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
-        raise UserError(what, provenance.where("speed.compile"), "install g++, or speed.compile=none")
+        raise UserError(what, config.where("speed.compile"), "install g++, or speed.compile=none")
 
 
 def compile_summary(mode: str) -> str:

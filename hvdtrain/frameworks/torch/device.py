@@ -1,24 +1,24 @@
-"""The device of a rank, and whether it is another rank's too."""
+"""The device of a rank, and whether it is another rank's too; the generators that layers draw from."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Gpu
 
 
-def pick_device(config: Config, provenance: Provenance, communicator: Communicator) -> torch.device:
-    """The GPU of this rank's local rank, or the CPU."""
+def pick_device(config: Config, communicator: Communicator) -> torch.device:
+    """The GPU of this rank's local rank, or the CPU. Raises UserError where speed.device=cuda and there is none."""
     count = torch.cuda.device_count()
     if config.speed.device == "cuda" and not count:
-        raise UserError("no CUDA device is visible", provenance.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
+        raise UserError("no CUDA device is visible", config.where("speed.device"), "speed.device=cpu, or a torch built for this GPU")
     if config.speed.device != "cpu" and count:
         device = torch.device("cuda", communicator.local_rank % count)
         torch.cuda.set_device(device)
@@ -27,38 +27,46 @@ def pick_device(config: Config, provenance: Provenance, communicator: Communicat
 
 
 def gpu(device: torch.device) -> Gpu | None:
-    """The device as NVML and the core know it; None for the CPU."""
+    """The device as NVML and the trainer know it; None for the CPU."""
     if device.type != "cuda":
         return None
     known = torch.cuda.get_device_properties(device)
     uuid = str(getattr(known, "uuid", ""))
-    why = "" if uuid else "this torch does not tell which GPU it is"
+    why = "" if uuid else "this torch does not report the identity of the GPU"
     return Gpu(f"GPU-{uuid}" * bool(uuid), why, known.name, lambda: torch.cuda.max_memory_allocated(device))
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Of the generators that layers draw from: a hundredth of the time of torch.manual_seed(), which looks for devices of every kind."""
+    """Seeds the generators that layers draw from. A hundredth of the time of torch.manual_seed(), which looks for devices of every kind."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
-def check_shared(device: torch.device, communicator: Communicator, provenance: Provenance) -> None:
-    """A UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. Every rank calls it."""
+class RankGpu(NamedTuple):
+    """What a rank computes on."""
+
+    host: str
+    gpu: str | None  # its identity; None: a CPU
+    uses_nccl: bool
+
+
+def check_shared(device: torch.device, communicator: Communicator, where: str) -> None:
+    """Raises UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. A collective."""
     if communicator.size == 1:
         return
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    everyone = communicator.allgather_object((socket.gethostname(), gpu, "nccl" in communicator.features))
-    shared = shared_gpu([place[:2] for place in everyone])
-    if shared and any(place[2] for place in everyone):
+    ranks = communicator.allgather_object(RankGpu(socket.gethostname(), gpu, "nccl" in communicator.features))
+    shared = shared_gpu([(rank.host, rank.gpu) for rank in ranks])
+    if shared and any(rank.uses_nccl for rank in ranks):
         fix = "as many ranks on a host as it has GPUs, or comm.engine=mpi, or speed.device=cpu"
-        raise UserError(f"{shared}, which NCCL refuses", provenance.where("speed.device"), fix)
+        raise UserError(f"{shared}, which NCCL refuses", where, fix)
 
 
-def shared_gpu(places: Sequence[tuple[str, str | None]]) -> str:
-    """Words for the first GPU that two ranks have, "" where there is none; of each rank its host and its GPU's identity."""
-    for host, gpu in dict.fromkeys(places):
-        ranks = [rank for rank, place in enumerate(places) if place == (host, gpu)]
+def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
+    """As "ranks 0, 2 on HOST train on one GPU", of the first GPU that two ranks have, or ""; `owners` has each rank's host and GPU."""
+    for host, gpu in dict.fromkeys(owners):
+        ranks = [rank for rank, owner in enumerate(owners) if owner == (host, gpu)]
         if gpu is not None and len(ranks) > 1:
             return f"ranks {', '.join(map(str, ranks))} on {host} train on one GPU"
     return ""

@@ -8,26 +8,26 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task, make_model
+from hvdtrain.frameworks import build_model as models
+from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch.classifier_init import init_classifier
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
 
 
-def normed_model(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> torch.nn.Module:
+def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
     """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
-    model = build_model(config, provenance, task)
+    model = build_model(config, task)
     if config.model.classifier_std is not None:
-        init_classifier(model, task.classes, config.model.classifier_std, provenance.where("model.classifier_std"))
+        init_classifier(model, task.classes, config.model.classifier_std, config.where("model.classifier_std"))
     norm = config.norm
     return use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
 
 
-def check_logits(model: torch.nn.Module, config: Config, provenance: Provenance, task: Task) -> None:
+def check_logits(model: torch.nn.Module, config: Config, task: Task) -> None:
     """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
-    first, where = next(model.parameters()), provenance.where("model.name")
+    first, where = next(model.parameters()), config.where("model.name")
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         images = black(count, task, first)
         try:
@@ -51,10 +51,10 @@ def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=like.dtype, device=like.device)
 
 
-def build_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.Module:
+def build_model(config: Config, task: Task) -> torch.nn.Module:
     """A leaf of models/ by name, or the user's own package.module:Class."""
-    name, where = config.model.name, provenance.where("model.name")
-    model: torch.nn.Module = make_model(config, provenance, task, "frameworks/torch/models")
+    name, where = config.model.name, config.where("model.name")
+    model: torch.nn.Module = models.build_model(config, task, "frameworks/torch/models")
     if not isinstance(model, torch.nn.Module):
         raise UserError(
             f"{name} gave a {type(model).__name__}, not a torch.nn.Module", where, "give a class of modules, or another framework="
@@ -64,9 +64,9 @@ def build_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.
     return model
 
 
-def checked_model(config: Config, provenance: Provenance, task: Task) -> torch.nn.Module:
+def checked_model(config: Config, task: Task) -> torch.nn.Module:
     """The model of one rank; a user's own class is tried."""
-    model = normed_model(config, provenance, task, SingleProcessCommunicator())
+    model = normed_model(config, task, SingleProcessCommunicator())
     if plugins.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
-        check_logits(model, config, provenance, task)
+        check_logits(model, config, task)
     return model

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
@@ -30,7 +29,7 @@ class Precision(NamedTuple):
         return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=self.layers is not None)
 
 
-def pick_precision(config: Config, provenance: Provenance, device: torch.device, communicator: Communicator) -> Precision:
+def pick_precision(config: Config, device: torch.device, communicator: Communicator) -> Precision:
     """What speed.precision means on this device; auto is bf16 where the devices of all ranks are built for it. Every rank calls it."""
     name, why = config.speed.precision, ""
     if name == "auto":

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.frameworks.learner import check_fit
+from hvdtrain.frameworks.state import check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.precision import LossScale, NoScale, load_loss_scale, without_loss_scale

@@ -15,7 +15,8 @@ from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
-from hvdtrain.frameworks.learner import Learner, plain_names
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.state import plain_names
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.checkpoint.files import Identity
 from hvdtrain.train.progress.train_state import TrainState

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.optim.optimizer import required
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
@@ -136,20 +135,16 @@ def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
     return [group for group in found if group["params"]]
 
 
-def make_user_optimizer(
-    constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config, provenance: Provenance
-) -> torch.optim.Optimizer:
+def make_user_optimizer(constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config) -> torch.optim.Optimizer:
     """A torch.optim.Optimizer of any class, from the options of `optim`; lr and decay follow the recipe, momentum where it is set.
 
     The class's own default of weight_decay does not count: optim.weight_decay does. A checkpoint holds the tensors and numbers of its
     state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself) is
     dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
     """
-    optimizer = construct(
-        constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, provenance.where("optim.name")
-    )
+    optimizer = construct(constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, config.where("optim.name"))
     for group in optimizer.param_groups:
-        group["follow"] = followed(group, name, config, provenance)
+        group["follow"] = followed(group, name, config)
     return optimizer
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
@@ -78,13 +77,13 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
     return found
 
 
-def followed(group: dict[str, Any], name: str, config: Config, provenance: Provenance) -> tuple[str, ...]:
+def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
     """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one that the configuration sets."""
     has = {"lr": "lr" in group, "weight_decay": "weight_decay" in group, "momentum": not {"momentum", "betas"}.isdisjoint(group)}
     asked = {"lr": True, "weight_decay": config.optim.weight_decay > 0, "momentum": config.optim.momentum is not None}
     for key, is_asked in asked.items():
         if is_asked and not has[key]:
-            where = provenance.where("optim.name" if key == "lr" else f"optim.{key}")
+            where = config.where("optim.name" if key == "lr" else f"optim.{key}")
             fix = "give another class" if key == "lr" else f"leave optim.{key} out, or give another class"
             raise UserError(f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}", where, fix)
     return tuple(key for key in has if has[key] and (asked[key] or key == "weight_decay"))

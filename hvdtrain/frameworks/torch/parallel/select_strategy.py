@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
@@ -18,7 +17,6 @@ from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 
 def select_strategy(
     config: Config,
-    provenance: Provenance,
     communicator: Communicator,
     named: NamedParameters,
     optimizer: torch.optim.Optimizer,
@@ -33,7 +31,7 @@ def select_strategy(
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # Horovod's optimizer has none of these
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
-        raise UserError(unfit, provenance.where("comm.reduce"), "comm.reduce=auto")
+        raise UserError(unfit, config.where("comm.reduce"), "comm.reduce=auto")
     if comm.reduce == "ddp":
         from hvdtrain.frameworks.torch.parallel.ddp import Ddp
 
