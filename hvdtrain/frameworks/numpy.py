@@ -31,7 +31,7 @@ class DeviceBatch(NamedTuple):
     labels: np.ndarray  # int64 (n,)
     weights: np.ndarray | None = None  # float64 (n,), factors of the samples' losses
     partner_labels: np.ndarray | None = None  # int64 (n,), of the images mixed in (mixup)
-    share: np.ndarray | None = None  # float64 (n,) of `labels` in the loss, the partner's being 1 - share
+    mixup_weight: np.ndarray | None = None  # float64 (n,) of `labels` in the loss
 
 
 class NumpyLearner:
@@ -122,11 +122,11 @@ class NumpyLearner:
         """Sums over the batch, and d(sum of losses) / d(logits), (n, classes)."""
         logits = batch.x @ self.weights["fc.weight"].T + self.weights["fc.bias"]  # (n, classes)
         loss, error = self._loss(logits, batch.labels, smoothing)
-        if batch.share is not None and batch.partner_labels is not None:
+        if batch.mixup_weight is not None and batch.partner_labels is not None:
             partner_loss, partner_error = self._loss(logits, batch.partner_labels, smoothing)
-            share = batch.share.astype(self.dtype)
-            loss = share * loss + (1 - share) * partner_loss
-            error = share[:, None] * error + (1 - share)[:, None] * partner_error
+            weight = batch.mixup_weight.astype(self.dtype)
+            loss = weight * loss + (1 - weight) * partner_loss
+            error = weight[:, None] * error + (1 - weight)[:, None] * partner_error
         right = (logits.argmax(1) == batch.labels).sum()
         return {"loss": float(loss.sum()), "right": float(right), "count": len(logits)}, error
 

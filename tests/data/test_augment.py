@@ -84,7 +84,7 @@ def test_mixup_is_exact_and_rounds_half_up() -> None:
         np.testing.assert_array_equal(mixed[place], (2 * top + share.denominator) // (2 * share.denominator))
     assert mixed[2, 0, 1, 2] == 2, "1 and 2 in halves"
     tensors = [torch.from_numpy(a).permute(0, 3, 1, 2) for a in (x, other)]
-    for found in (torch_augment.mixup(*tensors, shares), torch_augment.blended(*tensors, torch.from_numpy(shares))):
+    for found in (torch_augment.mixup(*tensors, shares), torch_augment.mixup_on_device(*tensors, torch.from_numpy(shares))):
         np.testing.assert_array_equal(found.permute(0, 2, 3, 1).numpy(), mixed)
 
 
@@ -179,7 +179,7 @@ def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int,
     x, d = images(n, shape), augmentation(config, n, shape)
     host = augment.apply(x, d)
     assert host.shape == x.shape and host.dtype == np.uint8 and (n == 0 or (host != x).any())
-    np.testing.assert_array_equal(torch_augment.gathered(torch.from_numpy(x), d).numpy(), host)
+    np.testing.assert_array_equal(torch_augment.apply_by_gathers(torch.from_numpy(x), d).numpy(), host)
     there = torch_augment.apply(torch.from_numpy(x).permute(0, 3, 1, 2), d)
     assert n == 0 or there.is_contiguous(memory_format=torch.channels_last)
     np.testing.assert_array_equal(there.permute(0, 2, 3, 1).numpy(), host)

@@ -65,7 +65,7 @@ class JaxLearner:
             labels=padded("y", np.int32),
             weights=self.target.to_device(weights),
             partner_labels=padded("partner_y", np.int32),
-            share=padded("mixup_weight", self.target.dtype),
+            mixup_weight=padded("mixup_weight", self.target.dtype),
         )
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:

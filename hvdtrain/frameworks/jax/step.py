@@ -29,7 +29,7 @@ class DeviceBatch(NamedTuple):
     labels: jax.Array | None = None  # int32 (rows,)
     weights: jax.Array | None = None  # (rows,) factors of the samples' losses
     partner_labels: jax.Array | None = None  # int32 (rows,), of the images mixed in (mixup)
-    share: jax.Array | None = None  # (rows,) of `labels` in the loss, the partner's being 1 - share
+    mixup_weight: jax.Array | None = None  # (rows,) of `labels` in the loss
 
 
 class Formulas:
@@ -102,8 +102,8 @@ class Formulas:
         mean, std = jnp.asarray(self.task.mean, dtype), jnp.asarray(self.task.std, dtype)
         logits = self.model.logits(weights, (batch.images.astype(dtype) / 255.0 - mean) / std)
         each = self._losses(logits, labels, smoothing)
-        if batch.share is not None:
-            each = batch.share * each + (1.0 - batch.share) * self._losses(logits, batch.partner_labels, smoothing)
+        if batch.mixup_weight is not None:
+            each = batch.mixup_weight * each + (1.0 - batch.mixup_weight) * self._losses(logits, batch.partner_labels, smoothing)
         return each, logits.argmax(1) == labels
 
     def _losses(self, logits: jax.Array, labels: Any, smoothing: float) -> jax.Array:

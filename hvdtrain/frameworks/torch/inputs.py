@@ -26,7 +26,7 @@ class DeviceBatch:
     labels: torch.Tensor  # int64 (n,)
     weights: torch.Tensor | None = None  # (n,), the model's number type: a factor of each sample's loss
     partner_labels: torch.Tensor | None = None  # int64 (n,), of the images mixed in (mixup)
-    share: torch.Tensor | None = None  # (n,), the model's number type: of `labels` in the loss, the partner's being 1 - share
+    mixup_weight: torch.Tensor | None = None  # (n,), the model's number type: of `labels` in the loss
     copied: torch.cuda.Event | None = None  # the copy to a GPU is over
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Inputs:
             labels=samples["y"],
             weights=self._copy(batch["w"]).to(self._dtype) if "w" in batch else None,
             partner_labels=samples.get("partner_y"),
-            share=self._copy(batch["mixup_weight"]).to(self._dtype) if "mixup_weight" in batch else None,
+            mixup_weight=self._copy(batch["mixup_weight"]).to(self._dtype) if "mixup_weight" in batch else None,
         )
 
     def _copy_samples(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -94,9 +94,9 @@ class Inputs:
         assert self._cached is not None
         images, labels = self._cached
         samples = {}
-        for rows, x, y in (("indices", "x", "y"), ("partner_indices", "partner_x", "partner_y")):
-            if rows in batch:
-                index = self._copy(batch[rows])
+        for indices, x, y in (("indices", "x", "y"), ("partner_indices", "partner_x", "partner_y")):
+            if indices in batch:
+                index = self._copy(batch[indices])
                 samples[x] = images.index_select(0, index).permute(0, 3, 1, 2)
                 samples[y] = labels.index_select(0, index)
         return samples
@@ -112,7 +112,7 @@ class Inputs:
             return
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(batch.copied)
-        for tensor in (batch.images, batch.labels, batch.weights, batch.partner_labels, batch.share):
+        for tensor in (batch.images, batch.labels, batch.weights, batch.partner_labels, batch.mixup_weight):
             if tensor is not None:
                 tensor.record_stream(stream)
 

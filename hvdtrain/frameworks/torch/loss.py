@@ -18,12 +18,12 @@ class Loss:
     smoothing: float  # share of the label that is spread over all classes (Szegedy et al. 2015, arXiv:1512.00567, section 7)
 
     def of(self, logits: torch.Tensor, batch: DeviceBatch, training: bool) -> torch.Tensor:
-        """(n,), unweighted: with mixup share L(label) + (1 - share) L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""
+        """(n,), unweighted: with mixup weight L(label) + (1 - weight) L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""
         each = self._of_labels(logits, batch.labels, training)
-        if batch.share is None or batch.partner_labels is None:
+        if batch.mixup_weight is None or batch.partner_labels is None:
             return each
-        share = batch.share.to(each.dtype)
-        return share * each + (1.0 - share) * self._of_labels(logits, batch.partner_labels, training)
+        weight = batch.mixup_weight.to(each.dtype)
+        return weight * each + (1.0 - weight) * self._of_labels(logits, batch.partner_labels, training)
 
     def _of_labels(self, logits: torch.Tensor, labels: torch.Tensor, training: bool) -> torch.Tensor:
         """(n,): in training with label smoothing, (1 - e) CE + e times the mean over classes of -log p; in validation without."""
