@@ -120,7 +120,7 @@ def convert_options(section: DataConfig | ModelConfig | OptimConfig, folder: str
 
 
 def is_dotted(name: str) -> bool:
-    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, and no leaf's."""
+    """Whether a name is an import path, package.module:Class or torch.optim.RMSprop, not that of a plugin."""
     return ":" in name or "." in name
 
 

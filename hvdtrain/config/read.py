@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from hvdtrain.config.references import References, check_references
+from hvdtrain.config.references import References
 from hvdtrain.config.refusal import refusal
 from hvdtrain.config.schema import OPEN_SECTIONS, RENAMED, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
 from hvdtrain.config.section import COMMAND_LINE, Provenance
@@ -135,7 +135,6 @@ def read_argument(argument: str) -> Assignment:
             value = None
         else:
             value = check_text(text)
-        check_references(value)
     except (yaml.YAMLError, ValueError) as error:
         what = f"cannot read the value of '{short(argument)}': {first_line(error)}"
         raise UserError(what, COMMAND_LINE, "quote it for the shell") from None
@@ -169,7 +168,6 @@ def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
             raise ValueError(f"more than {MOST_KEYS} keys")
         try:
             value = value_of(node, takes_text(key))
-            check_references(value)
         except (yaml.YAMLError, ValueError) as error:
             problem = short(getattr(error, "problem", None) or first_line(error))
             raise UserError(f"cannot read the value of {key}: {problem}", origin, "correct that line") from None

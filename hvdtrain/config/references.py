@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.config.yaml_reader import MOST_DEPTH, check_text
+from hvdtrain.config.yaml_reader import MOST_DEPTH, REFERENCE, check_text
 from hvdtrain.errors import short
-
-REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)
-
-
-def check_references(value: Any) -> None:
-    """Raises ValueError for a `${` that is not a reference to a key."""
-    if isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            check_references(inner)
-    elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
-        raise ValueError(
-            f"{short(value)}: only the value of another key is looked up, as in ${{batch.size}}, never the environment or a file"
-        )
 
 
 class References:

@@ -1,4 +1,4 @@
-"""YAML -> plain values with their lines: never code, and bounded in size, depth and growth."""
+"""YAML -> plain values with their lines: never code, and bounded in size and depth."""
 
 from __future__ import annotations
 
@@ -15,23 +15,11 @@ from hvdtrain.errors import short
 
 MOST_BYTES = 2**16  # of a file
 MOST_KEYS = 500  # in a file: the schema has 90
-MOST_VALUES = 4096  # in a file, every alias written out
 MOST_DEPTH = 32
 MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)  # ${batch.size}
 NULL, FLOAT = "tag:yaml.org,2002:null", "tag:yaml.org,2002:float"
-TAGS = {NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "str", "seq", "map", "merge"))}  # `<<: *x` is a merge
-
-
-class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but 1e-3 is a number and 2001-01-01 is a text, as in YAML 1.2 and JSON."""
-
-    yaml_implicit_resolvers = {  # first character of a text -> (tag, pattern) of what it may be  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
 _FLOATS = re.compile(
     r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
       | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$               # 1e-3
@@ -39,7 +27,45 @@ _FLOATS = re.compile(
       | [-+]?\.(inf|Inf|INF)$ | \.(nan|NaN|NAN)$""",
     re.VERBOSE,
 )
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the values of JSON: 1e-3 is a number, 2001-01-01 a text; no sets, bytes or aliases, and few levels.
+
+    An alias, which could make a small file endless, has a shorter way here: `${key}`.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # first character of a text -> (tag, pattern) of what it may be
+        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: yaml.SafeLoader.yaml_constructors[tag]
+        for tag in (NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "str", "seq", "map")))
+    }
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next node. Raises ValueError where it is too deep, yaml.MarkedYAMLError where it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem="an alias is not read: write the value again, or ${key}", problem_mark=self.peek_event().start_mark
+            )
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise ValueError(f"more than {MOST_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def refuse(self, node: yaml.Node) -> None:
+        """A type that is not one of yaml_constructors."""
+        tag = short(node.tag.replace("tag:yaml.org,2002:", "!!"))
+        raise yaml.MarkedYAMLError(problem=f"{tag} is not a text, number, truth value, list or mapping", problem_mark=node.start_mark)
+
+
 Loader.add_implicit_resolver(FLOAT, _FLOATS, list("-+0123456789."))
+Loader.add_constructor(None, Loader.refuse)
 
 
 class Dumper(yaml.SafeDumper):
@@ -48,7 +74,7 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Lists that are the same object are written out, without anchors."""
+        """Lists that are the same object are written out."""
         return True
 
 
@@ -72,38 +98,14 @@ def read_text(path: str) -> str:
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The tree of YAML nodes of a text. Raises ValueError where its values or levels are too many, yaml.YAMLError where it is not YAML."""
-    try:
-        root = yaml.compose(text, Loader=Loader)
-    except RecursionError:
-        raise ValueError(f"more than {MOST_DEPTH} levels deep") from None
-    values, levels = _measure(root, {})
-    if values > MOST_VALUES:
-        raise ValueError(f"more than {MOST_VALUES} values, every alias written out")
-    if levels > MOST_DEPTH:
-        raise ValueError(f"more than {MOST_DEPTH} levels deep")
-    return root
+    """The tree of YAML nodes of a text. Raises yaml.YAMLError where it is not YAML, and ValueError where it is too deep."""
+    return yaml.compose(text, Loader=Loader)
 
 
-def _measure(node: yaml.Node | None, measured: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """(values, levels) of a node with every alias written out, without writing them out: a node of several aliases is measured once."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1, 1
-    if id(node) not in measured:
-        measured[id(node)] = 1, 1  # for a node that contains itself, which values() and leaves() refuse
-        sizes = [_measure(child, measured) for child in _children(node)]
-        measured[id(node)] = 1 + sum(values for values, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
-    return measured[id(node)]
-
-
-def _children(node: yaml.CollectionNode) -> list[yaml.Node]:
-    return [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
-
-
-def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "", parents: tuple[yaml.Node, ...] = ()) -> Iterator[Leaf]:
+def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "") -> Iterator[Leaf]:
     """Every value of a file that is not a mapping itself; a section with nothing under it has none.
 
-    Raises yaml.MarkedYAMLError where the file is not a mapping, or a mapping contains itself.
+    Raises yaml.MarkedYAMLError where the file is not a mapping, or has a key that a message could not show.
     """
     if node is None:
         return
@@ -114,12 +116,44 @@ def leaves(node: yaml.Node | None, sections: Collection[str], prefix: str = "", 
             name = f"{prefix}{check_key(key.value)}"
         except ValueError as error:
             raise yaml.MarkedYAMLError(problem=str(error), problem_mark=key.start_mark) from None
-        if value in parents:
-            raise yaml.MarkedYAMLError(problem=f"{name} contains itself", problem_mark=key.start_mark)
         if isinstance(value, yaml.MappingNode) and (value.value or name in sections):
-            yield from leaves(value, sections, f"{name}.", (*parents, node, value))
+            yield from leaves(value, sections, f"{name}.")
         elif not (name in sections and value.value == ""):
             yield Leaf(name, value, key.start_mark.line + 1)
+
+
+def value_of(node: yaml.Node | None, as_text: bool) -> Any:
+    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that takes a text, the text as written.
+
+    Raises yaml.YAMLError for another type, and ValueError for a value that does not fit its type (`!!int x`) or is out of bounds.
+    """
+    if node is None or node.tag == NULL:
+        return None
+    if as_text and isinstance(node, yaml.ScalarNode):
+        return check_text(node.value)
+    try:
+        value = Loader("").construct_document(node)
+    except (LookupError, ValueError):  # what PyYAML raises for `!!int x`
+        raise ValueError(f"{short(node.value)} is not of its type {node.tag.replace('tag:yaml.org,2002:', '!!')}") from None
+    _check_value(value)
+    return value
+
+
+def _check_value(value: Any, in_list: bool = False) -> None:
+    """Raises ValueError for a text, number or key within a value that could do harm, or would not be read back."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not in_list and ("." in check_key(key) or not key):  # to_yaml() would write it as two keys, one within the other
+                raise ValueError(f"the key '{key}' within a value: write it in full, as in model.a.b=1")
+            check_key(key)
+            _check_value(inner, in_list)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_value(inner, in_list=True)
+    elif isinstance(value, str):
+        check_text(value)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("a whole number of more than 64 bits")
 
 
 def check_key(key: Any) -> str:
@@ -130,58 +164,12 @@ def check_key(key: Any) -> str:
 
 
 def check_text(text: str) -> str:
-    """The text. Raises ValueError where it is too long or would harm a path or a screen."""
+    """The text. Raises ValueError where it is too long, would harm a path or a screen, or has a `${` that is not a reference."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"a text of {len(text)} characters, at most {MOST_TEXT}")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise ValueError(f"control characters, or bytes that are not UTF-8, in {short(text)}")
+    if "${" in REFERENCE.sub("", text):
+        allowed = "only the value of another key is looked up, as in ${batch.size}, never the environment or a file"
+        raise ValueError(f"{short(text)}: {allowed}")
     return text
-
-
-def value_of(node: yaml.Node | None, as_text: bool) -> Any:
-    """The value of a node: None, a text, a number, a truth value, a list or a dict; for a key that takes a text, the text as written.
-
-    Raises ValueError where it is of another type, does not fit its type (`!!int x`), or is out of bounds; yaml.YAMLError for a wrong merge.
-    """
-    if node is None or node.tag == NULL:
-        return None
-    if as_text and isinstance(node, yaml.ScalarNode):
-        return check_text(node.value)
-    _check_nodes(node, ())
-    try:
-        value = Loader("").construct_document(node)
-    except (LookupError, ValueError):  # what PyYAML raises for `!!int x`
-        raise ValueError(f"{short(node.value)} is not of its type {_tag_name(node)}") from None
-    _check_numbers_and_keys(value)
-    return value
-
-
-def _check_nodes(node: yaml.Node, parents: tuple[yaml.Node, ...]) -> None:
-    """Raises ValueError for a type that JSON has not, for text too long to convert to a number, and for a node that contains itself."""
-    if node.tag not in TAGS:
-        raise ValueError(f"{_tag_name(node)} is not a text, number, truth value, list or mapping")
-    if isinstance(node, yaml.ScalarNode):
-        check_text(node.value)
-    elif node in parents:
-        raise ValueError("a value that contains itself")
-    else:
-        for child in _children(node):
-            _check_nodes(child, (*parents, node))
-
-
-def _tag_name(node: yaml.Node) -> str:
-    return short(node.tag.replace("tag:yaml.org,2002:", "!!"))
-
-
-def _check_numbers_and_keys(value: Any, in_list: bool = False) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if not in_list and ("." in check_key(key) or not key):  # to_yaml() would write it as two keys, one within the other
-                raise ValueError(f"the key '{key}' within a value: write it in full, as in model.a.b=1")
-            check_key(key)
-            _check_numbers_and_keys(inner, in_list)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_numbers_and_keys(inner, in_list=True)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("a whole number of more than 64 bits")
