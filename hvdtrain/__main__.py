@@ -1,4 +1,4 @@
-"""The command line: train, plan, check, launch, bench, export, report, list, and help; any exception on any rank ends every rank."""
+"""The command line: train, the other commands of hvdtrain/cli, list, and help; any exception on any rank ends every rank."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ COMMANDS = {  # each is the function of its name in that module
     "launch": "hvdtrain.cli.launch.command",
     "bench": "hvdtrain.cli.bench.command",
     "export": "hvdtrain.cli.export.command",
+    "schema": "hvdtrain.cli.schema",
 }
 OWN_HELP = ("export", "launch", "bench", "report")
 
@@ -55,7 +56,7 @@ def run_command(arguments: list[str]) -> int:
         print(f"hvdtrain {__version__}")
     elif arguments == ["list"]:
         print(help.list_text())
-    elif name in ("plan", "check"):
+    elif name in ("plan", "check", "schema"):
         return _call(name, arguments[1:])
     elif any(argument.startswith(("--num-nodes", "--node-id", "--num-gpus")) for argument in arguments):
         from hvdtrain.cli.launch.spawn import spawn

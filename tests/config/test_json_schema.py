@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from hvdtrain.__main__ import main
 from hvdtrain.cli.schema import schema, text
 from hvdtrain.config import plugins
 from hvdtrain.config.json_schema import json_schema
@@ -93,7 +94,7 @@ def test_what_is_refused_is_wrong(tmp_path: Path, content: str) -> None:
 
 
 def test_the_committed_schema_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schema([]) == 0
+    assert main(["schema"]) == 0
     assert (CONFIGS / "schema.json").read_text() == capsys.readouterr().out == f"{text()}\n", (
         "python -m hvdtrain schema > configs/schema.json"
     )
