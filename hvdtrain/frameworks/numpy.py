@@ -103,7 +103,7 @@ class NumpyLearner:
         return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:
-        check_fit(self.state(), state)
+        check_fit(dict(self.views()), state)
         for name, old in self.optimizer_state.items():
             self.weights[name] = state[f"p.{name}"].astype(self.dtype)
             self.optimizer_state[name] = tuple(state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(old)))

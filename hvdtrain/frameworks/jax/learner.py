@@ -121,7 +121,7 @@ class JaxLearner:
         return plain_names(name for name, _ in self.views())
 
     def load(self, state: Arrays) -> None:
-        live = self.state()
+        live = dict(self.views())
         check_fit(live, state)
         copies = {name: self.target.to_device(np.array(state[name], live[name].dtype)) for name in live}  # the caller keeps its memory
         self.weights = [copies[f"p.{name}"] for name in self.model.names]
