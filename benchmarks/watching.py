@@ -151,8 +151,8 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     os.environ.setdefault("WANDB_MODE", "offline")
     place = placement(os.environ)
-    config, provenance = configure(None, overrides)
-    communicator, _ = connect(config, provenance, place)
+    config, _ = configure(None, overrides)
+    communicator, _ = connect(config, place)
     overrides = [override for override in overrides if not override.startswith("comm.engine=")]
     about = {
         "ranks": communicator.size,

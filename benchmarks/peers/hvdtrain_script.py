@@ -33,7 +33,7 @@ def main() -> None:
     made.add_argument("words", nargs="*", help="for hvdtrain: comm.reduce=bucket")
     options = made.parse_args()
     place = placement(os.environ)
-    communicator, _ = connect(*configure(None, [f"comm.engine={options.engine}"]), place)
+    communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"])[0], place)
     words = ["data.name=fashion_mnist", f"data.root={options.root}", f"batch.size={options.batch}", f"speed.precision={options.precision}"]
     words += ["model.name=wide_resnet", f"model.widths={list(WIDTHS)}", f"model.dropout={options.dropout}"]
     words += ["optim.name=sgd", f"optim.base_lr={LR}", f"optim.momentum={MOMENTUM}", *options.words]

@@ -8,7 +8,6 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.select_engine import EngineChoice, installed_here, select_engine
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.build_rule import momentum
 from hvdtrain.frameworks.learner import Learner, Task
@@ -23,19 +22,19 @@ def engine_of(config: Config, place: Placement) -> EngineChoice:
     return select_engine(place, os.environ, installed_here(config))
 
 
-def connect(config: Config, provenance: Provenance, place: Placement) -> tuple[Communicator, str]:
+def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
     """Connects this rank with the others: the communicator, and why its engine was chosen. Raises UserError where it cannot."""
     name, reason = engine_of(config, place)
-    communicator: Communicator = plugins.load("comm", name, provenance.where("comm.engine")).connect(place, config.comm)
+    communicator: Communicator = plugins.load("comm", name, config.where("comm.engine")).connect(place, config.comm)
     return communicator, reason
 
 
-def build_learner(config: Config, provenance: Provenance, task: Task, communicator: Communicator) -> Learner:
+def build_learner(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The model and optimizer of config.framework on this rank."""
     learner: Learner = plugins.load("frameworks", config.framework, config.where("framework")).build(config, task, communicator)
     return learner
 
 
-def build_recipe(config: Config, provenance: Provenance, dataset: int) -> Recipe:
+def build_recipe(config: Config, dataset: int) -> Recipe:
     """Every number of every step of a job on `dataset` training samples."""
     return recipe_from_config(config, dataset, momentum(config))

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source, Split
@@ -25,22 +24,22 @@ class Datasets(NamedTuple):
     task: Task
 
 
-def open_datasets(config: Config, provenance: Provenance) -> Datasets:
+def open_datasets(config: Config) -> Datasets:
     """Opens both sets. Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation."""
-    train = build_source(config, provenance, "train")
-    val = build_source(config, provenance, "val")
-    build_recipe(config, provenance, len(train))
+    train = build_source(config, "train")
+    val = build_source(config, "val")
+    build_recipe(config, len(train))
     augment.check_augmentation(config.augment, train.shape)
-    return Datasets(train, val, build_task(train, val, provenance))
+    return Datasets(train, val, build_task(train, val, config.data))
 
 
-def build_source(config: Config, provenance: Provenance, split: Split) -> Source:
+def build_source(config: Config, split: Split) -> Source:
     """One of the two sets. It needs no ranks: missing data is reported before any rank waits for another. Raises UserError."""
-    make = plugins.load("data/datasets", config.data.name, provenance.where("data.name")).build
+    make = plugins.load("data/datasets", config.data.name, config.where("data.name")).build
     options = plugins.convert_options(config.data, "data/datasets")
     root = Path(config.data.root).expanduser() if config.data.root else None
     if config.data.stage is not None:
-        root, options = stage_data(config.data.name, root, options, config.data.stage, provenance.where("data.stage"))
+        root, options = stage_data(config.data.name, root, options, config.data.stage, config.where("data.stage"))
     source: Source = make(config.data.name, root, split, **options)
     return source
 
@@ -50,11 +49,11 @@ def unstaged(config: Config) -> Config:
     return config.replace(data=config.data.replace(stage=None))
 
 
-def build_task(train: Source, val: Source, provenance: Provenance) -> Task:
+def build_task(train: Source, val: Source, config: DataConfig) -> Task:
     """The task of both sets; the statistics of the training set normalize the channels. Raises UserError where the sets do not fit."""
     if (train.shape, train.classes) != (val.shape, val.classes):
         what = f"training images are {train.shape} with {train.classes} classes, validation images {val.shape} with {val.classes}"
-        raise UserError(what, provenance.where("data.root"), "both sets need the same shape (H, W, C) and the same classes")
+        raise UserError(what, config.where("root"), "both sets need the same shape (H, W, C) and the same classes")
     mean, std = train.stats()
     return Task(train.shape, train.classes, mean, std)
 

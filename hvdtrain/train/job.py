@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.source import Source
@@ -54,7 +53,6 @@ class Job:
 
 def make_job(
     config: Config,
-    provenance: Provenance,
     datasets: Datasets,
     communicator: Communicator,
     learner: Learner,
@@ -78,7 +76,7 @@ def make_job(
         if run is not None:
             saver = Saver(run, config.checkpoint, identity(config, datasets), log, size_bytes=checkpoint_limit_bytes // 8)
             saver.resume_from(start)
-    recipe = build_recipe(config, provenance, len(datasets.train))
+    recipe = build_recipe(config, len(datasets.train))
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
     checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver)
     return Job(
@@ -93,7 +91,7 @@ def make_job(
         heartbeat=heartbeat,
         checkpoints=checkpoints,
         health=HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline),
-        telemetry=make_telemetry(config, provenance, communicator, learner, hosts, log, run or Path()),
+        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path()),
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         clock=_clock(start.seconds),
     )

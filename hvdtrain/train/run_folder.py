@@ -6,27 +6,25 @@ import contextlib
 import time
 from pathlib import Path
 
-from hvdtrain.config.read import Provenance, to_yaml
+from hvdtrain.config.read import to_yaml
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.train.checkpoint import files
 
 
-def make_run_folder(config: Config, provenance: Provenance, resumed: Path | None = None) -> Path:
+def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
     """Makes the folder, or returns the one of the resumed run. Raises UserError where it holds another run, or cannot be written."""
     try:
         if config.run is not None:
             run = Path(config.run).expanduser()
             if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
                 fix = f"resume=auto or resume={run} goes on with it; or give another run="
-                raise UserError(f"{run} holds another run", provenance.where("run"), fix)
+                raise UserError(f"{run} holds another run", config.where("run"), fix)
             run.mkdir(parents=True, exist_ok=True)
             return run
         return resumed or _new_folder(config)
     except OSError as error:
-        raise UserError(
-            f"cannot write the run folder: {error}", provenance.where("run"), "give run= a folder that can be written"
-        ) from None
+        raise UserError(f"cannot write the run folder: {error}", config.where("run"), "give run= a folder that can be written") from None
 
 
 def write_config(config: Config, run: Path, *, resumed: bool) -> str:

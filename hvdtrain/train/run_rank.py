@@ -30,7 +30,7 @@ def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: 
     alone, before ranks connect; and with from_script any error where this process is the whole job.
     """
     place = placement(os.environ)
-    config, provenance = configure(config_file, arguments, None if place.rank == 0 else ())
+    config, _ = configure(config_file, arguments, None if place.rank == 0 else ())
     check_names(config)
     heartbeat = Heartbeat(owns_process=not from_script)
     with (
@@ -42,16 +42,15 @@ def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: 
         try:
             heartbeat.beat("connecting the ranks", 0, 0)
             refuse_before_connecting(config, place)
-            communicator, engine_reason = connect(config, provenance, place)
+            communicator, engine_reason = connect(config, place)
             watchdog.attach(communicator)
             if config.resume not in ("auto", "no"):
                 config = _with_former_run(config_file, arguments, communicator)
             config = resolve_batch_size(config, communicator.size)
-            provenance = config.provenance
             refuse_conflicts(config, communicator.name, communicator.size)
             heartbeat.beat("reading the data", 0, 0)
-            datasets = open_datasets(config, provenance)
-            result = train_job(config, provenance, datasets, communicator, engine_reason, signals, heartbeat)
+            datasets = open_datasets(config)
+            result = train_job(config, datasets, communicator, engine_reason, signals, heartbeat)
             communicator.close()
             return result
         except BaseException as error:  # SystemExit too

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.frameworks.learner import Learner
@@ -30,7 +29,7 @@ class Start(NamedTuple):
     checkpoint_limit_bytes: int  # that a file of a checkpoint of this job can have
 
 
-def start_or_resume(config: Config, provenance: Provenance, datasets: Datasets, communicator: Communicator, learner: Learner) -> Start:
+def start_or_resume(config: Config, datasets: Datasets, communicator: Communicator, learner: Learner) -> Start:
     """Makes the run folder, and gives all ranks the same state. Every rank calls it.
 
     Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written.
@@ -44,7 +43,7 @@ def start_or_resume(config: Config, provenance: Provenance, datasets: Datasets, 
     def find() -> tuple[ResumePoint, Path]:
         nonlocal restored
         point, restored = find_resume_point(config, identity(config, datasets), total, limit_bytes)
-        return point, make_run_folder(config, provenance, point.resumed)
+        return point, make_run_folder(config, point.resumed)
 
     point, run = on_rank_0(communicator, find)
     digest = broadcast_state(communicator, learner, restored)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, exit_code_of
 from hvdtrain.events.background import CLOSE_S, BackgroundSink
@@ -47,7 +46,6 @@ class JobResult(NamedTuple):
 
 def train_job(
     config: Config,
-    provenance: Provenance,
     datasets: Datasets,
     communicator: Communicator,
     engine_reason: str,
@@ -60,13 +58,12 @@ def train_job(
     """
     check_same_facts(communicator, facts(config, datasets))
     heartbeat.beat("building the model", 0, 0)
-    learner = build_learner(config, provenance, datasets.task, communicator)
+    learner = build_learner(config, datasets.task, communicator)
     heartbeat.beat("reading the checkpoint", 0, 0)
-    start = start_or_resume(config, provenance, datasets, communicator, learner)
-    log = open_log(config, provenance, communicator, start.run)
+    start = start_or_resume(config, datasets, communicator, learner)
+    log = open_log(config, communicator, start.run)
     job = make_job(
         config,
-        provenance,
         datasets,
         communicator,
         learner,
@@ -90,12 +87,12 @@ def train_job(
         return finish(job, start, now, reason)
 
 
-def open_log(config: Config, provenance: Provenance, communicator: Communicator, run: Path) -> Log:
+def open_log(config: Config, communicator: Communicator, run: Path) -> Log:
     """events.jsonl, the terminal and the trackers on rank 0; nothing on the other ranks. Every rank calls it.
 
     Raises UserError on all ranks where a tracker's package is missing.
     """
-    where = provenance.where("log.trackers")
+    where = config.where("log.trackers")
 
     def open_sinks() -> list[Sink]:
         trackers = {name: plugins.load("events/trackers", name, where).build(config, run) for name in dict.fromkeys(config.log.trackers)}

@@ -50,8 +50,8 @@ def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluat
 
 def trained(*arguments: str) -> Learner:
     """A learner after one step; its checkpoint and its config.yaml are in `run`."""
-    config, provenance = configure(None, arguments)
-    one = build_learner(config, provenance, TASK, SingleProcessCommunicator())
+    config, _ = configure(None, arguments)
+    one = build_learner(config, TASK, SingleProcessCommunicator())
     one.step([one.to_device(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
     save(1, one.state())
     Path("run/config.yaml").write_text(to_yaml(config))

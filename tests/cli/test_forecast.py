@@ -92,12 +92,12 @@ FRAMEWORKS = [
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
 @pytest.mark.parametrize(("framework", "arguments"), FRAMEWORKS, ids=[f"{framework} {arguments[0]}" for framework, arguments in FRAMEWORKS])
 def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: list[str], optimizer: str) -> None:
-    config, provenance = configure(
+    config, _ = configure(
         None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
     )
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = plugins.load("frameworks", framework, "").shapes(config, task)
-    state = build_learner(config, provenance, task, SingleProcessCommunicator()).state()
+    state = build_learner(config, task, SingleProcessCommunicator()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}
     found = memory(shapes, build_rule(config), "fp64")
     assert found.weights == found.gradients == found.buckets == sum(a.nbytes for name, a in state.items() if name.startswith("p."))

@@ -246,8 +246,8 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> N
         error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
     error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
     for framework in ("numpy", "torch", "jax"):
-        config, provenance = configure(None, [*words, f"framework={framework}"])
-        one = build_learner(config, provenance, task, SingleProcessCommunicator())
+        config, _ = configure(None, [*words, f"framework={framework}"])
+        one = build_learner(config, task, SingleProcessCommunicator())
         one.load(one.state() | weights)
         sums = one.step([one.to_device(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)
         assert float(sums["loss"]) == pytest.approx((data["mixup_weight"] * each + (1 - data["mixup_weight"]) * each2).sum(), rel=1e-12), (

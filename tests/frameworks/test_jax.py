@@ -27,8 +27,8 @@ RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
 
 def learner(*words: str, communicator: Communicator | None = None) -> Learner:
     """Shares of 7 and 8 samples take 8 rows: of a batch of 7 one row is padding."""
-    config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
-    return build_learner(config, provenance, TASK, communicator or SingleProcessCommunicator())
+    config, _ = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
+    return build_learner(config, TASK, communicator or SingleProcessCommunicator())
 
 
 def batch(n: int, seed: int = 0) -> Batch:

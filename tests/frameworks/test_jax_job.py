@@ -28,8 +28,8 @@ TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
-    config, provenance = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
-    return build_learner(config, provenance, TASK, SingleProcessCommunicator())
+    config, _ = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
+    return build_learner(config, TASK, SingleProcessCommunicator())
 
 
 def own(shape: tuple[int, int, int], classes: int, width: int = 4, what: str = "") -> Any:

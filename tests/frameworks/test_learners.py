@@ -21,8 +21,8 @@ TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
-    config, provenance = configure(None, ["speed.precision=fp64", *words])
-    return build_learner(config, provenance, TASK, SingleProcessCommunicator())
+    config, _ = configure(None, ["speed.precision=fp64", *words])
+    return build_learner(config, TASK, SingleProcessCommunicator())
 
 
 def batch(n: int, seed: int = 0) -> Batch:

@@ -16,7 +16,7 @@ from numpy.random import Generator
 from hvdtrain.cli.export.read import metadata, model_state
 from hvdtrain.cli.export.read import read_checkpoint as read_for_export
 from hvdtrain.comm.communicator import SingleProcessCommunicator
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
@@ -53,12 +53,12 @@ VALUES = (
 @functools.cache
 def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
     """A small one, and the files of a checkpoint of it."""
-    config, provenance = configure(
+    config, _ = configure(
         None,
         ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
     )
-    learner = build_learner(config, provenance, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
-    return learner, build_recipe(config, Provenance(), 50), {}
+    learner = build_learner(config, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
+    return learner, build_recipe(config, 50), {}
 
 
 def good_files(home: Path) -> dict[str, bytes]:

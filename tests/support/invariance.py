@@ -78,9 +78,9 @@ class Unreduced:
 
 def losses(words: str, communicator: object) -> dict[str, object]:
     """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
-    config, provenance = configure(None, f"{COMMON} {words}".split())
-    datasets = open_datasets(config, provenance)
-    learner = build_learner(config, provenance, datasets.task, communicator)
+    config, _ = configure(None, f"{COMMON} {words}".split())
+    datasets = open_datasets(config)
+    learner = build_learner(config, datasets.task, communicator)
     broadcast_state(communicator, learner, None)
     curve: list[float] = []
 
@@ -91,7 +91,6 @@ def losses(words: str, communicator: object) -> dict[str, object]:
     now = begin(config, datasets)
     job = make_job(
         config,
-        provenance,
         datasets,
         communicator,
         learner,
@@ -125,8 +124,8 @@ def losses(words: str, communicator: object) -> dict[str, object]:
 
 def main() -> None:
     name, out = sys.argv[1:3]
-    config, provenance = configure(None, [f"comm.engine={name}"])
-    communicator, _ = connect(config, provenance, placement(os.environ))
+    config, _ = configure(None, [f"comm.engine={name}"])
+    communicator, _ = connect(config, placement(os.environ))
     used = Unreduced(communicator) if sys.argv[3:] == ["unreduced"] else communicator
     jobs = JOBS
     if sys.argv[3:] == ["unreduced"]:

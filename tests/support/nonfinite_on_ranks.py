@@ -76,8 +76,8 @@ class AllKinds(nn.Module):
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    config, provenance = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
-    return build_learner(config, provenance, TASK, communicator)
+    config, _ = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
+    return build_learner(config, TASK, communicator)
 
 
 def batch(n: int, seed: int) -> Batch:

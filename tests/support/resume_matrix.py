@@ -123,16 +123,16 @@ configured = functools.cache(lambda words: configure(None, words.split()))  # 60
 
 def do(work: Work, communicator: Communicator) -> Outcome:
     """One job as __main__ does it, without the watchdog. Every rank calls it."""
-    config, provenance = configured(work.words)
+    config, _ = configured(work.words)
     config = config.replace(run=work.run)
-    train, val, task = open_datasets(config, provenance)
+    train, val, task = open_datasets(config)
     heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
     at = {stop.split: stop.step} if stop and stop.rank == communicator.rank else {}
     watched = RecordingSource(train, heartbeat, signals, at.get("train", -1))
     datasets = Datasets(watched, RecordingSource(val, heartbeat, signals, at.get("val", -1)), task)
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        code = train_job(config, provenance, datasets, communicator, "for the test", signals, heartbeat).code
+        code = train_job(config, datasets, communicator, "for the test", signals, heartbeat).code
     return Outcome(code, communicator.allgather_object(watched.rows), watched.first_s - began)
 
 
@@ -147,7 +147,7 @@ def main(plan: Path, out: Path) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/{place.size}-{place.rank}"
     outcomes: dict[str, Outcome] = {}
     for name, works in read_plan(plan).items():
-        communicator, _ = connect(*configure(None, [f"comm.engine={name}"]), place)
+        communicator, _ = connect(configure(None, [f"comm.engine={name}"])[0], place)
         for work in works:
             outcomes[work.run] = do(work, communicator)
     if place.rank == 0:

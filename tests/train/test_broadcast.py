@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import DataConfig
 from hvdtrain.core.digest import digest
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
@@ -47,8 +48,8 @@ def test_facts_that_differ_are_named_with_rank_and_host() -> None:
 
 
 def learner(seed: int) -> Any:
-    config, provenance = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
-    return build_learner(config, provenance, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
+    config, _ = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
+    return build_learner(config, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
 
 
 def test_rank_0s_state_reaches_the_others() -> None:
@@ -74,12 +75,12 @@ def test_both_parts_of_a_data_set_must_fit() -> None:
     def source(size: int, classes: int) -> ArraySource:
         return ArraySource(np.ones((4, size, 2, 1), np.uint8), np.zeros(4, np.int64), classes)
 
-    task = build_task(source(2, 3), source(2, 3), Provenance())
+    task = build_task(source(2, 3), source(2, 3), DataConfig())
     assert (task.shape, task.classes) == ((2, 2, 1), 3)
     np.testing.assert_allclose(task.mean, 1 / 255)
     for val in (source(3, 3), source(2, 4)):
         with pytest.raises(UserError, match="training images are"):
-            build_task(source(2, 3), val, Provenance())
+            build_task(source(2, 3), val, DataConfig())
 
 
 def test_ranks_that_may_use_the_same_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,13 @@ class RecordingSource:
 
 
 def make(*words: str, before_read: Callable[[np.ndarray], Any] | None = None) -> tuple[Prefetcher, Any]:
-    config, provenance = configure(None, [*WORDS, *words])
-    images = build_source(config, provenance, "train")
+    config, _ = configure(None, [*WORDS, *words])
+    images = build_source(config, "train")
     source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
-    learner = build_learner(config, provenance, build_task(source, source, provenance), SingleProcessCommunicator())
+    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
     if not config.data.resident:
         source = RecordingSource(source, before_read)
-    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, provenance, len(source)), source, learner), source
+    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source)), source, learner), source
 
 
 def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
@@ -175,8 +175,8 @@ def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
-    config, provenance = configure(None, [*WORDS, "data.resident=true"])
+    config, _ = configure(None, [*WORDS, "data.resident=true"])
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
-    learner = build_learner(config, provenance, build_task(source, source, provenance), SingleProcessCommunicator())
+    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):
-        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, provenance, 9), RecordingSource(source), learner)
+        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9), RecordingSource(source), learner)

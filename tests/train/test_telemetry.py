@@ -338,7 +338,7 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_telemetry_of_a_configuration(tmp_path: Path) -> None:
-    config, provenance = configure(None, ["log.step_times=true", "profile.steps=2:4"])
-    made = make_telemetry(config, provenance, SingleProcessCommunicator(), TwoSteps(), ["n1"], Log([]), tmp_path)  # type: ignore[arg-type]
+    config, _ = configure(None, ["log.step_times=true", "profile.steps=2:4"])
+    made = make_telemetry(config, SingleProcessCommunicator(), TwoSteps(), ["n1"], Log([]), tmp_path)  # type: ignore[arg-type]
     assert made.step_times and made.profiler is not None
     assert (made.profiler.first, made.profiler.last, made.profiler.folder) == (2, 4, tmp_path / "profile" / "rank-00000")

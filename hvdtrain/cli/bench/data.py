@@ -45,9 +45,9 @@ def bench_data(arguments: Sequence[str]) -> int:
 def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
     """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
-    datasets = open_datasets(config, provenance)
+    datasets = open_datasets(config)
     prepared_s = time.perf_counter() - began
-    trainer = Trainer(config, provenance, communicator, signals, datasets)
+    trainer = Trainer(config, communicator, signals, datasets)
     samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // communicator.size)
     steps = max(1, min(MAX_STEPS, len(datasets.train) // samples_per_step))
     prefetchers = _prefetchers(config, communicator, trainer)

@@ -18,7 +18,7 @@ from hvdtrain.train.failure import end_every_rank
 def run_on_ranks(config: Config, provenance: Provenance, work: Callable[[Communicator, str], None]) -> int:
     """work(communicator, why this engine was chosen) on every rank; returns the exit code."""
     check_names(config)
-    communicator, engine_reason = connect(config, provenance, placement(os.environ))
+    communicator, engine_reason = connect(config, placement(os.environ))
     try:
         work(communicator, engine_reason)
         communicator.close()

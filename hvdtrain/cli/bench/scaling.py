@@ -267,7 +267,7 @@ def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> M
 
 def _gradient_bytes(config: Config, provenance: Provenance) -> int:
     """Bytes of all gradients as they are reduced; the model is not built."""
-    source = build_source(unstaged(config), provenance, "train")
+    source = build_source(unstaged(config), "train")
     channels = np.zeros(source.shape[2])
     task = Task(source.shape, source.classes, channels, channels + 1)
     shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, task)

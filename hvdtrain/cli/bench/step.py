@@ -57,11 +57,11 @@ def measure(
     config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int, steps: int
 ) -> dict[str, Any]:
     """The result, as --json prints it; rank 0's counts. A collective: every rank calls it."""
-    trainer = Trainer(config, provenance, communicator, signals)
+    trainer = Trainer(config, communicator, signals)
     trainers = {"together": trainer}
     if communicator.size > 1:
         own_share = _config_of_one_rank(config, communicator.size)
-        trainers["alone"] = Trainer(own_share, provenance, OneRank(communicator), signals, trainer.datasets)
+        trainers["alone"] = Trainer(own_share, OneRank(communicator), signals, trainer.datasets)
     seconds = _time_blocks(trainers, communicator, rounds, steps)
     low, step_s, high = quartiles(seconds["together"])
     batch = trainer.job.recipe.at(trainer.now.progress).batch

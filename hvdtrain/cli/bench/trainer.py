@@ -8,7 +8,6 @@ import time
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
@@ -25,20 +24,16 @@ from hvdtrain.train.replicas.broadcast import broadcast_state
 class Trainer:
     """Every rank has one, of the same configuration. The job has no end of its own."""
 
-    def __init__(
-        self, config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, datasets: Datasets | None = None
-    ) -> None:
+    def __init__(self, config: Config, communicator: Communicator, signals: Signals, datasets: Datasets | None = None) -> None:
         config = resolve_batch_size(config, communicator.size)
-        provenance = config.provenance
         refuse_conflicts(config, communicator.name, communicator.size)
         endless = config.replace(epochs=10**6, max_steps=None, guard=config.guard.replace(max_time=None))
-        self.datasets = datasets or open_datasets(endless, provenance)
-        learner = build_learner(endless, provenance, self.datasets.task, communicator)
+        self.datasets = datasets or open_datasets(endless)
+        learner = build_learner(endless, self.datasets.task, communicator)
         broadcast_state(communicator, learner, None)
         self.now = begin(endless, self.datasets)
         self.job = make_job(
             endless,
-            provenance,
             self.datasets,
             communicator,
             learner,

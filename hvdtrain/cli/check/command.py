@@ -58,7 +58,7 @@ def check(arguments: Sequence[str]) -> int:
         time_limit.start_waiting("to connect")
         from hvdtrain.train.build import connect
 
-        communicator, engine_reason = connect(config, provenance, place)
+        communicator, engine_reason = connect(config, place)
     except Exception as error:
         return _report_unconnected(options, place, error)
     try:

@@ -44,7 +44,7 @@ def read_data(config: Config, provenance: Provenance) -> dict[str, Any]:
     from hvdtrain.train.datasets import open_datasets, unstaged
 
     began = time.perf_counter()
-    datasets = open_datasets(unstaged(config), provenance)
+    datasets = open_datasets(unstaged(config))
     return {
         "training samples": len(datasets.train),
         "validation samples": len(datasets.val),

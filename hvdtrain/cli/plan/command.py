@@ -107,7 +107,7 @@ def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData
     if any(given):
         raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
     try:
-        source = build_source(unstaged(config), config.provenance, "train")
+        source = build_source(unstaged(config), "train")
         augment.check_augmentation(config.augment, source.shape)
     except UserError as error:
         without_data = f"plan without data, as in {example}"

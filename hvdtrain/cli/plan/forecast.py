@@ -105,7 +105,7 @@ def forecast(config: Config, dataset: int, ranks: int) -> Forecast | Infeasible:
         return conflict
     config = resolve_batch_size(config, ranks)
     try:
-        recipe = build_recipe(config, config.provenance, dataset)
+        recipe = build_recipe(config, dataset)
     except UserError as error:
         return Infeasible(ranks, error)
     return Forecast(ranks, config, recipe, dataset, batch_phases(recipe, dataset, config.max_steps))

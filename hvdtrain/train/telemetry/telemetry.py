@@ -12,7 +12,6 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.sums import allreduce_sums
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Log
@@ -27,14 +26,12 @@ from hvdtrain.train.telemetry.memory import peak_memory_bytes
 from hvdtrain.train.telemetry.profiler import StepProfiler, parse_profile_steps
 
 
-def make_telemetry(
-    config: Config, provenance: Provenance, communicator: Communicator, learner: Learner, hosts: list[str], log: Log, run: Path
-) -> Telemetry:
+def make_telemetry(config: Config, communicator: Communicator, learner: Learner, hosts: list[str], log: Log, run: Path) -> Telemetry:
     """The telemetry of a configuration. Every rank calls it."""
     gpu = learner.gpu()
     counters = find_counters(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
-    steps = parse_profile_steps(config.profile.steps, provenance.where("profile.steps"))
+    steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     folder = run / "profile" / f"rank-{communicator.rank:05d}"
     profiler = StepProfiler(learner, log, folder, *steps) if steps else None
     return Telemetry(communicator, learner, energy, hosts, log, step_times=config.log.step_times, profiler=profiler)
