@@ -62,7 +62,7 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_help_is_fast_and_imports_no_framework() -> None:
-    heavy = "numpy", "torch", "jax", "mpi4py", "horovod", "sklearn", "omegaconf", "torchvision"
+    heavy = "numpy", "torch", "jax", "mpi4py", "horovod", "sklearn", "yaml", "torchvision"
     code = "import sys; from hvdtrain.__main__ import main; main(['--help']); main(['list']); main(['--help', 'model'])\n"
     code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded"
     best = 9.0

@@ -32,7 +32,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="counts memory in /pr
 
 
 class Bare(dict[str, int]):
-    """Its constructor tells Python no parameters."""
+    """A class whose constructor has no signature."""
 
 
 def faults(rng: Generator, home: Path) -> dict[str, Callable[[], object]]:
@@ -76,7 +76,7 @@ SEEN = {
 
 @linux
 @pytest.mark.parametrize("fault", SEEN)
-def test_the_watch_sees(fault: str) -> None:
+def test_the_fuzzer_reports(fault: str) -> None:
     found = fuzzing.fuzz(Path(__file__), (fault,), seed=1, seconds=0.01, limit_s=2, most=1).findings
     assert found and found[0].startswith(f"{fault} 0: ") and SEEN[fault] in found[0], found
 
@@ -95,7 +95,7 @@ def test_every_reader_refuses_or_reads(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def laughs(form: str, levels: int) -> str:
-    """Each level of an alias holds the last one twice, or nine times."""
+    """A billion laughs: each level has the aliases of the level before twice, or nine times."""
     rows = (f"  l{n}: &l{n} {form.replace('@', f'*l{n - 1}')}\n" for n in range(1, levels))
     return "model:\n  l0: &l0 {a: 1}\n" + "".join(rows)
 
@@ -183,7 +183,7 @@ def test_a_reference_takes_over_one_value_of_another_key(tmp_path: Path) -> None
     ],
     ids=lambda value: ascii(value)[:30],
 )
-def test_a_hostile_word(word: str, what: str) -> None:
+def test_a_hostile_argument(word: str, what: str) -> None:
     with pytest.raises(UserError) as caught:
         configure(None, [word])
     assert what in caught.value.what and len(str(caught.value)) < 1200
@@ -195,14 +195,14 @@ def test_an_empty_option_is_kept(tmp_path: Path) -> None:
     assert configure(str(tmp_path / "x.yaml"), [])[0] == config and config.model.options == {"a": {}, "b": {"c": []}}
 
 
-def test_a_configuration_without_end(tmp_path: Path) -> None:
+def test_a_pipe_or_device_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.yaml")
     for path, words in ((str(tmp_path / "config.yaml"), []), ("/dev/zero", []), (None, [f"resume={tmp_path}"])):
         with pytest.raises(UserError, match="cannot read the configuration: not a regular file: '"):
             configure(path, words)
 
 
-def test_names_that_mean_something_else() -> None:
+def test_names_of_parts_of_python_are_refused() -> None:
     for name, what in (
         ("test_fuzz:system", "test_fuzz:system is posix.system, a part of Python"),
         ("test_fuzz:Bare", "test_fuzz:Bare does not tell its parameters"),
@@ -212,6 +212,6 @@ def test_names_that_mean_something_else() -> None:
             plugins.load_dotted(name, "model.name")
 
 
-if __name__ == "__main__":  # the child process of test_the_watch_sees
+if __name__ == "__main__":  # the child process of test_the_fuzzer_reports
     order = json.loads(sys.argv[1])
     fuzzing.child(order, {name: lambda rng, home, name=name: faults(rng, home)[name] for name in order["tallies"]})

@@ -1,4 +1,4 @@
-"""YAML and key=value: what is read, and what each mistake says."""
+"""YAML and key=value: what is read, and the message of each mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_defaults_are_the_schema() -> None:
     assert read() == schema.Config()
 
 
-def test_words_win_over_the_file_and_the_last_word_wins(tmp_path: Path) -> None:
+def test_arguments_override_the_file_and_the_last_argument_counts(tmp_path: Path) -> None:
     text = "epochs: 3\nbatch:\n  size: 12\noptim: {base_lr: 1e-3}\n"
     c = read("batch.size=13", "--batch.size=14", text=text, tmp=tmp_path)
     assert (c.epochs, c.batch.size, c.optim.base_lr) == (3, 14, 0.001)
@@ -78,7 +78,7 @@ def test_a_text_is_taken_as_it_is_written(tmp_path: Path, text: str) -> None:
         *[("2001-01-01", "2001-01-01"), ("[1e3, a, {b: 1}]", [1000.0, "a", {"b": 1}]), ("!!float 3", 3.0), ("!!str 3", "3")],
     ],
 )
-def test_values_of_options_and_their_way_back(tmp_path: Path, text: str, value: object) -> None:
+def test_values_of_options_are_printed_as_they_are_read(tmp_path: Path, text: str, value: object) -> None:
     for config in (read(f"model.a={text}"), read(text=f"model.a: {text}", tmp=tmp_path)):
         assert repr(config.model.options) == repr({"a": value})
         assert read(text=to_yaml(config), tmp=tmp_path) == config
@@ -100,11 +100,11 @@ def test_a_renamed_key_is_answered_with_the_new_one(tmp_path: Path, old: str, fi
         assert (e.what, e.where, e.fix) == (f"no such key: {key}", where, fix)
 
 
-def test_null_and_nothing_leave_out() -> None:
+def test_null_and_nothing_unset_a_key() -> None:
     assert read("run=null", "stop.target_accuracy=", "batch.micro=null") == schema.Config()
 
 
-def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> None:
+def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
     former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
     (tmp_path / "config.yaml").write_text(to_yaml(former))
     now, provenance = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
@@ -115,7 +115,7 @@ def test_resume_goes_on_with_the_configuration_of_its_run(tmp_path: Path) -> Non
         configure(None, ["resume=nowhere"])
 
 
-def test_origins_name_file_and_line(tmp_path: Path) -> None:
+def test_provenance_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
     _, provenance = configure(str(path), ["seed=2"])
@@ -243,10 +243,10 @@ def test_sections_are_equal_where_their_values_are() -> None:
         typed.batch.size = 3  # type: ignore[misc]
 
 
-def test_a_mapping_where_a_list_belongs_is_told() -> None:
-    told = error("recipe.chain={kind: cosine}")
-    assert told.what.startswith("wrong value for recipe.chain")
-    assert told.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
+def test_a_mapping_in_place_of_a_list_is_an_error() -> None:
+    e = error("recipe.chain={kind: cosine}")
+    assert e.what.startswith("wrong value for recipe.chain")
+    assert e.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
 
 
 def test_sections_are_those_of_config() -> None:
