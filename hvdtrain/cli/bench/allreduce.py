@@ -67,7 +67,7 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
     parser.add_argument("--sizes", type=read_sizes, default=SIZES)
     parser.add_argument("--budget", type=float, default=40.0)
     options, overrides = parser.parse_known_args(arguments)
-    config, provenance = configure(options.config, overrides)
+    config, _ = configure(options.config, overrides)
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))
@@ -79,7 +79,7 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
             result = AllreduceResult(communicator.name, engine_reason, communicator.size, bucket_bytes, hosts, payloads)
             print_result(options.json, to_text(result), to_json(result))
 
-    return run_on_ranks(config, provenance, work)
+    return run_on_ranks(config, work)
 
 
 def _connect_mpi(communicator: Communicator, place: Placement) -> Any | None:

@@ -16,7 +16,7 @@ from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source
 from hvdtrain.train.datasets import open_datasets
@@ -31,18 +31,18 @@ def bench_data(arguments: Sequence[str]) -> int:
     parser = BenchParser("data")
     parser.add_argument("--rounds", type=two_or_more, default=5)
     options, overrides = parser.parse_known_args(arguments)
-    config, provenance = configure(options.config, overrides)
+    config, _ = configure(options.config, overrides)
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:
-            result = measure(config, provenance, communicator, signals, options.rounds)
+            result = measure(config, communicator, signals, options.rounds)
         if communicator.rank == 0:
             print_result(options.json, to_text(result), result)
 
-    return run_on_ranks(config, provenance, work)
+    return run_on_ranks(config, work)
 
 
-def measure(config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
+def measure(config: Config, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
     """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
     datasets = open_datasets(config)

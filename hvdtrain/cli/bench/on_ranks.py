@@ -8,14 +8,13 @@ from collections.abc import Callable
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
 from hvdtrain.train.build import connect
 from hvdtrain.train.failure import end_every_rank
 
 
-def run_on_ranks(config: Config, provenance: Provenance, work: Callable[[Communicator, str], None]) -> int:
+def run_on_ranks(config: Config, work: Callable[[Communicator, str], None]) -> int:
     """work(communicator, why this engine was chosen) on every rank; returns the exit code."""
     check_names(config)
     communicator, engine_reason = connect(config, placement(os.environ))

@@ -36,7 +36,7 @@ from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun
 from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.learner import Task
@@ -91,12 +91,12 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     parser.add_argument("--limit", type=float, default=300.0)
     options, overrides = parser.parse_known_args(arguments)
     _refuse_launcher()
-    config, provenance = configure(options.config, overrides)
+    config, _ = configure(options.config, overrides)
     plugins.check_names(config)
     if config.comm.local_steps > 1:
         what = "bench scaling models one allreduce of the gradients in each step"
-        raise UserError(what, provenance.where("comm.local_steps"), "comm.local_steps=1")
-    gradient_bytes = _gradient_bytes(config, provenance)
+        raise UserError(what, config.where("comm.local_steps"), "comm.local_steps=1")
+    gradient_bytes = _gradient_bytes(config)
     launcher, launcher_kind = find_launcher(mpi_library_version([sys.executable]))
     settings = JobSettings(
         config_path=options.config,
@@ -265,12 +265,12 @@ def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> M
     )
 
 
-def _gradient_bytes(config: Config, provenance: Provenance) -> int:
+def _gradient_bytes(config: Config) -> int:
     """Bytes of all gradients as they are reduced; the model is not built."""
     source = build_source(unstaged(config), "train")
     channels = np.zeros(source.shape[2])
     task = Task(source.shape, source.classes, channels, channels + 1)
-    shapes = plugins.load("frameworks", config.framework, provenance.where("framework")).shapes(config, task)
+    shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, task)
     return int(sum(math.prod(shape) for shape in shapes.values()) * _gradient_element_bytes(config))
 
 

@@ -17,7 +17,7 @@ from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance, configure
+from hvdtrain.config.read import configure
 from hvdtrain.config.schema import CommConfig, Config
 from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.train.health.signals import Signals
@@ -29,15 +29,15 @@ def bench_step(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=two_or_more, default=7)
     parser.add_argument("--steps", type=two_or_more, default=20)
     options, overrides = parser.parse_known_args(arguments)
-    config, provenance = configure(options.config, [*overrides, f"log.every_steps={options.steps}"])
+    config, _ = configure(options.config, [*overrides, f"log.every_steps={options.steps}"])
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:
-            result = measure(config, provenance, communicator, signals, options.rounds, options.steps)
+            result = measure(config, communicator, signals, options.rounds, options.steps)
         if communicator.rank == 0:
             print_result(options.json, to_text(result), result)
 
-    return run_on_ranks(config, provenance, work)
+    return run_on_ranks(config, work)
 
 
 class OneRank(SingleProcessCommunicator):
@@ -53,9 +53,7 @@ class OneRank(SingleProcessCommunicator):
         return self._all_ranks.allgather_object(thing)
 
 
-def measure(
-    config: Config, provenance: Provenance, communicator: Communicator, signals: Signals, rounds: int, steps: int
-) -> dict[str, Any]:
+def measure(config: Config, communicator: Communicator, signals: Signals, rounds: int, steps: int) -> dict[str, Any]:
     """The result, as --json prints it; rank 0's counts. A collective: every rank calls it."""
     trainer = Trainer(config, communicator, signals)
     trainers = {"together": trainer}

@@ -53,7 +53,7 @@ def check(arguments: Sequence[str]) -> int:
         return _report_unconnected(options, _assumed_placement(), error)
     time_limit = TimeLimit(place.rank, options.limit_s)
     try:
-        config, provenance = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
+        config, _ = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
         check_names(config)
         time_limit.start_waiting("to connect")
         from hvdtrain.train.build import connect
@@ -64,9 +64,8 @@ def check(arguments: Sequence[str]) -> int:
     try:
         rank = RankInspection(connected_facts(place, communicator))
         config = _resolve_on_all_ranks(options, rank, communicator) or config
-        provenance = config.provenance
         time_limit.start_work("reading the data")
-        run_folder = inspect_job(rank, config, provenance, communicator)
+        run_folder = inspect_job(rank, config, communicator)
         report = compare_ranks(rank, config, run_folder, communicator, engine_reason, place, time_limit)
         exit_code = _print(options, report) if communicator.rank == 0 else report.exit_code
         exit_code = int(communicator.allgather_object(exit_code)[0])
@@ -85,8 +84,8 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     read_by_rank_0: list[Assignment] | None = None
     if communicator.rank == 0:
         read_by_rank_0 = rank.attempt(lambda: read_resumed(assignments(options.config_path, options.overrides)))
-    former: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
-    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, former)[0], communicator.size))
+    resumed: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
+    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, resumed)[0], communicator.size))
 
 
 def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:

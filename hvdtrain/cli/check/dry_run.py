@@ -16,7 +16,6 @@ from hvdtrain.cli.check.rank_facts import DeviceFacts, LibraryFacts
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import library_name
 from hvdtrain.config import plugins
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
@@ -36,7 +35,7 @@ class RunFolder(NamedTuple):
     findings: list[Finding]
 
 
-def read_data(config: Config, provenance: Provenance) -> dict[str, Any]:
+def read_data(config: Config) -> dict[str, Any]:
     """The data sets, read as the job reads them. All values but the seconds must be equal on all ranks.
 
     Raises UserError where data are missing or broken.
@@ -55,7 +54,7 @@ def read_data(config: Config, provenance: Provenance) -> dict[str, Any]:
     }
 
 
-def pick_device(config: Config, provenance: Provenance, communicator: Communicator) -> DeviceFacts:
+def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
     """The device that this rank would train on; a GPU is identified by its UUID.
 
     Raises UserError where speed.device asks for a GPU that is not there.
@@ -63,7 +62,7 @@ def pick_device(config: Config, provenance: Provenance, communicator: Communicat
     if config.framework != "torch":
         name = "cpu" if config.framework == "numpy" else "as JAX chooses"
         return {"name": name, "model": "", "id": "", "bytes": 0, "visible": 0}
-    device = plugins.load("frameworks", "torch", provenance.where("framework")).pick_device(config, communicator)
+    device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(config, communicator)
     cuda: Any = sys.modules["torch"].cuda
     if device.type != "cuda":
         return {"name": str(device), "model": "", "id": "", "bytes": 0, "visible": cuda.device_count()}
@@ -93,10 +92,10 @@ def load_libraries(communicator: Communicator) -> LibraryFacts:
     return found
 
 
-def try_run_folder(config: Config, provenance: Provenance) -> RunFolder:
+def try_run_folder(config: Config) -> RunFolder:
     """Whether the run folder can be written and has room. Only rank 0 writes there, so only rank 0 calls it. Leaves nothing behind."""
     run = Path(config.run).expanduser() if config.run is not None else Path("runs")
-    where = provenance.where("run")
+    where = config.where("run")
     folder = _nearest_existing(run)
     free_bytes = shutil.disk_usage(folder).free
     facts: RunFolderFacts = {"folder": str(run), "bytes_free": free_bytes, "locks": None}

@@ -18,7 +18,6 @@ from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
 from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
-from hvdtrain.config.read import Provenance
 from hvdtrain.config.schema import Config
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
     return facts
 
 
-def inspect_job(rank: RankInspection, config: Config, provenance: Provenance, communicator: Communicator) -> RunFolderFacts | None:
+def inspect_job(rank: RankInspection, config: Config, communicator: Communicator) -> RunFolderFacts | None:
     """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
     from hvdtrain.train.conflicts import refuse_conflicts
 
@@ -62,13 +61,13 @@ def inspect_job(rank: RankInspection, config: Config, provenance: Provenance, co
         rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))
     rank.facts["config"] = digest(values_by_key(config))
     rank.facts["libraries"] = dry_run.load_libraries(communicator)
-    rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config, provenance))
-    rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, provenance, communicator))
+    rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config))
+    rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, communicator))
     if communicator.local_rank == 0:
         rank.findings += rank.attempt(lambda: dry_run.try_cache_folder(rank.facts["host"])) or []
     if communicator.rank != 0:
         return None
-    run_folder = rank.attempt(lambda: dry_run.try_run_folder(config, provenance))
+    run_folder = rank.attempt(lambda: dry_run.try_run_folder(config))
     if run_folder is None:
         return None
     rank.findings += run_folder.findings
