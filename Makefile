@@ -35,6 +35,8 @@ export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
 export OMP_NUM_THREADS ?= $(THREADS)
+# two test files at a time: many tests wait for processes that they start; make test PARALLEL= runs them one after the other
+PARALLEL ?= -n 2 --dist loadfile
 # one test's seconds; pytest-timeout reads it
 export PYTEST_TIMEOUT ?= 300
 ifeq ($(shell id -u),0)
@@ -49,13 +51,13 @@ train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 test: .venv/.test $(HOROVOD)
-	$(PY) -m pytest -m "not slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not faults and not cluster" $(ARGS)
 
 test-slow: .venv/.test $(HOROVOD)  ## the longest of the same kind: loss curves on 3 and 4 ranks, the tutorials, fuzzing
-	$(PY) -m pytest -m "slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "slow and not faults and not cluster" $(ARGS)
 
 test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, starved and corrupted, and what is left of them
-	$(PY) -m pytest -m faults $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m faults $(ARGS)
 
 test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root and Debian packages, which it installs
 	$(PY) -m pytest -m cluster $(ARGS)
