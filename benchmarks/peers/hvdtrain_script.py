@@ -1,4 +1,4 @@
-"""hvdtrain itself: the loop of `python -m hvdtrain`, with its meetings every ten steps, its guard and the thread that watches.
+"""hvdtrain: the loop of `python -m hvdtrain`, with a sync point every ten steps, the health checks and the watchdog.
 
 mpirun -np 2 python benchmarks/peers/hvdtrain_script.py --root DIR [--engine horovod|mpi|torchdist] [key=value ...]
 """
@@ -28,19 +28,29 @@ LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--engine", default="horovod", choices=LIBRARY)
-    made.add_argument("words", nargs="*", help="for hvdtrain: comm.reduce=bucket")
-    options = made.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--engine", default="horovod", choices=LIBRARY)
+    arguments.add_argument("words", nargs="*", metavar="key=value", help="for hvdtrain, as in comm.reduce=bucket")
+    options = arguments.parse_args()
     place = placement(os.environ)
     communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"])[0], place)
-    words = ["data.name=fashion_mnist", f"data.root={options.root}", f"batch.size={options.batch}", f"speed.precision={options.precision}"]
-    words += ["model.name=wide_resnet", f"model.widths={list(WIDTHS)}", f"model.dropout={options.dropout}"]
-    words += ["optim.name=sgd", f"optim.base_lr={LR}", f"optim.momentum={MOMENTUM}", *options.words]
+    overrides = [
+        "data.name=fashion_mnist",
+        f"data.root={options.root}",
+        f"batch.size={options.batch}",
+        f"speed.precision={options.precision}",
+        "model.name=wide_resnet",
+        f"model.widths={list(WIDTHS)}",
+        f"model.dropout={options.dropout}",
+        "optim.name=sgd",
+        f"optim.base_lr={LR}",
+        f"optim.momentum={MOMENTUM}",
+        *options.words,
+    ]
     with Signals(place.rank) as signals:
-        trainer = Trainer(words, communicator, signals)
+        trainer = Trainer(overrides, communicator, signals)
         learner: Any = trainer.job.learner
-        learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())  # what the others start from
+        learner.model.load_state_dict(network(options.dropout, plain=False).state_dict())  # as in the other scripts
         health = trainer.job.health
 
         def block(steps: int) -> float:
