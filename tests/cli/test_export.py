@@ -254,6 +254,6 @@ def test_listed_names_of_missing_arrays_are_refused() -> None:
     folder = save(3)
     tree = json.loads((folder / "progress.json").read_text())
     (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
-    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.NUMBER_TYPES)]
+    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.PROGRESS)]
     (folder / "SHA256SUMS").write_text("".join(sums))
     assert "the checkpoint lists names of arrays that are missing" in refused("run", "--to", "model.pt")

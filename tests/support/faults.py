@@ -1,4 +1,4 @@
-"""Jobs that are harmed and started again: what it cost, and whether they end as the job that nobody harmed."""
+"""Jobs that are damaged and started again: what it cost, and whether they end as a job without damage."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def outcome(run: Path) -> Tree:
         "standing"
     ]  # its sums are empty after the last evaluation, full before
     arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "slots.safetensors")}
-    told = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
-    return arrays | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"told": told}
+    losses = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
+    return arrays | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"losses": losses}
 
 
 _LOSSES = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy")

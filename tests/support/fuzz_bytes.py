@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.random import Generator
 
-NUMBER_TYPES = (0, 1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16, 2**24, 2**28, 2**31 - 1, 2**31, 2**32 - 1)
+NUMBERS = (0, 1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**16, 2**24, 2**28, 2**31 - 1, 2**31, 2**32 - 1)
 
 
 def chance(rng: Generator, share: float) -> bool:
@@ -40,7 +40,7 @@ def mutated(rng: Generator, data: bytes) -> bytes:
             case 4:
                 del changed[place:]
             case 5:
-                changed[place : place + 4] = struct.pack(pick(rng, ("<I", ">I")), pick(rng, NUMBER_TYPES))
+                changed[place : place + 4] = struct.pack(pick(rng, ("<I", ">I")), pick(rng, NUMBERS))
             case _:
                 changed[place : place + length] = changed[: len(changed[place : place + length])]
     return bytes(changed)

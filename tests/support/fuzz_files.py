@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from fuzz_bytes import NUMBER_TYPES, chance, mutated, odd, pick, zeros
+from fuzz_bytes import NUMBERS, chance, mutated, odd, pick, zeros
 from fuzz_images import broken_image, sound_images
 from numpy.random import Generator
 
@@ -37,7 +37,7 @@ def idx_file(rng: Generator, lengths: tuple[int, ...]) -> bytes:
     """Sound, or with a header of other or huge lengths."""
     body = rng.integers(0, 10, int(np.prod(lengths)), np.uint8).tobytes()
     if chance(rng, 0.3):
-        lengths = tuple(pick(rng, (*lengths, *NUMBER_TYPES)) for _ in range(pick(rng, (len(lengths), 0, 1, 2, 3, 9))))
+        lengths = tuple(pick(rng, (*lengths, *NUMBERS)) for _ in range(pick(rng, (len(lengths), 0, 1, 2, 3, 9))))
     kind = 8 if chance(rng, 0.95) else int(rng.integers(256))
     return bytes((0, 0, kind, len(lengths))) + struct.pack(f">{len(lengths)}I", *lengths) + body
 

@@ -9,7 +9,7 @@ import zlib
 from typing import Any
 
 import numpy as np
-from fuzz_bytes import NUMBER_TYPES, chance, mutated, pick, zeros
+from fuzz_bytes import NUMBERS, chance, mutated, pick, zeros
 from numpy.random import Generator
 from PIL import Image
 
@@ -94,4 +94,4 @@ def broken_image(rng: Generator) -> bytes:
 
 
 def pick_sides(rng: Generator) -> tuple[int, int]:
-    return pick(rng, NUMBER_TYPES), pick(rng, NUMBER_TYPES)
+    return pick(rng, NUMBERS), pick(rng, NUMBERS)

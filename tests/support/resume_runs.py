@@ -16,7 +16,7 @@ from hvdtrain.errors import DONE, REQUEUE
 from hvdtrain.train.checkpoint import files
 from hvdtrain.train.progress.train_state import to_json
 
-NUMBER_TYPES = ("loss", "lr", "batch", "noise_scale", "train_loss", "val_loss", "val_accuracy", "val_count")  # of events; no times
+FIELDS = ("loss", "lr", "batch", "noise_scale", "train_loss", "val_loss", "val_accuracy", "val_count")  # of events; no times
 ROOM = 2**22
 
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     rows: list[list[int]]  # the training samples that each rank read, in order
     arrays: Arrays
     train_state: dict[str, Any]
-    events: dict[tuple[str, int], dict[str, float]]  # (kind, step) -> NUMBER_TYPES
+    events: dict[tuple[str, int], dict[str, float]]  # (kind, step) -> FIELDS
 
 
 class Cell(NamedTuple):
@@ -42,7 +42,7 @@ def read_run(folder: Path, outcome: Outcome) -> Run:
     newest = files.finished(folder)[-1]
     train_state = to_json(files.read_numbers(newest).train_state)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    events = {(e["kind"], e["step"]): {key: e[key] for key in NUMBER_TYPES if key in e} for e in lines if e["kind"] in ("step", "epoch")}
+    events = {(e["kind"], e["step"]): {key: e[key] for key in FIELDS if key in e} for e in lines if e["kind"] in ("step", "epoch")}
     train_state = {key: value for key, value in train_state.items() if key not in ("seconds", "epoch_s", "trained_s", "evaluated_s")}
     return Run(outcome.code, outcome.rows, files.read_arrays(newest, ROOM), train_state, events)
 

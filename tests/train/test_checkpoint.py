@@ -96,7 +96,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert [path.name for path in files.finished(tmp_path)] == ["step-00000002", "step-00000005", "step-00000006"]
 
 
-def test_what_was_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -> None:
+def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -> None:
     for step in (8, 9):
         (save(tmp_path, step) / "SHA256SUMS").unlink()
     save(tmp_path, 4)
@@ -110,7 +110,7 @@ def test_what_was_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -
     assert notes == [f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)]
 
 
-def test_leftovers_of_an_end_in_mid_write_are_no_checkpoints_and_go(tmp_path: Path) -> None:
+def test_leftovers_of_a_write_that_was_cut_off_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".step-00000009.unfinished").mkdir(parents=True)
     folder = save(tmp_path, 1)
     assert files.finished(tmp_path) == [folder]

@@ -65,7 +65,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("text", [*BAD, "9" * 5000], ids=lambda text: text[:12])
-def test_what_is_no_length_of_time(text: str) -> None:
+def test_a_duration_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_duration(text, "guard.max_time, job.yaml:3")
     shown = repr(text if len(text) <= 40 else text[:37] + "...")
@@ -113,7 +113,7 @@ def test_max_time_counts_from_the_start_of_the_process() -> None:
     assert stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1  # 1.5 meetings, 2 checkpoints
 
 
-def test_the_end_that_slurm_told() -> None:
+def test_the_end_of_a_slurm_job() -> None:
     clock = Clock()
     limit = deadline(None, clock, SLURM_JOB_ID="123", SLURM_JOB_END_TIME=f"{NOW_S + 600:.0f}")
     assert limit.reason == f"SLURM ends job 123 at {AT:%Y-%m-%d %H:%M:%S}"
@@ -133,9 +133,9 @@ def test_without_a_limit_it_is_never_near() -> None:
     assert (limit.reason, limit.near(1e9, 1e9)) == ("", False)
 
 
-@pytest.mark.parametrize("told", [f"{NOW_S - 1:.0f}", "soon", "-1", "9" * 400])
-def test_an_end_that_is_over_or_no_number_is_not_ours(told: str, tmp_path: Path) -> None:
-    limit = deadline(None, Clock(), SLURM_JOB_ID="123", SLURM_JOB_END_TIME=told, PATH=str(tmp_path))
+@pytest.mark.parametrize("end_time", [f"{NOW_S - 1:.0f}", "soon", "-1", "9" * 400])
+def test_an_end_that_is_over_or_no_number_is_ignored(end_time: str, tmp_path: Path) -> None:
+    limit = deadline(None, Clock(), SLURM_JOB_ID="123", SLURM_JOB_END_TIME=end_time, PATH=str(tmp_path))
     assert limit.reason == ""
 
 
@@ -155,7 +155,7 @@ def test_squeue_is_asked_where_the_variable_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["echo NONE", "echo N/A", "echo Unknown", "exit 0", f"echo {AT:%Y-%m-%dT%H:%M:%S}; exit 1", "kill $$"])
-def test_a_squeue_that_does_not_tell(tmp_path: Path, script: str) -> None:
+def test_a_squeue_without_an_answer(tmp_path: Path, script: str) -> None:
     assert deadline(None, Clock(), **squeue(tmp_path, script)).reason == ""
     assert (tmp_path / "asked").exists()
 

@@ -204,7 +204,7 @@ def test_a_reason_that_all_hosts_have_names_none(tmp_path: Path) -> None:
     assert find_counters(Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path).reasons == {"cpu": here}
 
 
-def test_every_rank_says_the_same_from_what_each_has_found(tmp_path: Path) -> None:
+def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
     """Rank 0 has both counters, rank 1 a GPU that the driver does not know and no RAPL, rank 2 no GPU and no RAPL."""
     zone(tmp_path / "a", "intel-rapl:0", "package-0", 0)
     places = [("GPU-a", tmp_path / "a"), ("GPU-b", tmp_path / "none"), (None, tmp_path / "none")]
@@ -320,7 +320,7 @@ def test_the_line_of_the_header() -> None:
     assert energy_summary({"cpu": ""}) == "energy  processors by RAPL"
 
 
-def told(*events: dict[str, Any], **energy: str) -> RunRecord:
+def run_record(*events: dict[str, Any], **energy: str) -> RunRecord:
     return RunRecord(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
 
 
@@ -332,17 +332,17 @@ def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
 
 def test_a_counter_that_failed_is_named_in_the_report() -> None:
     failed = "a counter failed during the job"
-    assert summary.energy_summary(told(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
-    assert summary.energy_summary(told(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
+    assert summary.energy_summary(run_record(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
+    assert summary.energy_summary(run_record(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
     both, left = epoch({"gpu": 30.0, "cpu": 60.0}, 10), epoch({"gpu": 50.0}, 10)
-    assert summary.energy_summary(told(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
+    assert summary.energy_summary(run_record(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
     ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_image": 4.0}
-    assert summary.energy_summary(told(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
+    assert summary.energy_summary(run_record(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
     again = {"time": 1.5, "kind": "start", "step": 1, "energy": {"cpu": ""}}
     other = "not measured: processors: not counted in every start of the job"
-    assert summary.energy_summary(told({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
+    assert summary.energy_summary(run_record({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
 
 
 def test_joules_per_image_while_a_job_runs_are_joules_by_images() -> None:
     """90 J for 30 images and 50 for 10: 140 / 40 = 3.5, not the mean of 3 and 5."""
-    assert summary.joules_per_image(told(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")) == pytest.approx(3.5)
+    assert summary.joules_per_image(run_record(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")) == pytest.approx(3.5)

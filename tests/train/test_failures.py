@@ -1,4 +1,4 @@
-"""One failed rank ends all ranks in seconds, with its own traceback, told once."""
+"""One failed rank ends all ranks in seconds, with its own traceback, printed once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path, engine: str) -> None:
     assert result.returncode not in (0, 124)
 
 
-def test_a_user_error_on_all_ranks_is_told_once(tmp_path: Path) -> None:
+def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     result = mpirun(2, words(tmp_path, "mpi", "data.name=folder", f"data.root={tmp_path / 'nowhere'}"), timeout_s=60, env=env())
     assert result.returncode == 2, result
     assert result.stderr.count("nowhere") == 1, result.stderr

@@ -46,10 +46,10 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone) {
     if (!failed) now->tv_sec += jump_s();
     return failed;
 }
-time_t time(time_t *told) {
+time_t time(time_t *result) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    if (told) *told = now.tv_sec;
+    if (result) *result = now.tv_sec;
     return now.tv_sec;
 }
 """
@@ -66,9 +66,9 @@ def clock(tmp_path: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(tmp_path / "clock.so"), "CLOCK_JUMP": str(tmp_path / "jump")}
 
 
-def jumped_s(told: list[Tree]) -> float:
+def jumped_s(emitted: list[Tree]) -> float:
     """The largest step of the clock from one event to the next."""
-    return max((b["time"] - a["time"] for a, b in pairwise(told)), key=abs)
+    return max((b["time"] - a["time"] for a, b in pairwise(emitted)), key=abs)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], c
         Path(clock["CLOCK_JUMP"]).write_text(str(jump_s))
         result = job.wait()
     assert (result.returncode, result.stderr) == (DONE, ""), result
-    told = events(run)
-    assert jumped_s(told) == pytest.approx(jump_s, abs=60)
-    seconds = [e["seconds"] for e in told if e["kind"] == "epoch"]
+    emitted = events(run)
+    assert jumped_s(emitted) == pytest.approx(jump_s, abs=60)
+    seconds = [e["seconds"] for e in emitted if e["kind"] == "epoch"]
     assert seconds == sorted(seconds) and 0 < seconds[-1] < result.seconds
     equal = outcome(run) == straight(command)
     tell(Row(command.engine, 2, f"the clock jumps by {jump_s // DAY_S:+d} day", [], 0, equal, [result.returncode]))

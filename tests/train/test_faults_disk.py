@@ -88,7 +88,7 @@ def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Comm
     result = command.finish(run)
     skipped = re.findall(r"damaged (step-\d+) is skipped: ([^:]+): (.+)", result.stdout)
     assert [step for step, _, _ in skipped] == [folder.name for folder in reversed(folders)], result.stdout
-    wrong = [(found, told) for found, (told, _) in zip(skipped, reversed(DAMAGES), strict=True) if told not in (found[1], "SHA256SUMS")]
+    wrong = [(found, file) for found, (file, _) in zip(skipped, reversed(DAMAGES), strict=True) if file not in (found[1], "SHA256SUMS")]
     assert not wrong
     last = [e["step"] for e in events(run) if e["kind"] == "start"][-1]
     assert last == int(folders[0].name[5:]) - 10
@@ -108,7 +108,7 @@ class Disk:
             ["unshare", "-m", "sh", "-c", words, str(inside)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert self.holder.stdout
-        self.told = self.holder.stdout.readline()
+        self.answer = self.holder.stdout.readline()
         self.path = Path(f"/proc/{self.holder.pid}/root{inside}")
 
     def start(self, command: Command, run: str) -> Job:
@@ -135,8 +135,8 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         pytest.skip("no unshare and nsenter here, which make a disk for one test")
     small = Disk(tmp_path / "disk", "2m")
     try:
-        if small.told != "mounted\n":
-            pytest.skip(f"a disk of its own needs root: {small.told}")
+        if small.answer != "mounted\n":
+            pytest.skip(f"a disk of its own needs root: {small.answer}")
         yield small
     finally:
         small.holder.kill()
@@ -146,15 +146,17 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 @needs_mpirun
-def test_a_full_disk_is_told_and_tried_again(disk: Disk) -> None:
+def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
     command, run = NUMPY._replace(words=()), disk.path / "run"
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)
         disk.fill()
         kept = newest(run)
         wait_for(job, lambda: job.output().count("no checkpoint of step") >= 3)
-        told = job.output()
-        assert (newest(run), "No space left on device" in told, "training goes on, and tries again" in told) == (kept, True, True), told
+        output = job.output()
+        assert (newest(run), "No space left on device" in output, "training goes on, and tries again" in output) == (kept, True, True), (
+            output
+        )
         disk.make_room()
         since = time.monotonic()
         wait_for(job, lambda: newest(run) > kept)
@@ -167,7 +169,7 @@ def test_a_full_disk_is_told_and_tried_again(disk: Disk) -> None:
 
 
 @needs_mpirun
-def test_a_disk_that_stays_full_is_told_at_the_end(disk: Disk) -> None:
+def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
     command, run = NUMPY._replace(words=()), disk.path / "run"
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)

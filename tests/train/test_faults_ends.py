@@ -1,4 +1,4 @@
-"""However a rank fails or is told to stop, all ranks end with the right code and words, and the next start goes on as if nothing was."""
+"""However a rank fails or is stopped, all ranks end with the right exit code and message, and the next start resumes the same job."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def end_badly(command: Command, run: Path, link: Link) -> Row:
     output = result.stdout + result.stderr
     assert result.returncode == link.code, (link, result)
     assert [words for words in link.words if words.replace("BAD", f"rank {bad} on {HOST}") not in output] == [], (link, output)
-    told = [(e["kind"], e["step"]) for e in events(run)[begun:]]
-    starts, stops = ([step for kind, step in told if kind == name] for name in ("start", "stop"))
+    emitted = [(e["kind"], e["step"]) for e in events(run)[begun:]]
+    starts, stops = ([step for kind, step in emitted if kind == name] for name in ("start", "stop"))
     trained = link.fault != "build"
-    assert (starts, stops) == ([before] * trained, [newest(run)] * (trained and link.code == REQUEUE)), (link, told, newest(run))
-    assert ("epoch", newest(run)) not in told or link.fault != "evaluate", told
+    assert (starts, stops) == ([before] * trained, [newest(run)] * (trained and link.code == REQUEUE)), (link, emitted, newest(run))
+    assert ("epoch", newest(run)) not in emitted or link.fault != "evaluate", emitted
     assert 0 < seconds < link.within_s, (link, seconds, output)
     return Row(command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode])
 
@@ -108,15 +108,15 @@ def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: st
     words = "guard.nonfinite=rollback", "model.fault=infinite", f"model.once={tmp_path / 'once'}", "epochs=2"
     result = Command(engine, 2, words).finish(tmp_path / "run")
     assert result.stdout.count("step 30: a loss or gradient was not finite: rollback, 1 in all") == 1, result.stdout
-    told = events(tmp_path / "run")
-    assert [(e["step"], e["count"]) for e in told if e["kind"] == "nonfinite"] == [(30, 1)]
-    assert [e["step"] for e in told if e["kind"] == "step"] == [step for step in range(10, 121, 10) if step != 30]
+    emitted = events(tmp_path / "run")
+    assert [(e["step"], e["count"]) for e in emitted if e["kind"] == "nonfinite"] == [(30, 1)]
+    assert [e["step"] for e in emitted if e["kind"] == "step"] == [step for step in range(10, 121, 10) if step != 30]
     arrays = load_file(tmp_path / "run" / "checkpoints" / "step-00000120" / "weights.safetensors")
     assert all(np.isfinite(array).all() for array in arrays.values())
     tell(Row(engine, 2, "an infinite loss on one rank, rolled back", [], 10, None, [result.returncode]))
 
 
-def test_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
     """As under an mpirun that was killed; the exit code must not be that of a job that is done."""
     command, run = Command("single", 0, framework="numpy"), tmp_path / "run"
     argv = ["timeout", f"{LIMIT_S}", sys.executable, *command.argv(run)]

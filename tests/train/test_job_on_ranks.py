@@ -31,7 +31,7 @@ def epochs(run: Path) -> list[dict]:
 @pytest.mark.parametrize(
     ("engine", "how"), [pytest.param("horovod", "hvd.DistributedOptimizer", marks=needs_horovod), ("mpi", "gradients in 1 bucket")]
 )
-def test_two_ranks_train_and_one_goes_on(tmp_path: Path, engine: str, how: str) -> None:
+def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) -> None:
     run = tmp_path / "run"
     first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
     lines = first.stdout.splitlines()

@@ -180,7 +180,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_kind_of_state_goes_on_to_the_last_bit(matrix: Matrix, engine: str, kind: str) -> None:
+def test_every_kind_of_state_resumes_to_the_last_bit(matrix: Matrix, engine: str, kind: str) -> None:
     cell = matrix.kind(engine, kind)
     check_same(cell)
     assert cell.stopped.train_state["progress"]["step"] == (6 if "evaluation" in kind else 9)

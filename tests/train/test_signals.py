@@ -32,7 +32,7 @@ def test_the_first_signal_is_received_and_the_former_handlers_come_back() -> Non
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_poll_hears_what_no_handler_could_yet() -> None:
+def test_poll_receives_a_signal_before_its_handler_runs() -> None:
     """The kernel's part only, as while the main thread is inside C code: the number is in the socket, the handler has not run."""
     with Signals(0) as signals:
         signals._hear = lambda number, frame: None  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def test_what_the_parent_ignores_stays_ignored() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads: this child only sleeps
-def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
+def test_a_forked_child_ends_by_sigterm_and_its_parent_receives_nothing() -> None:
     """As a pool of readers, which its parent ends by SIGTERM."""
     with Signals(0) as signals:
         child = os.fork()
@@ -167,7 +167,7 @@ sys.exit(main())
 """
 
 
-def test_a_wish_that_comes_after_the_end_kills_nothing(tmp_path: Path) -> None:
+def test_a_signal_after_the_end_kills_nothing(tmp_path: Path) -> None:
     """SLURM's signal before the time limit may find a job that is just over: its code stays 0."""
     words = ["framework=numpy", "model.name=linear", "max_steps=2", f"run={tmp_path / 'run'}"]
     result = python(["-c", LATE, *words])

@@ -1,4 +1,4 @@
-"""What a start costs: its phases add up and are told, and nothing is imported that the job does not use."""
+"""How long a start takes: its phases add up and are reported, and nothing is imported that the job does not use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_launcher_of_this_start(above: str, by_srun: bool, began: int | None
     assert launcher(((name, place) for place, name in enumerate(above.split())), by_srun) == began
 
 
-def test_what_ran_before_in_a_batch_script_is_no_part_of_the_start(tmp_path: Path) -> None:
+def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: Path) -> None:
     """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not slurmstepd's; srun's step has its own."""
     code = "import time; from hvdtrain.train.telemetry.startup import _launcher_age_s; print(_launcher_age_s())"
     for name in ("slurmstepd", "mpirun"):
@@ -89,7 +89,7 @@ def test_what_ran_before_in_a_batch_script_is_no_part_of_the_start(tmp_path: Pat
 
 
 @needs_mpirun
-def test_a_job_tells_its_start_once(tmp_path: Path) -> None:
+def test_a_job_reports_its_start_once(tmp_path: Path) -> None:
     result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"])
     assert result.returncode == 0, result.stderr
     (event,) = [line for line in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()) if line["kind"] == "started"]

@@ -41,7 +41,7 @@ def events(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
-def test_laps_add_up_what_comes_twice() -> None:
+def test_phase_times_add_up_a_phase_that_comes_twice() -> None:
     pieces = [("data", 1.0), ("forward", 2.0), ("backward", 3.0), ("forward", 4.0), ("", 50.0), ("data", 5.0), ("compute", 6.0)]
     steps = phase_times(pieces)
     assert steps == [{"data": 1.0, "forward": 6.0, "backward": 3.0}, {"data": 5.0, "compute": 6.0}]
@@ -49,7 +49,7 @@ def test_laps_add_up_what_comes_twice() -> None:
     assert total([]) == {}
 
 
-def test_a_stopwatch_reads_from_data_to_the_end_and_is_silent_where_nobody_asks() -> None:
+def test_a_stopwatch_measures_from_data_to_the_end_and_nothing_without_data() -> None:
     waits: list[int] = []
     watch = HostStopwatch(lambda: waits.append(1))
     for phase in ("forward", "backward", ""):
@@ -98,14 +98,14 @@ def phases_of(**ms: float) -> list[float]:
 
 
 def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
-    told: list[Event] = []
+    emitted: list[Event] = []
     others = [
         np.array([[phases_of(data=2, forward=10, backward=10, communication=60), phases_of(forward=20, communication=70)]]),
         np.array([[phases_of(data=6, forward=20, backward=20), phases_of(forward=80)]]),
     ]
     communicator = Three(others)
     meter = EnergyMeter(find_counters(communicator, None), communicator.rank, time.monotonic)
-    one = Telemetry(communicator, TwoSteps(), meter, ["n1", "n2", "n3"], Log([told.append]), step_times=True)  # type: ignore[arg-type]
+    one = Telemetry(communicator, TwoSteps(), meter, ["n1", "n2", "n3"], Log([emitted.append]), step_times=True)  # type: ignore[arg-type]
     flags = one.sync_sums()
     assert flags["rank.work"].tolist() == pytest.approx([0.0, 0.084, 0.0]), "all but communication, in its own place"
     assert flags["phase.data"] == pytest.approx(0.004) and flags["phase.communication"] == pytest.approx(0.010)
@@ -118,7 +118,7 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert fields["phase_ms"] == {"data": 2.0, "forward": 25.0, "backward": 15.0, "communication": 23.333, "other": 9.667}
     assert fields["work_ms"] == [21.0, 42.0, 63.0] and (fields["slowest_rank"], fields["slowest_host"]) == (2, "n3")
     assert fields["memory_mb"] == 3000.0 and fields["steps"] == 2 and "watts" not in fields and "gpu_memory_mb" not in fields
-    first, second = told
+    first, second = emitted
     assert (first.kind, first.step, second.step) == ("step_times", 7, 8)
     assert first.fields["work_ms"] == [22.0, 31.0, 46.0] and first.fields["slowest_rank"] == 2
     assert first.fields["phase_ms"] == {"data": 3.0, "forward": 13.333, "backward": 16.667, "communication": 21.667}
@@ -137,7 +137,7 @@ def test_sums_and_rows_of_ranks_travel_together() -> None:
     assert sums["loss"] == 3.0 and sums["count"] == 6.0 and sums["rank.work"].tolist() == [2.0, 4.0]
 
 
-def test_energy_of_an_epoch_by_image_and_never_of_what_was_not_measured() -> None:
+def test_energy_of_an_epoch_per_image_without_kinds_that_are_not_measured() -> None:
     now = TrainState(Progress(100, 300, 4, 200), sums={"loss": 1.0, "right": 2.0, "count": 100})
     used = now.add_energy({"joules.gpu": 30.0, "joules.cpu": 6.0}).add_energy({"joules.gpu": 4.0, "joules.cpu": math.nan})
     assert job_energy(used, ["gpu", "cpu"]) == {"gpu": 34.0}
@@ -147,7 +147,7 @@ def test_energy_of_an_epoch_by_image_and_never_of_what_was_not_measured() -> Non
     assert (job_energy(evaluated, ["gpu"]), epoch_energy(evaluated, ["gpu"])) == ({"gpu": 34.0}, {"gpu": 0.0})
 
 
-def test_each_target_is_reached_once_with_what_it_took() -> None:
+def test_each_target_is_reached_once_with_its_time_images_and_joules() -> None:
     config, _ = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
     start = TrainState(Progress(100, 300, 4, 120), epoch_s=2.0).add_energy({"joules.gpu": 8.0, "joules.cpu": 0.0})
     first, new = after_evaluation(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
@@ -244,17 +244,17 @@ def late_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_a_late_rank_is_named_and_the_others_wait_for_it(late_job: tuple[Path, Any]) -> None:
     folder, result = late_job
     assert result.returncode == 0, result.stderr
-    told = events(folder / "run")
-    steps = [e for e in told if e["kind"] == "step_times"]
+    emitted = events(folder / "run")
+    steps = [e for e in emitted if e["kind"] == "step_times"]
     assert [e["step"] for e in steps] == list(range(1, 24)), "one of each step: 2 x 1437 / 128"
     late = [e for e in steps[5:] if e["slowest_rank"] == 1 and e["work_ms"][2] >= 15]
     assert len(late) >= 16, steps
-    (first, *_, last) = [e for e in told if e["kind"] == "step"]
+    (first, *_, last) = [e for e in emitted if e["kind"] == "step"]
     assert last["slowest_rank"] == 1 and last["work_ms"][2] >= 15 and last["phase_ms"]["communication"] > 3
     assert first["steps"] == 10 and sum(first["phase_ms"].values()) == pytest.approx(1e3 * first["window_s"] / 10, rel=0.01)
-    epoch = [e for e in told if e["kind"] == "epoch"][-1]
+    epoch = [e for e in emitted if e["kind"] == "epoch"][-1]
     assert epoch["rank_work_ms"][1] > epoch["rank_work_ms"][0] + 8 and epoch["joules"].keys() <= {"cpu"}
-    (target,) = [e for e in told if e["kind"] == "target"]
+    (target,) = [e for e in emitted if e["kind"] == "target"]
     assert target["target"] == 0.1 and target["epochs"] == pytest.approx(target["images"] / 1437)
 
 
@@ -290,9 +290,9 @@ def documented() -> dict[str, dict[str, bool]]:
     return kinds
 
 
-def check_documented(told: Iterable[dict[str, Any]]) -> set[str]:
+def check_documented(emitted: Iterable[dict[str, Any]]) -> set[str]:
     kinds, seen = documented(), set()
-    for event in told:
+    for event in emitted:
         fields = kinds[event["kind"]]
         names = event.keys() - {"time", "kind", "step"}
         assert names <= fields.keys(), f"{event['kind']} has {names - fields.keys()}, which docs/events.md lacks"

@@ -1,4 +1,4 @@
-"""Whole jobs on one process through the command line: lines, events, early stop, resume, and what bad input is told."""
+"""Whole jobs on one process through the command line: lines, events, early stop, resume, and the messages about bad input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = ["model.name=linear", "optim.base_lr=0.05"]
 
 
 @pytest.fixture(autouse=True)
-def nobody_launched_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -40,7 +40,7 @@ def events(run: Path, kind: str) -> list[dict]:
     return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == kind]
 
 
-def test_a_job_says_what_it_runs_what_it_reached_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
@@ -107,7 +107,7 @@ def test_max_steps_stops_inside_an_epoch() -> None:
     assert files.finished(Path("out"))[-1].name == "step-00000007"
 
 
-def test_resume_goes_on_as_if_never_stopped() -> None:
+def test_a_resumed_job_equals_one_that_never_stopped() -> None:
     words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]", "batch.size=50"]
     assert main([*words, "epochs=4", "run=straight"]) == 0
     assert main([*words, "epochs=2", "run=halves"]) == 0
@@ -151,7 +151,7 @@ def test_jobs_of_the_same_second_get_folders_of_their_own(monkeypatch: pytest.Mo
     assert names == [f"digits-linear-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_what_cannot_be_resumed_leaves_the_run_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=1", "run=out"]) == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     assert main(["resume=out", "model.name=mlp", "epochs=2"]) == 2
@@ -159,7 +159,7 @@ def test_what_cannot_be_resumed_leaves_the_run_as_it_was(capsys: pytest.CaptureF
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
-def test_the_same_command_goes_on_in_a_new_folder_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_resumes_in_a_new_folder_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=1", "run=one"]) == 0
     command = ["resume=one", "run=two", "epochs=3"]
     assert main([*command, "max_steps=30"]) == 0

@@ -16,8 +16,8 @@ import pytest
 from ranks import ENGINES, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import REQUEUE, STALLED
-from hvdtrain.train.health.stall_report import PIECES, SILENCE, Report, ranks_words, render, render_alone
-from hvdtrain.train.health.watchdog import Idle
+from hvdtrain.train.health.stall_report import PIECES, SILENCE, Report, ranks_summary, render, render_alone
+from hvdtrain.train.health.watchdog import IdleTime
 
 STALL_S = 1.0
 WITHIN_S = STALL_S + 6
@@ -135,7 +135,7 @@ def test_a_signal_during_the_start_ends_all_ranks_at_once(how: str) -> None:
     assert "rank 1 on" not in result.stderr
 
 
-def test_a_suspended_job_goes_on() -> None:
+def test_a_suspended_job_is_no_stall() -> None:
     with Job(0, words("single")) as job:
         wait_for(lambda: "trained" in job.output(), 30)
         (pid,) = job.processes()
@@ -186,7 +186,7 @@ def test_a_stall_that_passes_before_the_report_is_out_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("found", "first"), [("[thing]", "hvdtrain: "), ("None", f"hvdtrain: rank 0 on {HOST}: ")])
-def test_a_process_tells_of_itself_alone_or_where_no_thread_may_speak(found: str, first: str) -> None:
+def test_a_single_process_or_a_rank_without_a_side_channel_reports_itself(found: str, first: str) -> None:
     result = fake(0, 30, found)
     assert result.returncode == STALLED
     assert result.stderr.startswith(f"{first}no progress for 0.3 s (guard.stall_s); ")
@@ -208,13 +208,13 @@ def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
 
 
 def test_idle_seconds_of_a_process_that_slept() -> None:
-    idle, clock = Idle(most_s=1.0), [10.0, 10.5, 11.0, 999.0, 999.5]  # asleep between the third look and the fourth
+    idle, clock = IdleTime(most_s=1.0), [10.0, 10.5, 11.0, 999.0, 999.5]  # asleep between the third look and the fourth
     seen = []
     for now_s in clock:
-        idle.look(7, now_s)
+        idle.update(7, now_s)
         seen.append(idle.seconds)
     assert seen == [0, 0.5, 1.0, 2.0, 2.5]
-    idle.look(8, 1000.0)
+    idle.update(8, 1000.0)
     assert idle.seconds == 0
 
 
@@ -234,8 +234,8 @@ def hosts(size: int) -> list[str]:
 def test_report_of_one_behind_one_silent_and_six_waiting() -> None:
     reports = [report(rank, True) for rank in range(8)]
     reports[7] = report(7, True, "evaluation", 120)
-    told = [*reports[:1], report(1, False, "reading samples", 120, 2), None, *reports[3:]]
-    assert render(told, hosts(8), 300.0, "guard.stall_s").splitlines() == [
+    received = [*reports[:1], report(1, False, "reading samples", 120, 2), None, *reports[3:]]
+    assert render(received, hosts(8), 300.0, "guard.stall_s").splitlines() == [
         FIRST,
         "behind:",
         "  rank 1 on node0, pid 101: reading samples, epoch 3, step 120, for 301 s, since 2026-11-21 10:31:07",
@@ -250,8 +250,8 @@ def test_report_of_one_behind_one_silent_and_six_waiting() -> None:
 
 
 def test_report_of_a_silent_host() -> None:
-    told = [None if 8 <= rank < 16 else report(rank, True) for rank in range(24)]
-    assert render(told, hosts(24), 300.0, "guard.stall_s").splitlines() == [
+    received = [None if 8 <= rank < 16 else report(rank, True) for rank in range(24)]
+    assert render(received, hosts(24), 300.0, "guard.stall_s").splitlines() == [
         FIRST,
         f"no answer ({SILENCE}):",
         "  ranks 8-15 on node1",
@@ -262,24 +262,24 @@ def test_report_of_a_silent_host() -> None:
 
 
 def test_report_where_every_rank_waits() -> None:
-    told = [report(0, True), report(1, True, step=120), report(2, True)]
-    lines = render(told, hosts(3), 300.0, "guard.stall_s").splitlines()
+    received = [report(0, True), report(1, True, step=120), report(2, True)]
+    lines = render(received, hosts(3), 300.0, "guard.stall_s").splitlines()
     assert lines[1] == "behind (every rank waits for the others, these since the earliest step):"
     assert lines[2].startswith("  rank 1 on node0, pid 101: step, epoch 3, step 120, for")
     assert lines[4:] == ["waiting: ranks 0, 2 at step 121, epoch 3: step", TODO]
 
 
 def test_report_of_ranks_in_different_collectives() -> None:
-    told = [report(0, True), report(1, True), report(2, True, calls=2), report(3, True, calls=2)]
-    lines = render(told, hosts(4), 300.0, "guard.stall_s").splitlines()
+    received = [report(0, True), report(1, True), report(2, True, calls=2), report(3, True, calls=2)]
+    lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
     assert lines[1] == "behind: no rank: all wait for each other at the same step"
     assert [line[:8] for line in lines[2:7]] == ["  rank 0", "    job.", "  rank 2", "    job.", "    job."]
     assert lines[-2] == "  and ranks 1, 3 at step 121, epoch 3: step"
 
 
 def test_report_of_many_ranks_fits_one_screen() -> None:
-    told = [None if rank % 5 == 0 else report(rank, rank % 3 == 0, f"phase {rank % 7}", rank, 30) for rank in range(1024)]
-    lines = render(told, hosts(1024), 300.0, "guard.stall_s").splitlines()
+    received = [None if rank % 5 == 0 else report(rank, rank % 3 == 0, f"phase {rank % 7}", rank, 30) for rank in range(1024)]
+    lines = render(received, hosts(1024), 300.0, "guard.stall_s").splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) < 250
     assert lines[3].endswith("job.py:22 in f22: g()")
@@ -297,8 +297,8 @@ def test_report_of_one_rank_alone() -> None:
 
 
 def test_names_of_ranks() -> None:
-    assert [ranks_words(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0-1", "ranks 0, 2-4, 9"]
-    assert ranks_words(range(0, 1024, 2)) == f"ranks {', '.join(str(2 * piece) for piece in range(PIECES))}, ... (512 ranks)"
+    assert [ranks_summary(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0-1", "ranks 0, 2-4, 9"]
+    assert ranks_summary(range(0, 1024, 2)) == f"ranks {', '.join(str(2 * piece) for piece in range(PIECES))}, ... (512 ranks)"
 
 
 def wait_for(condition: object, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; whole or not there, never a pickle."""
+"""The files of a checkpoint: arrays as safetensors, numbers as JSON, a checksum for each; complete or absent, never a pickle."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
-from hvdtrain.train.progress import train_state as standings
-from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.train.progress.train_state import TrainState, from_json, to_json
 
 FORMAT = 2
 ARRAYS = ("weights.safetensors", "slots.safetensors")
-NUMBER_TYPES, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
-_STRANGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)  # what files of others do to their reader
+PROGRESS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
+# What reading a damaged or foreign file may raise.
+_PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _HEADER_BYTES = 10**8  # safetensors' own limit
 ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
-_NUMBERS_BYTES = 2**22  # more is no progress.json of ours
+_PROGRESS_BYTES = 2**22  # a progress.json of hvdtrain is smaller
 
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
 
@@ -37,13 +37,13 @@ class Checkpoint(NamedTuple):
 
 
 class Damaged(UserError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint is not as it was written."""
 
 
 def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
-    """Writes checkpoints/step-00000120/; OSError where it cannot, and then nothing of it stays.
+    """Writes checkpoints/step-00000120/, and returns it. Raises OSError where it cannot; nothing of it stays then.
 
-    Whole or not there, also when the machine loses its power: every file, and both folders, are on the disk before and after the rename.
+    Complete or absent, also when the machine loses its power: every file, and both folders, are synced before and after the rename.
     """
     folder = run / "checkpoints" / name_of(train_state.progress.step)
     unfinished, aside = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f"{folder.name}{ASIDE}")
@@ -54,9 +54,9 @@ def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity
             sync(run)
             sync(run.parent)
         unfinished.mkdir()
-        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": standings.to_json(train_state)}
+        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": to_json(train_state)}
         _write_files(unfinished, arrays, numbers)
-        for name in (*ARRAYS, NUMBER_TYPES, CHECKSUMS):
+        for name in (*ARRAYS, PROGRESS, CHECKSUMS):
             sync(unfinished / name)
         sync(unfinished)
         if folder.exists():  # damaged, or of the same step before its evaluation: until the new one is there it counts, under this name
@@ -81,10 +81,10 @@ def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
         save_file(optimizer_state, folder / ARRAYS[1])
     except SafetensorError as error:  # its form of an OSError
         raise OSError(str(error)) from error
-    (folder / NUMBER_TYPES).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
-    for name in ARRAYS:  # safetensors lets nobody but the owner read them; a group shares its runs
-        (folder / name).chmod((folder / NUMBER_TYPES).stat().st_mode)
-    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, NUMBER_TYPES)]
+    (folder / PROGRESS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    for name in ARRAYS:  # safetensors lets only the owner read them; a group shares its runs
+        (folder / name).chmod((folder / PROGRESS).stat().st_mode)
+    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, PROGRESS)]
     (folder / CHECKSUMS).write_text("".join(sums))
 
 
@@ -98,41 +98,42 @@ def sync(path: Path) -> None:
 
 
 def read_numbers(folder: Path) -> Checkpoint:
-    """What a checkpoint says of itself, its arrays unread and unchecked; Damaged where that cannot be read."""
+    """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged where they cannot be read."""
     try:
-        tree = json.loads(_small_text(folder / NUMBER_TYPES))
+        tree = json.loads(_read_numbers_text(folder / PROGRESS))
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
         if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
             raise TypeError("identity or names are no mapping")
         if not all(isinstance(name, str) for name in tree["names"].values()):
-            raise TypeError("names are no texts")
-        return Checkpoint(folder, standings.from_json(tree["standing"]), tree["identity"], tree["names"])
-    except (OSError, *_STRANGE) as error:
-        raise _damaged(folder, NUMBER_TYPES, error) from None
+            raise TypeError("names are no strings")
+        return Checkpoint(folder, from_json(tree["standing"]), tree["identity"], tree["names"])
+    except (OSError, *_PARSE_ERRORS) as error:
+        raise _damaged(folder, PROGRESS, error) from None
 
 
 def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -> Arrays:
-    """The arrays of these files, after every file has its checksum; Damaged where one has not. More than limit_bytes are not read."""
+    """The arrays of these files. Raises Damaged where the checksum of a file is wrong, or one has more than limit_bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     name = CHECKSUMS
     try:
-        lines = (line.partition("  ") for line in _small_text(folder / CHECKSUMS).splitlines())
-        told = {of: checksum for checksum, _, of in lines}
-        for name in (*ARRAYS, NUMBER_TYPES):
-            size, most = (folder / name).stat().st_size, _NUMBERS_BYTES if name == NUMBER_TYPES else limit_bytes
+        lines = (line.partition("  ") for line in _read_numbers_text(folder / CHECKSUMS).splitlines())
+        checksums = {file: checksum for checksum, _, file in lines}
+        for name in (*ARRAYS, PROGRESS):
+            size = (folder / name).stat().st_size
+            most = _PROGRESS_BYTES if name == PROGRESS else limit_bytes
             if size > most:
                 raise ValueError(f"{size} bytes, where this model and optimizer have at most {most}")
-            if name != NUMBER_TYPES:
+            if name != PROGRESS:
                 _check_length(folder / name, size)
-            if told.get(name) != _checksum(folder / name):
+            if checksums.get(name) != _checksum(folder / name):
                 raise ValueError("its checksum is not the one in SHA256SUMS")
         arrays: Arrays = {}
         for name in names:
             arrays |= load_file(folder / name)
-    except (OSError, *_STRANGE, SafetensorError) as error:
+    except (OSError, *_PARSE_ERRORS, SafetensorError) as error:
         raise _damaged(folder, name, error) from None
     return arrays
 
@@ -142,7 +143,7 @@ def name_of(step: int) -> str:
 
 
 def finished(run: Path) -> list[Path]:
-    """Folders of checkpoints, by step; each was whole when it was written."""
+    """Folders of checkpoints, by step; each was complete when it was written."""
     found = {path.name: path for path in (run / "checkpoints").glob("step-*") if _number(path.name).isdecimal()}
     alone = [path for name, path in found.items() if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
     return sorted(alone, key=lambda path: int(_number(path.name)))
@@ -153,7 +154,7 @@ def _number(name: str) -> str:
 
 
 def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
-    """Removes all but the newest, the best, and the one that was just written; what an end in mid-write left, too."""
+    """Removes all but the newest, the best and the one that was just written, and the leftovers of writes that were cut off."""
     folders = finished(run)
     older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
     keep = {*older[-keep_last:], *_best(folders, keep_best)}
@@ -191,31 +192,31 @@ def _checksum(path: Path) -> str:
 
 
 def _check_length(path: Path, size: int) -> None:
-    """A safetensors file that is longer or shorter than its header says is not read to its end, which may be far."""
+    """Raises ValueError for a safetensors file that is longer or shorter than its header says, before all of it is read."""
     with _open(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(min(length, _HEADER_BYTES))
+        raw_header = file.read(min(length, _HEADER_BYTES))
     try:
-        header = json.loads(text)
+        header = json.loads(raw_header)
     except ValueError:
         raise ValueError("it has no header of safetensors") from None
     ends = [array["data_offsets"][1] for name, array in header.items() if name != "__metadata__"]
     if size != 8 + length + max(ends, default=0):
-        raise ValueError("its length is not the one that its header tells")
+        raise ValueError("its length is not the one that its header gives")
 
 
 def _open(path: Path) -> BufferedReader:
-    """A pipe or a device may have no end, or no beginning."""
+    """Opens a plain file; a pipe or a device may have no end. Raises ValueError for these."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("not a plain file")
     return path.open("rb")
 
 
-def _small_text(path: Path) -> str:
+def _read_numbers_text(path: Path) -> str:
     with _open(path) as file:
-        raw = file.read(_NUMBERS_BYTES + 1)
-    if len(raw) > _NUMBERS_BYTES:
-        raise ValueError(f"more than {_NUMBERS_BYTES} bytes")
+        raw = file.read(_PROGRESS_BYTES + 1)
+    if len(raw) > _PROGRESS_BYTES:
+        raise ValueError(f"more than {_PROGRESS_BYTES} bytes")
     return raw.decode()
 
 

@@ -54,7 +54,7 @@ def former_run(config: Config) -> Path | None:
 
 
 def _resumed(run: Path) -> str:
-    """What the command of a run said of resume=; empty where that cannot be read."""
+    """resume= of the command that began a run; empty where that cannot be read."""
     try:
         return next((str(a.value) for a in read_file(str(run / "config.yaml")) if a.key == "resume"), "")
     except UserError:
@@ -76,10 +76,10 @@ def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[s
     raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
 
 
-def check_identity(found: Checkpoint, mine: Identity) -> None:
-    """A UserError where a checkpoint is of another data set or another shuffle."""
+def check_identity(found: Checkpoint, identity: Identity) -> None:
+    """Raises UserError where a checkpoint is of another data set or another shuffle."""
     theirs = _flat(found.identity)
-    for name, value in _flat(mine).items():
+    for name, value in _flat(identity).items():
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
             fix = "give the data and seed that the run folder's config.yaml names; or begin another job: run=ANOTHER resume=no"
             what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
@@ -93,9 +93,9 @@ def changes(run: Path, config: Config) -> list[str]:
     except UserError as error:
         return [f"changed keys are unknown: {error.what}"]
     before, after = _flat(former.model_dump()), _flat(config.model_dump())
-    told, now = redaction.redact(before), redaction.redact(after)
+    shown_before, shown_after = redaction.redact(before), redaction.redact(after)
     return [
-        f"changed {key}: {told.get(key)} -> {now.get(key)}"
+        f"changed {key}: {shown_before.get(key)} -> {shown_after.get(key)}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key not in _NOT_COMPARED
     ]

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UserError
 
-STEPS_LEFT = 1.5  # of the longest interval between two meetings of the ranks: the next one must be in time
-SAVES_LEFT = 2.0  # of the longest checkpoint: file systems are busy when many jobs end
-MAX_TIME_MARGIN_S, SLURM_MARGIN_S = 2.0, 10.0  # SLURM kills, and its clock is not ours
-ASK_S = 5.0  # for one answer of SLURM
+WINDOWS_LEFT = 1.5  # of the longest time between two sync points: the next one must be in time
+SAVES_LEFT = 2.0  # times the longest checkpoint: file systems are busy when many jobs end
+MAX_TIME_MARGIN_S = 2.0
+SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from that of this host
+SQUEUE_S = 5.0  # timeout of squeue
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _NUMBER = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
@@ -23,24 +24,24 @@ _EXAMPLES = "90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00
 
 
 def parse_duration(text: str, where: str) -> float:
-    """Seconds, more than 0, from what people and SLURM write; `where` is for the UserError."""
-    words = text.strip()
-    seconds = _seconds(words)
+    """Seconds, more than 0, of 90, 45m, 1:30:00 and the like. Raises UserError for anything else; `where` says where it was set."""
+    duration = text.strip()
+    seconds = _seconds(duration)
     if seconds is None:
-        shown = repr(words if len(words) <= 40 else f"{words[:37]}...")
+        shown = repr(duration if len(duration) <= 40 else f"{duration[:37]}...")
         raise UserError(f"{shown} is not a length of time", where, f"write {_EXAMPLES}")
     if not seconds:
-        raise UserError(f"{words!r} leaves no time at all", where, f"more than 0: {_EXAMPLES}")
+        raise UserError(f"{duration!r} leaves no time at all", where, f"more than 0: {_EXAMPLES}")
     return seconds
 
 
-def _seconds(words: str) -> float | None:
-    if match := _NUMBER.fullmatch(words):
+def _seconds(duration: str) -> float | None:
+    if match := _NUMBER.fullmatch(duration):
         return float(match[1]) * _UNITS[match[2]]
-    if match := _DAYS.fullmatch(words):
+    if match := _DAYS.fullmatch(duration):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
-    if match := _CLOCK.fullmatch(words):
+    if match := _CLOCK.fullmatch(duration):
         first, second, third = match.groups()
         return 60.0 * int(first) + int(second) if third is None else 3600.0 * int(first) + 60 * int(second) + int(third)
     return None
@@ -53,10 +54,10 @@ class Limit(NamedTuple):
 
 
 class Deadline:
-    """The earlier of max_time after started_s and the end that SLURM has set; made on rank 0, which is the one to ask it.
+    """The earlier of max_time after started_s and the end that SLURM has set. On rank 0 alone: it runs squeue.
 
-    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()). What SLURM says in the time of day is
-    turned into the monotonic clock here, once: a clock that is set later changes nothing.
+    started_s is of `clock`, a monotonic one; now_s is the time since the epoch (time.time()). SLURM's time of day is converted to the
+    monotonic clock here, once: setting the host's clock later changes nothing.
     """
 
     def __init__(
@@ -77,32 +78,32 @@ class Deadline:
         self._end_s = clock() + first.left_s - first.margin_s if first else None
 
     def near(self, longest_s: float, save_s: float) -> bool:
-        """Whether the job should stop now: longest_s between two meetings of the ranks, save_s for a checkpoint, the longest seen."""
+        """Whether the job should stop now; longest_s, save_s: the longest time so far between two sync points, and of a checkpoint."""
         if self._end_s is None:
             return False
-        return self._end_s - self._clock() < STEPS_LEFT * longest_s + SAVES_LEFT * save_s
+        return self._end_s - self._clock() < WINDOWS_LEFT * longest_s + SAVES_LEFT * save_s
 
 
 def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
-    """Seconds since the epoch; None without SLURM, without a limit, or where SLURM does not tell.
+    """Seconds since the epoch; None without SLURM, without a limit, or where SLURM does not answer.
 
     An end that is over by now belongs to a job whose shell this process was started from, not to this one.
     """
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    end_s = float(told) if re.fullmatch(r"[0-9]{1,10}", told) else _ask_slurm(environ)
+    end_time = environ.get("SLURM_JOB_END_TIME", "")
+    end_s = float(end_time) if re.fullmatch(r"[0-9]{1,10}", end_time) else _squeue_end(environ)
     return end_s if end_s is not None and end_s > now_s else None
 
 
-def _ask_slurm(environ: Mapping[str, str]) -> float | None:
+def _squeue_end(environ: Mapping[str, str]) -> float | None:
     """squeue's answer: "2026-11-21T10:00:00" in local time, or a word where there is no end."""
     job = environ.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"[0-9]{1,12}", job):
         return None
     command = ["squeue", "-h", "-j", job, "-o", "%e"]
     try:
-        asked = subprocess.run(
-            command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False
+        answer = subprocess.run(
+            command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SQUEUE_S, check=False
         )
-        return None if asked.returncode else datetime.strptime(asked.stdout.strip(), "%Y-%m-%dT%H:%M:%S").timestamp()
+        return None if answer.returncode else datetime.strptime(answer.stdout.strip(), "%Y-%m-%dT%H:%M:%S").timestamp()
     except (OSError, ValueError, subprocess.TimeoutExpired):  # no squeue here, "N/A", a controller that is down: no limit is known
         return None

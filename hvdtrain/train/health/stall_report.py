@@ -1,4 +1,4 @@
-"""The report of a stall: what a rank says of itself, and on one screen which ranks are behind, do not answer, or wait."""
+"""The report of a stall: what each rank is doing, and on one screen which ranks are behind, do not answer, or wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SILENCE = "still busy, stopped, swapping, its host is down, or a C extension hol
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of itself."""
+    """What one rank is doing."""
 
     rank: int
     host: str
@@ -38,7 +38,7 @@ class Report:
     stack: tuple[str, ...]  # of its main thread, innermost last: "file:line in function: source"
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         return f"step {self.step}, epoch {self.epoch}: {self.phase}"
 
 
@@ -46,8 +46,8 @@ def pack(report: Report) -> str:
     return json.dumps(asdict(report))
 
 
-def unpack(text: str) -> Report:
-    fields = json.loads(text)
+def unpack(packed: str) -> Report:
+    fields = json.loads(packed)
     return Report(**{**fields, "stack": tuple(fields["stack"])})
 
 
@@ -61,10 +61,10 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_of_work(thread: int) -> list[FrameType]:
-    """The same, but of a thread that waits for samples those of the reader that reads them: what hangs is there."""
+    """As frames_of(), but of a thread that waits for samples the calls of the reader that reads them: what hangs is there."""
     frames = frames_of(thread)
-    ours = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
-    if ours is None or f"{ours.f_globals.get('__name__')}.{ours.f_code.co_name}" != "hvdtrain.train.input.prefetch.take":
+    innermost = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
+    if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.train.input.prefetch.take":
         return frames
     readers = [frames_of(one.ident) for one in threading.enumerate() if one.name.startswith("hvdtrain-reader") and one.ident]
     return next((found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)), frames)
@@ -79,56 +79,56 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
     return False
 
 
-def stack_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
-    """The innermost calls, innermost last; `sources` reads files."""
+def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
+    """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
     kept = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 
 
 def _call(frame: FrameType, sources: bool) -> str:
     path, line = frame.f_code.co_filename, frame.f_lineno
-    places = (*sys.path, str(Path(__file__).parents[3]))  # an editable install is not on the path
-    folder = max((f"{place}/" for place in places if place and path.startswith(f"{place}/")), key=len, default="")
+    folders = (*sys.path, str(Path(__file__).parents[3]))  # an editable install is not on the path
+    prefix = max((f"{folder}/" for folder in folders if folder and path.startswith(f"{folder}/")), key=len, default="")
     source = linecache.getline(path, line, frame.f_globals).strip() if sources else ""
-    return f"{path.removeprefix(folder)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+    return f"{path.removeprefix(prefix)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
 
 
-def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_name: str) -> str:
-    """The text for all ranks; None is a rank that sent nothing."""
-    told = [report for report in reports if report is not None]
+def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_key: str) -> str:
+    """The report of all ranks; None stands for a rank that sent nothing."""
+    received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
-    title, behind, shown = _behind(told, silent)
-    waiting = [report for report in told if report not in behind]
-    lines = [f"hvdtrain: no progress for {limit_s:g} s ({limit_name}); the job ends with exit code {STALLED}"]
+    title, behind, shown = _behind(received, silent)
+    waiting = [report for report in received if report not in behind]
+    lines = [f"hvdtrain: no progress for {limit_s:g} s ({limit_key}); the job ends with exit code {STALLED}"]
     lines += [title] * bool(title)
     lines += [line for report in shown for line in (_heading(report), *_stack(report, DEPTHS[len(shown)]))]
-    lines += _by_place("  and ", [report for report in behind if report not in shown])
+    lines += _by_position("  and ", [report for report in behind if report not in shown])
     if silent:
         lines += [f"no answer ({SILENCE}):", *_by_host(silent, hosts)]
-    lines += _by_place("waiting: ", waiting)
+    lines += _by_position("waiting: ", waiting)
     if waiting and not shown:
         lines += _stack(waiting[0], DEPTH)
-    return "\n".join([*lines, _remedy(limit_s, limit_name)])
+    return "\n".join([*lines, _remedy(limit_s, limit_key)])
 
 
-def render_alone(report: Report, limit_s: float, limit_name: str, why: str = "") -> str:
-    """The text of one rank, where nobody gathers those of all."""
-    first = f"hvdtrain: rank {report.rank} on {report.host}: no progress for {limit_s:g} s ({limit_name}){why}; exit code {STALLED}"
-    return "\n".join([first, _heading(report), *_stack(report, DEPTH), _remedy(limit_s, limit_name)])
+def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "") -> str:
+    """The report of one rank, where those of all ranks cannot be gathered."""
+    first = f"hvdtrain: rank {report.rank} on {report.host}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code {STALLED}"
+    return "\n".join([first, _heading(report), *_stack(report, DEPTH), _remedy(limit_s, limit_key)])
 
 
-def _behind(told: Sequence[Report], silent: Sequence[int]) -> tuple[str, list[Report], list[Report]]:
+def _behind(received: Sequence[Report], silent: Sequence[int]) -> tuple[str, list[Report], list[Report]]:
     """A title, the ranks that are behind, and those of which more is shown."""
-    busy = [report for report in told if not report.waiting]
-    if busy or silent or not told:  # those that do not answer are behind too
+    busy = [report for report in received if not report.waiting]
+    if busy or silent or not received:  # those that do not answer are behind too
         return "behind:" * bool(busy), busy, busy[:STACKS]
-    places = {(report.epoch, report.step) for report in told}
-    if len(places) > 1:
-        last = [report for report in told if (report.epoch, report.step) == min(places)]
+    positions = {(report.epoch, report.step) for report in received}
+    if len(positions) > 1:
+        last = [report for report in received if (report.epoch, report.step) == min(positions)]
         return "behind (every rank waits for the others, these since the earliest step):", last, last[:STACKS]
-    by_stack = {report.stack[-1:]: report for report in reversed(told)}  # different ones: the ranks are in different collectives
+    by_stack = {report.stack[-1:]: report for report in reversed(received)}  # different ones: the ranks are in different collectives
     different = sorted(by_stack.values(), key=lambda report: report.rank)
-    return "behind: no rank: all wait for each other at the same step", list(told), different[:STACKS]
+    return "behind: no rank: all wait for each other at the same step", list(received), different[:STACKS]
 
 
 def _heading(report: Report) -> str:
@@ -141,12 +141,12 @@ def _stack(report: Report, depth: int) -> list[str]:
     return [f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}" for line in report.stack[-depth:]]
 
 
-def _by_place(start: str, reports: Iterable[Report]) -> list[str]:
-    """Lines for ranks at the same place, the earliest place first."""
-    places: dict[tuple[int, int, str], list[int]] = {}
+def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
+    """A line for the ranks at each position, the earliest position first."""
+    ranks_at: dict[tuple[int, int, str], list[int]] = {}
     for report in reports:
-        places.setdefault((report.epoch, report.step, report.place), []).append(report.rank)
-    return _cut([(f"{start}{{}} at {at[-1]}", ranks) for at, ranks in sorted(places.items())], f"{start}{{}} elsewhere")
+        ranks_at.setdefault((report.epoch, report.step, report.position), []).append(report.rank)
+    return _cut([(f"{start}{{}} at {at[-1]}", ranks) for at, ranks in sorted(ranks_at.items())], f"{start}{{}} elsewhere")
 
 
 def _by_host(silent: Sequence[int], hosts: Sequence[str]) -> list[str]:
@@ -157,14 +157,14 @@ def _by_host(silent: Sequence[int], hosts: Sequence[str]) -> list[str]:
 
 
 def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
-    """A line for each (text with a place for the ranks, ranks); of many groups the first ones and the rest together."""
+    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups the first ones, and the rest together."""
     if len(groups) > GROUPS:
         groups = [*groups[: GROUPS - 1], (rest, sorted(rank for _, ranks in groups[GROUPS - 1 :] for rank in ranks))]
-    return [text.replace("{}", ranks_words(ranks), 1) for text, ranks in groups]
+    return [template.replace("{}", ranks_summary(ranks), 1) for template, ranks in groups]
 
 
-def ranks_words(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2-7"; of a very long list the start, and how many there are."""
+def ranks_summary(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 2-7"; of a very long list its beginning and its length."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -176,5 +176,5 @@ def ranks_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(pieces[:PIECES])}{more}"
 
 
-def _remedy(limit_s: float, limit_name: str) -> str:
-    return f"to do: look at the ranks named first; if they were only slow, raise {limit_name}, now {limit_s:g} (null: wait for ever)"
+def _remedy(limit_s: float, limit_key: str) -> str:
+    return f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now {limit_s:g} (null: wait for ever)"

@@ -16,9 +16,9 @@ from hvdtrain.frameworks.learner import Learner
 
 def check_same_facts(communicator: Communicator, facts: dict[str, Any]) -> None:
     """Raises the same UserError on all ranks where a fact (size of a data set, key of the configuration) differs between them."""
-    everyone = communicator.allgather_object((socket.gethostname(), facts))
-    host_0, facts_0 = everyone[0]
-    for rank, (host, theirs) in enumerate(everyone):
+    of_all = communicator.allgather_object((socket.gethostname(), facts))
+    host_0, facts_0 = of_all[0]
+    for rank, (host, theirs) in enumerate(of_all):
         for name, value in facts_0.items():
             if theirs[name] != value:
                 what = f"{name} differs between ranks: {value} on rank 0, {theirs[name]} on rank {rank}"
@@ -38,10 +38,10 @@ def broadcast_state(communicator: Communicator, learner: Learner, restored: Arra
     else:
         _send(communicator, restored)
         learner.load(restored)
-    everyone = communicator.allgather_object(combine(digests(learner.views())))
-    if len(set(everyone)) > 1:
-        raise RuntimeError(f"ranks differ after the start: digests {everyone}")  # our own bug, or faulty memory
-    return str(everyone[0])
+    state_digests = communicator.allgather_object(combine(digests(learner.views())))
+    if len(set(state_digests)) > 1:
+        raise RuntimeError(f"ranks differ after the start: digests {state_digests}")  # a bug of hvdtrain, or faulty memory
+    return str(state_digests[0])
 
 
 def _send(communicator: Communicator, state: Arrays) -> None:

@@ -21,12 +21,12 @@ def check_equal(communicator: Communicator, learner: Learner, last: Hyper, hosts
 
     Raises the same Diverged on every rank where one rank differs.
     """
-    mine = digests(learner.views()) | {"learning rate": _bits(last.lr), "step": last.step}
-    combined = combine(mine)
-    everyone = communicator.allgather(np.array([int(combined, 16)], np.uint64).view(np.int64), "equal")
-    if len(set(everyone.tolist())) == 1:
+    own = digests(learner.views()) | {"learning rate": _bits(last.lr), "step": last.step}
+    combined = combine(own)
+    of_all = communicator.allgather(np.array([int(combined, 16)], np.uint64).view(np.int64), "equal")
+    if len(set(of_all.tolist())) == 1:
         return combined
-    raise explain(communicator.allgather_object(mine), hosts, last.step + 1)
+    raise explain(communicator.allgather_object(own), hosts, last.step + 1)
 
 
 def explain(tables: list[dict[str, int]], hosts: list[str], step: int) -> Diverged:

@@ -9,7 +9,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.train.telemetry.energy import KINDS, EnergyCounters
 
 READ_EVERY_S = 1.0  # at least, between two readings: each is a call of the driver, or a file of the kernel
-SHORTEST_S = 0.1  # power over less time says little
+SHORTEST_S = 0.1  # of a span whose power is computed: over less time it means little
 
 
 class EnergyMeter:

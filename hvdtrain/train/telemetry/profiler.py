@@ -1,4 +1,4 @@
-"""profile.steps=A:B: a trace of some steps of this rank, written by the framework's own profiler."""
+"""profile.steps=A:B: a trace of some steps of this rank, written by the framework's profiler."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building
 
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
-    """Seconds of each phase, in order; "launcher" where one of this host's processes is the launcher's, and /proc tells."""
+    """Seconds of each phase, in order; with "launcher" where /proc shows a launcher's process on this host."""
     marks = list(heartbeat.start_marks.items())
     found: dict[str, float] = {}
     began = _age_s(os.getpid())
@@ -82,14 +82,14 @@ def launcher(above: Iterable[tuple[str, int]], by_srun: bool) -> int | None:
 
 
 def _above(pid: int) -> Iterator[tuple[str, int]]:
-    """(name, id) of a process and those above it, as far as this host tells."""
+    """(name, id) of a process and those above it, as far as /proc of this host shows them."""
     while pid > 1 and (fields := _stat(pid)) is not None:
         yield fields[0], pid
         pid = int(fields[2])
 
 
 def _age_s(pid: int) -> float | None:
-    """Seconds since a process of this host began; None where nobody tells."""
+    """Seconds since a process of this host began; None where the host has no /proc or no such process."""
     fields = _stat(pid)
     if fields is None or not hasattr(time, "CLOCK_BOOTTIME"):
         return None
