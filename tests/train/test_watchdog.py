@@ -163,7 +163,7 @@ class Fake(SingleProcessCommunicator):
         time.sleep({gather_s})
         return {found}
 communicator, heartbeat = Fake(), Heartbeat(limit="stall_s", training=True)
-with Signals(0) as signals, Watchdog(heartbeat, signals, GuardConfig(stall_s=0.3), 0) as watchdog:
+with Signals(0) as signals, Watchdog(heartbeat, signals, GuardConfig().replace(stall_s=0.3), 0) as watchdog:
     watchdog.attach(communicator)
     for turn in range(5):
         heartbeat.beat("step", 0, turn)
