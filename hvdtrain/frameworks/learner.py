@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
     """The accelerator of a rank, as the driver knows it."""
 
     uuid: str  # "GPU-...", or empty
-    why: str  # there is none
+    why: str  # uuid is empty
     name: str  # of the product
     peak_bytes: Callable[[], int]  # most memory that this rank had of it
 

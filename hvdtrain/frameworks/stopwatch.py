@@ -1,4 +1,4 @@
-"""How long each phase of a step takes on this rank."""
+"""Stopwatches: how long each phase of a step takes on this rank."""
 
 from __future__ import annotations
 

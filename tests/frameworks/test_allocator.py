@@ -33,7 +33,7 @@ def test_freed_memory_is_not_taken_anew() -> None:
     assert int(faults["keep"]) < 1000 and int(faults["usual"]) > 50_000
 
 
-@pytest.mark.parametrize("name", allocator.OWN_WORDS)
-def test_the_users_own_words_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", allocator.ENVIRONMENT)
+def test_settings_in_the_environment_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1000000")
     assert not allocator.keep()

@@ -1,4 +1,4 @@
-"""The JAX framework: the numbers of the numpy and torch frameworks, few compilations, its own state, refusals, and jobs on ranks."""
+"""The JAX framework: the numbers of the numpy and torch frameworks, few compilations, and its state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -20,6 +21,8 @@ from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
+
+pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
 TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
@@ -65,7 +68,10 @@ def move_alike(a: Learner, b: Learner, weighted: bool = False) -> None:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """What XLA has compiled since the test began, an event for each."""
+    """What XLA has compiled since the test began, an event for each; without the cache that other tests share."""
+    cache = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     seen: list[str] = []
 
     def listen(event: str, seconds: float, **more: Any) -> None:
@@ -75,6 +81,8 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
@@ -196,7 +204,7 @@ def test_few_shapes_are_compiled(compilations: list[str]) -> None:
     for step, sizes in enumerate([(15, 16), (16, 14), (0, 16), (0, 0), (14, 0)]):
         one.step([one.to_device(batch(n)) for n in sizes], hyper(sum(sizes) or 1, step, momentum=0.1 * step, weight_decay=0.1), step)
         one.evaluate(one.to_device(batch(49)))
-    assert len(compilations) == first, "other shares, another batch, another rate: nothing is compiled anew"
+    assert len(compilations) == first, "other shares, another batch, another rate: nothing is compiled again"
     one.step([one.to_device(batch(16))], hyper(16, noise=0.1), 0)
     assert 0 < len(compilations) - first < 4, "the noise, once"
 
@@ -214,7 +222,7 @@ def test_rows_are_few_and_follow_from_the_share_alone() -> None:
     assert all(n <= rows_for(n, 100) <= n * 9 / 8 + 1 for n in range(1, 5000) if not 88 <= n <= 100)
 
 
-def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
+def test_state_loads_into_another_learner_which_continues_equally() -> None:
     a, b = learner("model.name=mlp", "optim.name=lamb"), learner("model.name=mlp", "optim.name=lamb", "seed=2")
     a.step([a.to_device(batch(8))], hyper(8), 0)
     state = a.state()

@@ -23,6 +23,8 @@ from hvdtrain.frameworks.jax.build import start_threads
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.train.build import build_learner
 
+pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
+
 OWN = "model.name=test_jax_job:own"
 TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
@@ -68,7 +70,7 @@ def test_the_users_own_function_trains() -> None:
     np.testing.assert_allclose(one.state()["p.out.0"], 0.1 * hidden.T @ (np.eye(3)[y] - 1 / 3), rtol=1e-9, atol=1e-15)
 
 
-def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
+def test_the_users_own_function_makes_arrays_in_the_frameworks_precision() -> None:
     for precision in ("fp32", "fp64", "fp32"):
         one = learner(OWN, f"speed.precision={precision}")
         sums = one.evaluate(one.to_device({"x": np.zeros((1, 5, 4, 2), np.uint8), "y": np.array([1])}))
@@ -95,7 +97,7 @@ def test_the_users_own_function_makes_arrays_in_the_frames_precision() -> None:
         ([OWN, "model.what=hits"], "the model gives bool (2, 3), not logits (2, 3)", "one output for each class"),
     ],
 )
-def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str, fix: str) -> None:
+def test_impossible_settings_are_refused_at_build_time(words: list[str], what: str, fix: str) -> None:
     if "speed.device=cuda" in words and jax.devices()[0].platform == "gpu":
         pytest.skip("a CUDA device is here")
     with pytest.raises(UserError) as caught:
@@ -108,7 +110,7 @@ def test_impossible_wishes_are_told_at_build_time(words: list[str], what: str, f
     ("found", "what"),
     [(None, "framework=jax needs jax: "), (SimpleNamespace(__version__="0.6.2"), "framework=jax needs jax 0.8 or later; this is 0.6.2")],
 )
-def test_a_missing_or_old_jax_is_told(found: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_jax_is_refused(found: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", found)
     with pytest.raises(UserError) as caught:
         learner()
@@ -160,7 +162,7 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_two_ranks_continue_a_job_of_torch(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
     run, (first, rest) = tmp_path / "run", torchs
     found = job(2, run, "framework=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")
     assert "mlp, 9,610 parameters, jax float64 on cpu:0, gradients by one allreduce" in found.stdout
@@ -172,6 +174,6 @@ def test_two_ranks_go_on_where_torch_stood(engine: str, torchs: tuple[Path, Path
     assert epochs(run)[-1]["val_accuracy"] > 0.9
 
 
-def test_own_work_is_told_only_where_phases_are() -> None:
+def test_work_of_a_rank_is_reported_only_where_phases_are_timed() -> None:
     """On one rank nothing waits for the device in a step, but with log.step_times."""
     assert (learner().waits_only_in_communication, learner("log.step_times=true").waits_only_in_communication) == (False, True)

@@ -30,8 +30,9 @@ from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.train.build import build_learner
 
+pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 learner = functools.partial(learner_on, SingleProcessCommunicator())
-FRAMES = ["torch", "numpy", "jax"]
+FRAMEWORKS = ["torch", "numpy", "jax"]
 
 
 class Twice(SingleProcessCommunicator):
@@ -154,7 +155,7 @@ def test_the_first_step_and_a_buffer_in_another_tensor() -> None:
     assert all(b is there[name] for name, b in one.model.named_buffers())
 
 
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_skip_a_bad_step_is_counted_and_stays(framework: str) -> None:
     one, counts = learner(f"framework={framework}", "model.name=linear", "guard.nonfinite=stop"), []
     for step in range(3):
@@ -180,7 +181,7 @@ def test_one_bad_micro_batch_spoils_the_step(bad_pass: int, reduce: str) -> None
         assert (sums["nonfinite"], sums["count"]) == (1.0, 9) and same(other.state(), before)
 
 
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_empty_share_is_finite(framework: str) -> None:
     one = learner(f"framework={framework}", "model.name=linear")
     assert floats(one.step([one.to_device(batch(0, 0))], hyper(6, 0), 0)) == {"loss": 0.0, "right": 0.0, "count": 0, "nonfinite": 0.0}
@@ -197,7 +198,7 @@ def two(weight: float) -> Batch:
     return {"x": x, "y": np.zeros(2, np.int64), "w": np.full(2, weight)}
 
 
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_loss_beyond_all_numbers_counts_though_its_gradient_is_finite(framework: str) -> None:
     """Logits of 1e30: half the square is beyond float32, and the gradient is 1e30."""
     one = single(framework, "model.loss=squared_error")
@@ -217,7 +218,7 @@ def test_so_does_a_weighted_loss(framework: str) -> None:
     assert same(one.state(), before)
 
 
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_weight_of_zero_hides_no_infinite_loss(framework: str) -> None:
     one = single(framework, "model.loss=squared_error")
     one.load(one.state() | {"p.fc.bias": np.full(3, 1e30, np.float32)})
@@ -225,7 +226,7 @@ def test_a_weight_of_zero_hides_no_infinite_loss(framework: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["optim.clip_norm=1"]])
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_huge_gradients_are_finite(framework: str, words: list[str]) -> None:
     """Numbers around 1e30, whose norm is beyond float32; clipped by that norm they are 0, and the weights only decay."""
     one = single(framework, *words)
@@ -237,7 +238,7 @@ def test_huge_gradients_are_finite(framework: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["optim.clip_value=0.1"], []])
-@pytest.mark.parametrize("framework", FRAMES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_clipping_hides_nothing(framework: str, words: list[str]) -> None:
     """Losses of ln 3 x 1e38, which float32 holds; gradients of a thousand times that, which a clip by value would make 0.1."""
     one = single(framework, *words, std=1e-3)

@@ -1,4 +1,4 @@
-"""Dropout by the gaps between dropped places: the law of the places, and what happens to numbers and gradients."""
+"""Dropout by the gaps between dropped indices: the law of the indices, and what happens to numbers and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hvdtrain.frameworks.torch.sparse_dropout import LARGEST, SparseDropout, dropped_places
+from hvdtrain.frameworks.torch.sparse_dropout import LARGEST, SparseDropout, dropped_indices
 
 
 @pytest.mark.parametrize("p", [0.001, 0.01, 0.1])
@@ -16,9 +16,9 @@ def test_each_place_is_dropped_with_probability_p(p: float) -> None:
     count, rounds = 2000, 400
     hits = torch.zeros(count)
     for _ in range(rounds):
-        places = dropped_places(count, p)
-        assert places.numel() == places.unique().numel() and (places.diff() > 0).all()
-        hits[places] += 1
+        indices = dropped_indices(count, p)
+        assert indices.numel() == indices.unique().numel() and (indices.diff() > 0).all()
+        hits[indices] += 1
     deviation = math.sqrt(count * rounds * p * (1 - p))
     assert abs(hits.sum() - count * rounds * p) < 5 * deviation
     for part in (hits[:100], hits[-100:]):  # the ends as well as the middle
@@ -27,7 +27,7 @@ def test_each_place_is_dropped_with_probability_p(p: float) -> None:
 
 def test_gaps_are_geometric() -> None:
     torch.manual_seed(4)
-    gaps = dropped_places(2_000_000, 0.05).diff()
+    gaps = dropped_indices(2_000_000, 0.05).diff()
     for gap in (1, 2, 5, 20):
         share = (gaps == gap).double().mean()
         expected = 0.05 * 0.95 ** (gap - 1)

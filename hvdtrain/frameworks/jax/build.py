@@ -43,8 +43,8 @@ def load_jax(where: str) -> Any:
 def start_threads(jax: Any, communicator: Communicator) -> None:
     """Starts JAX with this rank's part of the cores that it may use. Every rank calls it.
 
-    JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and its XLA flags leave
-    the number as it is. PJRT_NPROC sets it: the user's own wins, then OMP_NUM_THREADS. No effect where JAX has started before.
+    JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and no XLA flag changes
+    the number. PJRT_NPROC sets it: the user's value wins, then OMP_NUM_THREADS. No effect where JAX has started before.
     """
     asked, fair = os.environ.get("OMP_NUM_THREADS", ""), fair_threads(communicator)
     threads = int(asked) if asked.isdecimal() and int(asked) else fair
@@ -67,7 +67,7 @@ def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
 
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
-    """The parameters by name, as build() makes them. It takes the memory of the weights: first weights may be drawn outside of JAX."""
+    """The parameters by name, as build() makes them. Takes the memory of the weights, which init() may draw outside of JAX."""
     jax = load_jax(config.where("framework"))
     from hvdtrain.frameworks.jax.model import Target, build_model
 

@@ -83,12 +83,12 @@ def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimi
 
 
 def check_optimizer(config: Config) -> None:
-    """A UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
+    """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
     make_optimizer(config, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
 
 
 def figures() -> Any:
-    """What `bench step` asks of this framework: a module that few jobs need."""
+    """The module that `bench step` counts operations with; other commands do not import it."""
     from hvdtrain.frameworks.torch import flops
 
     return flops
@@ -101,6 +101,6 @@ def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
             model = checked_model(config, task)
     except UserError:
         raise
-    except Exception:  # a meta tensor has no numbers to read; whatever else went wrong does so again
+    except Exception:  # a meta tensor has no numbers to read; any other error comes again
         model = checked_model(config, task)
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

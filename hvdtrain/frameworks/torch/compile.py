@@ -28,11 +28,11 @@ def keep_gradients(mode: str, parameters: list[torch.nn.Parameter]) -> None:
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """A UserError where torch.compile would fail at the first step: it calls a compiler, and on a GPU triton."""
+    """Raises UserError where torch.compile would fail at the first step: it calls a C++ compiler, and on a GPU triton."""
     if config.speed.compile != "none" and device.type == "cuda" and not importlib.util.find_spec("triton"):
         raise UserError("torch.compile on a GPU needs triton", config.where("speed.compile"), "pip install triton, or speed.compile=none")
-    own = os.environ.get("CXX", "")
-    if config.speed.compile != "none" and not any(shutil.which(name) for name in (own, *COMPILERS) if name):
+    chosen = os.environ.get("CXX", "")
+    if config.speed.compile != "none" and not any(shutil.which(name) for name in (chosen, *COMPILERS) if name):
         what = "torch.compile needs a C++ compiler; none of " + ", ".join(COMPILERS) + " is on the path"
         raise UserError(what, config.where("speed.compile"), "install g++, or speed.compile=none")
 

@@ -1,4 +1,4 @@
-"""The torch model that model.name means, with its norms, its first weights, and a proof that it gives logits."""
+"""The torch model that model.name means, with its norms and first weights; and the check that it gives logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
 
 
 def check_logits(model: torch.nn.Module, config: Config, task: Task) -> None:
-    """One forward pass of two black images: the model gives a row of logits for each. With norm.kind=sync also one of none."""
+    """Raises UserError where a forward pass of two black images does not give two rows of logits; with norm.kind=sync also of none."""
     first, where = next(model.parameters()), config.where("model.name")
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
         images = black(count, task, first)
@@ -38,7 +38,7 @@ def check_logits(model: torch.nn.Module, config: Config, task: Task) -> None:
         except Exception as error:
             inner = traceback.extract_tb(error.__traceback__)[-1]
             what = f"the model fails for images {tuple(images.shape)}: {type(error).__name__}: {error}"
-            fix = "x.flatten(1) takes a batch of none, which norm.kind=sync may give a rank" if not count else "try the model alone"
+            fix = "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank" if not count else "try the model alone"
             raise UserError(what, f"{where}; {inner.filename}:{inner.lineno}", fix) from error
         if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < task.classes:
             shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
@@ -52,7 +52,7 @@ def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
 
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
-    """A leaf of models/ by name, or the user's own package.module:Class."""
+    """A plugin of torch/models/ by name, or the user's own package.module:Class. Raises UserError where it is not a model to train."""
     name, where = config.model.name, config.where("model.name")
     model: torch.nn.Module = models.build_model(config, task, "frameworks/torch/models")
     if not isinstance(model, torch.nn.Module):
@@ -65,8 +65,8 @@ def build_model(config: Config, task: Task) -> torch.nn.Module:
 
 
 def checked_model(config: Config, task: Task) -> torch.nn.Module:
-    """The model of one rank; a user's own class is tried."""
+    """The model of one rank; a user's own class is checked by a forward pass."""
     model = normed_model(config, task, SingleProcessCommunicator())
-    if plugins.is_dotted(config.model.name):  # the leaves fit every task; lazy layers of a user's get their shapes here
+    if plugins.is_dotted(config.model.name):  # the plugins fit every task; lazy layers of a user's get their shapes here
         check_logits(model, config, task)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -49,9 +50,9 @@ def is_built_for_bf16(device: torch.device) -> bool:
 
 
 def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: Precision, where: str) -> None:
-    """A UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient on a CPU is memory that nobody wrote.
+    """Raises UserError for a convolution with a stride that gets images of 1x1: its bf16 gradient on a CPU is uninitialised memory.
 
-    Of oneDNN as torch 2.13 brings it; 3x3 and larger, found by tests that compare gradients with those in float32.
+    A bug of oneDNN in torch 2.13, for kernels of 3x3 and larger; tests that compare gradients with those in float32 found it.
     """
     if precision.layers is not torch.bfloat16 or images.device.type != "cpu":
         return
@@ -59,8 +60,7 @@ def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: 
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv2d) and max(module.stride) > 1 and max(module.kernel_size) > 1:
-            note = lambda _, inputs, name=name: found.append(name) if max(inputs[0].shape[2:]) == 1 else None  # noqa: E731
-            hooks.append(module.register_forward_pre_hook(note))
+            hooks.append(module.register_forward_pre_hook(functools.partial(_note_tiny, found, name)))
     try:
         with torch.no_grad():
             model.eval()(images)
@@ -70,6 +70,12 @@ def refuse_tiny_images(model: torch.nn.Module, images: torch.Tensor, precision: 
     if found:
         what = f"{found[0]} strides over an image of 1x1, for which this torch computes a wrong bf16 gradient on a CPU"
         raise UserError(what, where, "larger images, a model that halves them less often, or speed.precision=fp32")
+
+
+def _note_tiny(found: list[str], name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """A forward pre-hook of the convolution `name`."""
+    if max(inputs[0].shape[2:]) == 1:
+        found.append(name)
 
 
 class NoScale:

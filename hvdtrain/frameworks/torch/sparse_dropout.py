@@ -1,4 +1,4 @@
-"""Dropout that draws the dropped places, not a random number for each: on a CPU torch's own took a quarter of a wide_resnet's step."""
+"""Dropout that draws the dropped indices, not a random number for each: on a CPU torch's own took a quarter of a wide_resnet's step."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class SparseDropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not (self.training and 0 < self.p <= LARGEST and x.device.type == "cpu" and x.numel() and _is_dense(x)):
             return super().forward(x)
-        dropped: torch.Tensor = _Drop.apply(x, dropped_places(x.numel(), self.p), 1.0 / (1.0 - self.p))
+        dropped: torch.Tensor = _Drop.apply(x, dropped_indices(x.numel(), self.p), 1.0 / (1.0 - self.p))
         return dropped
 
 
-def dropped_places(count: int, p: float) -> torch.Tensor:
+def dropped_indices(count: int, p: float) -> torch.Tensor:
     """Which of `count` independent trials of probability p succeed: int64, rising. The gaps between them are geometric.
 
     By inversion, floor(log(1 - U) / log(1 - p)) + 1 (Devroye 1986, "Non-Uniform Random Variate Generation", X.2, p. 499). U has 24 bits,
-    so that no gap is longer than 16.6 / p: that is left to one in 17 million.
+    so no gap is longer than 16.6 / p, which one in 17 million would be.
     """
     rate = math.log1p(-p)
     most = int(count * p + 6 * math.sqrt(count * p)) + 8
-    places, last = [], -1
-    while last < count:  # a second turn is as rare as 6 sigma
+    indices, last = [], -1
+    while last < count:  # a second round is as rare as 6 sigma
         gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)  # a conversion cuts the fraction off
-        places.append(gaps.cumsum(0) + last)
-        last = int(places[-1][-1])
-    every = torch.cat(places)
-    return every[: int(torch.searchsorted(every, count))]
+        indices.append(gaps.cumsum(0) + last)
+        last = int(indices[-1][-1])
+    found = torch.cat(indices)
+    return found[: int(torch.searchsorted(found, count))]
 
 
 def _is_dense(x: torch.Tensor) -> bool:
@@ -49,21 +49,21 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Drop(torch.autograd.Function):
-    """x scaled, with 0 at some places of its memory; the gradient alike."""
+    """x scaled, with 0 at some indices of its memory; the gradient alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(indices)
         ctx.scale, ctx.strides = scale, x.stride()
         out = x * scale
-        _flat(out).index_fill_(0, places, 0.0)
+        _flat(out).index_fill_(0, indices, 0.0)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (places,) = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         if gradient.stride() != ctx.strides:
             gradient = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype).copy_(gradient)
         out = gradient * ctx.scale
-        _flat(out).index_fill_(0, places, 0.0)
+        _flat(out).index_fill_(0, indices, 0.0)
         return out, None, None
