@@ -90,12 +90,15 @@ def test_a_broken_file_is_named_with_what_was_found_and_expected(tmp_path: Path,
 
 BROKEN_GZIP = [
     (b"no gzip at all", "found an error: Not a gzipped file (b'no'), expected an IDX file in gzip"),
-    (gzip.compress(IMAGES_FILE)[:-12], "found an error: Compressed file ended before the end-of-stream marker"),
-    (gzip.compress(IMAGES_FILE[:-1]), "found 75 bytes, expected 76 bytes for the shape (5, 4, 3)"),
-    (gzip.compress(IMAGES_FILE + bytes(10**7)), "found more than 76 bytes, expected 76 bytes"),
-    (gzip.compress(HOSTILE + bytes(10**6)), f"expected {16 + (2**32 - 1) ** 3} bytes for the shape (4294967295, 4294967295, 4294967295)"),
+    (gzip.compress(IMAGES_FILE, mtime=0)[:-12], "found an error: Compressed file ended before the end-of-stream marker"),
+    (gzip.compress(IMAGES_FILE[:-1], mtime=0), "found 75 bytes, expected 76 bytes for the shape (5, 4, 3)"),
+    (gzip.compress(IMAGES_FILE + bytes(10**7), mtime=0), "found more than 76 bytes, expected 76 bytes"),
     (
-        gzip.compress(b"\0\0\x08\3" + b"\0\0\x27\x10" * 2 + b"\0\0\0\1" + bytes(10**7)),
+        gzip.compress(HOSTILE + bytes(10**6), mtime=0),
+        f"expected {16 + (2**32 - 1) ** 3} bytes for the shape (4294967295, 4294967295, 4294967295)",
+    ),
+    (
+        gzip.compress(b"\0\0\x08\3" + b"\0\0\x27\x10" * 2 + b"\0\0\0\1" + bytes(10**7), mtime=0),
         "bytes, expected 100000016 bytes for the shape (10000, 10000, 1)",
     ),
 ]
@@ -103,7 +106,7 @@ BROKEN_GZIP = [
 
 @pytest.mark.parametrize(("images", "text"), BROKEN_GZIP)
 def test_a_broken_gzip_file_is_named_too(tmp_path: Path, images: bytes, text: str) -> None:
-    write(tmp_path, images, gzip.compress(LABELS_FILE), ".gz")
+    write(tmp_path, images, gzip.compress(LABELS_FILE, mtime=0), ".gz")
     output = refusal(tmp_path)
     assert text in output and f"where: {tmp_path / IMAGES}.gz" in output
 
@@ -111,7 +114,11 @@ def test_a_broken_gzip_file_is_named_too(tmp_path: Path, images: bytes, text: st
 def test_a_hostile_header_takes_no_memory(tmp_path: Path) -> None:
     import tracemalloc
 
-    for suffix, images in [("", HOSTILE), (".gz", gzip.compress(HOSTILE)), (".gz", gzip.compress(HOSTILE + bytes(10**7)))]:
+    for suffix, images in [
+        ("", HOSTILE),
+        (".gz", gzip.compress(HOSTILE, mtime=0)),
+        (".gz", gzip.compress(HOSTILE + bytes(10**7), mtime=0)),
+    ]:
         write(tmp_path / f"x{len(images)}", images, LABELS_FILE, suffix)
         tracemalloc.start()
         assert "not a valid IDX file" in refusal(tmp_path / f"x{len(images)}")
