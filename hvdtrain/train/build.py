@@ -18,7 +18,7 @@ from hvdtrain.recipe.recipe import Recipe
 def engine_of(config: Config, place: Placement) -> EngineChoice:
     """The engine that connect() starts."""
     if config.comm.engine != "auto":
-        return EngineChoice(config.comm.engine, "as asked")
+        return EngineChoice(config.comm.engine, f"comm.engine={config.comm.engine}")
     return select_engine(place, os.environ, installed_here(config))
 
 

@@ -160,8 +160,11 @@ def test_table_of_allreduce() -> None:
         MethodTimes("hvd.grouped_allreduce", [4e-3] * 5),
     ]
     payloads = [PayloadTimes("160 small tensors", 1000, methods)]
-    lines = allreduce_report.to_text(AllreduceResult("horovod", "as asked", 2, 2**22, [Host("n1", 2, 2)], payloads))
-    assert lines[:2] == ["hvdtrain bench allreduce: 2 ranks, engine horovod (as asked), buckets of 4 MiB", "n1: 2 ranks, 2 cores"]
+    lines = allreduce_report.to_text(AllreduceResult("horovod", "comm.engine=horovod", 2, 2**22, [Host("n1", 2, 2)], payloads))
+    assert lines[:2] == [
+        "hvdtrain bench allreduce: 2 ranks, engine horovod (comm.engine=horovod), buckets of 4 MiB",
+        "n1: 2 ranks, 2 cores",
+    ]
     assert lines[5].split() == ["as", "one", "bucket", "5", "1.00", "ms", "1.00", "ms", "..", "1.00", "ms", "0.001", "2.00"]
     assert lines[-1] == "160 small tensors, time / time of hvd.grouped_allreduce: plain MPI_Allreduce 0.50, as one bucket 0.25"
 

@@ -136,7 +136,7 @@ def test_horovod_beside_plain_mpi(tmp_path: Path) -> None:
     assert result.returncode == 0, result
     tree = json.loads(result.stdout)
     assert not [finding for finding in tree["findings"] if finding["level"] == "error"]
-    assert tree["engine"] == "horovod: as asked" and [facts["engine"] for facts in tree["ranks"]] == ["horovod"] * 2
+    assert tree["engine"] == "horovod: comm.engine=horovod" and [facts["engine"] for facts in tree["ranks"]] == ["horovod"] * 2
     for name in ("engine", "mpi"):
         speed = tree["speed"][name]
         assert 0 < speed["latency_s"] < speed["seconds"] and speed["bytes_per_s"] == pytest.approx(2**24 / speed["seconds"])

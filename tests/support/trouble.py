@@ -61,10 +61,10 @@ class Trouble(nn.Module):
         if self.fault != "evaluate":
             self.begin()
         if self.fault == "sleep":
-            time.sleep(1000)  # asleep for ever
+            time.sleep(1000)  # never returns
         elif self.fault == "loop":
             while True:
-                pass  # a loop without an end
+                pass  # an endless loop
         elif self.fault == "exit":
             sys.exit(0)
         elif self.fault == "os_exit":

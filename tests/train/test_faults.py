@@ -27,7 +27,7 @@ def test_sigkill_at_any_moment(tmp_path: Path, command: Command, count: int, mor
     equal = outcome(tmp_path / "run") == straight(command)
     for (who, when), mine in sorted(sort(trials).items()):
         lost, codes = max(t.lost for t in mine), sorted({t.code for t in mine})
-        tell(Row(command.engine, command.size, f"SIGKILL of {who} in {when}", [t.seconds for t in mine], lost, equal, codes))
+        tell(Row(command.engine, command.size, f"SIGKILL of {who} during {when}", [t.seconds for t in mine], lost, equal, codes))
         assert lost <= EVERY + MEET
         assert codes == ([-9] if who == "mpirun" else [137])  # 137: mpirun's word for it
         assert max(t.seconds for t in mine) < (

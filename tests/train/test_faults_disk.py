@@ -163,7 +163,7 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
         result = job.wait()
     assert (result.returncode, result.stderr) == (DONE, ""), result
     equal = outcome(run) == straight(command)
-    tell(Row("mpi", 2, "a full disk, later with room", [seconds], None, equal, [result.returncode]))
+    tell(Row("mpi", 2, "a full disk, later with free space", [seconds], None, equal, [result.returncode]))
     assert equal
 
 
@@ -184,7 +184,7 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
         again = job.wait()
     assert (again.returncode, f"resume  from step {kept}" in again.stdout) == (DONE, True), again
     equal = outcome(run) == straight(command)
-    tell(Row("mpi", 2, "a full disk up to the end", [], None, equal, [result.returncode]))
+    tell(Row("mpi", 2, "a disk that stays full", [], None, equal, [result.returncode]))
     assert equal
 
 

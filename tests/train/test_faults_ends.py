@@ -40,18 +40,18 @@ class Link(NamedTuple):
 BEHIND = "behind:\n  BAD, pid"
 ENDS = "BAD: the error above ends the job"
 LINKS = (
-    Link("SIGUSR2 in training", REQUEUE, 8, ("stopped (SIGUSR2) at step",), harm="SIGUSR2 mpirun"),
-    Link("SIGUSR2 in evaluation", REQUEUE, 5, ("stopped (SIGUSR2) at step",), "evaluate", "SIGUSR2 mpirun"),
-    Link("SIGUSR2 in the start", REQUEUE, 8, ("SIGUSR2 during the start (",), "build", "SIGUSR2 mpirun"),
-    Link("SIGTERM of one rank", REQUEUE, 8, ("stopped (a signal on another rank) at step",), harm="SIGTERM rank"),
-    Link("a rank asleep for ever", STALLED, STALL_S + 6, (BEHIND, "# asleep for ever"), "sleep", option=STALL),
+    Link("SIGUSR2 during training", REQUEUE, 8, ("stopped (SIGUSR2) at step",), harm="SIGUSR2 mpirun"),
+    Link("SIGUSR2 during an evaluation", REQUEUE, 5, ("stopped (SIGUSR2) at step",), "evaluate", "SIGUSR2 mpirun"),
+    Link("SIGUSR2 during the start", REQUEUE, 8, ("SIGUSR2 during the start (",), "build", "SIGUSR2 mpirun"),
+    Link("SIGTERM to one rank", REQUEUE, 8, ("stopped (a signal on another rank) at step",), harm="SIGTERM rank"),
+    Link("a rank that sleeps endlessly", STALLED, STALL_S + 6, (BEHIND, "# never returns"), "sleep", option=STALL),
     Link("a stopped rank (SIGSTOP)", STALLED, STALL_S + 9, ("no answer (", "  BAD\nwaiting: rank"), harm="SIGSTOP rank", option=STALL),
     Link("os._exit(0) on one rank", BUG, 8, (), "os_exit"),
     Link("one weight altered on one rank", DIVERGED, 8, ("ranks differ after step", ": p.layers.1.weight\n", "BAD, against"), "alter"),
     Link("a rank in an endless loop", STALLED, STALL_S + 6, (BEHIND, "in do: "), "loop", option=STALL),
     Link("sys.exit(0) on one rank", BUG, 8, ("SystemExit: 0", ENDS), "exit"),
     Link("an infinite loss on one rank", DIVERGED, 8, ("had a loss or gradient that is not finite", "guard.nonfinite=stop"), "infinite"),
-    Link("no memory on one rank", MEMORY, 8, ("out of memory: batch.micro=N", ENDS), "memory"),
+    Link("out of memory on one rank", MEMORY, 8, ("out of memory: batch.micro=N", ENDS), "memory"),
 )
 CHAINS = [
     pytest.param(Command("mpi", 2), LINKS, id="mpi-2"),
@@ -130,5 +130,5 @@ def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
     assert code == BUG
     command.finish(run, DONE)
     equal = outcome(run) == straight(command)
-    tell(Row("single", 1, "nobody reads the output", [seconds], None, equal, [code]))
+    tell(Row("single", 1, "the output is a closed pipe", [seconds], None, equal, [code]))
     assert equal

@@ -35,7 +35,7 @@ def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) 
     run = tmp_path / "run"
     first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
     lines = first.stdout.splitlines()
-    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: as asked", lines[0]), lines
+    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: comm.engine={engine}", lines[0]), lines
     assert lines[2] == "batch   33 over all ranks, 16 or 17 on each"
     assert how in lines[4]
     assert lines[-1] == f"run folder: {run}"

@@ -223,7 +223,7 @@ def report(rank: int, waiting: bool, phase: str = "step", step: int = 121, calls
     return Report(rank, f"node{rank // 8}", 100 + rank, phase, 3, step, 301.4, "2026-11-21 10:31:07", waiting, stack)
 
 
-TODO = "to do: look at the ranks named first; if they were only slow, raise guard.stall_s, now 300 (null: wait for ever)"
+TODO = "to do: look at the ranks named first; if they were only slow, raise guard.stall_s, now 300 (null: no limit)"
 FIRST = "hvdtrain: no progress for 300 s (guard.stall_s); the job ends with exit code 81"
 
 
@@ -292,7 +292,7 @@ def test_report_of_one_rank_alone() -> None:
         "hvdtrain: rank 9 on node1: no progress for 600 s (guard.start_s); exit code 81",
         "  rank 9 on node1, pid 109: building, epoch 3, step 121, for 301 s, since 2026-11-21 10:31:07",
         "    job.py:0 in f0: g()",
-        "to do: look at the ranks named first; if they were only slow, raise guard.start_s, now 600 (null: wait for ever)",
+        "to do: look at the ranks named first; if they were only slow, raise guard.start_s, now 600 (null: no limit)",
     ]
 
 

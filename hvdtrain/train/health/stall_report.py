@@ -177,4 +177,4 @@ def ranks_summary(ranks: Sequence[int]) -> str:
 
 
 def _remedy(limit_s: float, limit_key: str) -> str:
-    return f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now {limit_s:g} (null: wait for ever)"
+    return f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now {limit_s:g} (null: no limit)"
