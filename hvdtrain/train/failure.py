@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.comm.communicator import Communicator
 
 ECHO_S = 1.5  # most errors of one rank happen on all: the other ranks wait this long for rank 0 to report the error and to end the job
+UNCONNECTED_ECHO_S = 5.0  # before they are connected only the launcher ends the other ranks, once the process of rank 0 is gone
 FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 
@@ -42,7 +43,7 @@ def end_every_rank(error: BaseException, communicator: Communicator | None, what
         message += f"\nhvdtrain: {ADVICE[code]}"
     rank = _rank(communicator)
     if rank:
-        time.sleep(ECHO_S)
+        time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
         message += f"\nrank {rank} on {socket.gethostname()}: the error above ends the {what}"
     with contextlib.suppress(OSError):  # a closed pipe, as after the end of mpirun
