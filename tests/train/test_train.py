@@ -256,7 +256,7 @@ def idx_root() -> str:
     ("words", "says"),
     [
         (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
-        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes int"]),
+        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes a whole number"]),
         (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
@@ -272,7 +272,7 @@ def idx_root() -> str:
         (["data.root=/x"], ["data.name=digits reads no folder"]),
         (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
         (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
-        (["log.noise_scale=true"], ["this is one rank", "two ranks or more"]),
+        (["log.noise_scale=true"], ["the job has 1 rank", "two ranks or more"]),
         (["framework=torhc"], ["unknown name: torhc", "did you mean torch?"]),
     ],
 )
