@@ -22,7 +22,7 @@ class Trainer(BenchTrainer):
     """A trainer configured by key=value overrides."""
 
     def __init__(self, overrides: list[str], communicator: Communicator, signals: Signals) -> None:
-        super().__init__(configure(None, [f"comm.engine={communicator.name}", *overrides])[0], communicator, signals)
+        super().__init__(configure(None, [f"comm.engine={communicator.name}", *overrides]), communicator, signals)
 
 
 @contextlib.contextmanager

@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a linear model, and only the ratios")
     options = parser.parse_args()
     place = placement(os.environ)
-    communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"])[0], place)
+    communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"]), place)
     machine = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "torch": torch.__version__, "threads": torch.get_num_threads()}
     machine |= {"engine": communicator.name, "ranks": communicator.size, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     with Signals(place.rank) as signals, contextlib.ExitStack() as stack:

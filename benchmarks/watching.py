@@ -151,7 +151,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     os.environ.setdefault("WANDB_MODE", "offline")
     place = placement(os.environ)
-    config, _ = configure(None, overrides)
+    config = configure(None, overrides)
     communicator, _ = connect(config, place)
     overrides = [override for override in overrides if not override.startswith("comm.engine=")]
     about = {

@@ -33,7 +33,7 @@ def main() -> None:
     arguments.add_argument("words", nargs="*", metavar="key=value", help="for hvdtrain, as in comm.reduce=bucket")
     options = arguments.parse_args()
     place = placement(os.environ)
-    communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"])[0], place)
+    communicator, _ = connect(configure(None, [f"comm.engine={options.engine}"]), place)
     overrides = [
         "data.name=fashion_mnist",
         f"data.root={options.root}",

@@ -28,7 +28,7 @@ def train(arguments: list[str]) -> int:
 
 
 def _print_config(config_file: str | None, arguments: list[str]) -> int:
-    config, _ = configure(config_file, arguments)
+    config = configure(config_file, arguments)
     check_names(config)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # as configurations are read

@@ -27,7 +27,7 @@ class Assignment(NamedTuple):
     origin: str  # "configs/x.yaml:14" or "command line"
 
 
-def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None) -> tuple[Config, Provenance]:
+def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assignment] | None = None) -> Config:
     """Defaults, then the file, then the arguments `key=value` or `--key=value`; the last one wins.
 
     With resume=RUN the resolved configuration of that run comes between the defaults and the file. It is read from RUN unless it is
@@ -62,7 +62,7 @@ def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:
             raise UserError(f"{key}={short(value)} imports code, and only the run folder names it", origin, fix)
 
 
-def resolve(assigned: Sequence[Assignment]) -> tuple[Config, Provenance]:
+def resolve(assigned: Sequence[Assignment]) -> Config:
     """The configuration that assignments make, the last of a key wins. Raises UserError where a key or a value is wrong."""
     tree: dict[str, Any] = {}
     provenance = Provenance()
@@ -76,7 +76,7 @@ def resolve(assigned: Sequence[Assignment]) -> tuple[Config, Provenance]:
         raise refusal(error.errors(include_url=False)[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))
-    return config, provenance
+    return config
 
 
 def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:

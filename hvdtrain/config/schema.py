@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -501,16 +502,12 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
-    @property
-    def provenance(self) -> Provenance:
-        """Where every key that is not at its default was set."""
-        return self._provenance
-
-    def with_provenance(self, provenance: Provenance) -> Config:
-        """A copy that says its keys, and those of its sections, were set there."""
+    def with_provenance(self, provenance: Mapping[str, str]) -> Config:
+        """A copy which knows where these keys were set: {"batch.size": "configs/x.yaml:14"}; the others as here."""
+        known = Provenance({**self._provenance, **provenance})
         copy = self.model_copy(update={name: getattr(self, name).model_copy() for name in SECTIONS})
         for section in (copy, *(getattr(copy, name) for name in SECTIONS)):
-            section._provenance = provenance
+            section._provenance = known
         return copy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hvdtrain.config.schema import Config
-from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance
+from hvdtrain.config.section import COMMAND_LINE, DEFAULT
 from hvdtrain.errors import UserError
 
 
@@ -21,9 +21,8 @@ def resolve_batch_size(config: Config, ranks: int) -> Config:
         return config
     if _key_that_counts(config) == "batch.size":
         return config.replace(batch=config.batch.replace(per_rank=None))
-    provenance = config.provenance | {"batch.size": f"{config.where('batch.per_rank')} x {ranks} ranks"}
     resolved = config.replace(batch=config.batch.replace(size=per_rank * ranks, per_rank=None))
-    return resolved.with_provenance(Provenance(provenance))
+    return resolved.with_provenance({"batch.size": f"{config.where('batch.per_rank')} x {ranks} ranks"})
 
 
 def _key_that_counts(config: Config) -> Literal["batch.size", "batch.per_rank"]:

@@ -30,7 +30,7 @@ def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: 
     alone, before ranks connect; and with from_script any error where this process is the whole job.
     """
     place = placement(os.environ)
-    config, _ = configure(config_file, arguments, None if place.rank == 0 else ())
+    config = configure(config_file, arguments, None if place.rank == 0 else ())
     check_names(config)
     heartbeat = Heartbeat(owns_process=not from_script)
     with (
@@ -62,4 +62,4 @@ def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: 
 def _with_former_run(config_file: str | None, arguments: Sequence[str], communicator: Communicator) -> Config:
     """The configuration with what the run to resume has; rank 0 reads that, since hosts need not share a file system."""
     former = on_rank_0(communicator, lambda: read_resumed(assignments(config_file, arguments)))
-    return configure(config_file, arguments, former)[0]
+    return configure(config_file, arguments, former)

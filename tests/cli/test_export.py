@@ -50,7 +50,7 @@ def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluat
 
 def trained(*arguments: str) -> Learner:
     """A learner after one step; its checkpoint and its config.yaml are in `run`."""
-    config, _ = configure(None, arguments)
+    config = configure(None, arguments)
     one = build_learner(config, TASK, SingleProcessCommunicator())
     one.step([one.to_device(images())], Hyper(lr=0.1, momentum=0.9, weight_decay=0.0, batch=6), 1)
     save(1, one.state())
@@ -239,7 +239,7 @@ def test_tied_weights_load_strictly_and_unsaved_buffers_are_left_out(
     one = trained("model.name=faulty:Tied")
     assert one.state_dict_names()["two.weight"] == one.state_dict_names()["one.weight"] == "p.one.weight"
     shutil.rmtree("run/checkpoints")
-    saver = Saver(Path("run"), configure(None, [])[0].checkpoint, {"seed": 5, "data": DATA}, Log([]))
+    saver = Saver(Path("run"), configure(None, []).checkpoint, {"seed": 5, "data": DATA}, Log([]))
     assert saver.finish(TrainState(Progress(40, 400, 3, 60)), one) == ""
     exported(capsys, "--to", "model.safetensors")
     from faulty import Tied

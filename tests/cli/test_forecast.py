@@ -21,7 +21,7 @@ GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=
 
 
 def planned(*arguments: str, dataset: int, ranks: int = 1) -> Forecast:
-    config, _ = configure(None, arguments)
+    config = configure(None, arguments)
     found = forecast(config, dataset, ranks)
     assert isinstance(found, Forecast), found
     return found
@@ -92,9 +92,7 @@ FRAMEWORKS = [
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
 @pytest.mark.parametrize(("framework", "arguments"), FRAMEWORKS, ids=[f"{framework} {arguments[0]}" for framework, arguments in FRAMEWORKS])
 def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: list[str], optimizer: str) -> None:
-    config, _ = configure(
-        None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"]
-    )
+    config = configure(None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])
     task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = plugins.load("frameworks", framework, "").shapes(config, task)
     state = build_learner(config, task, SingleProcessCommunicator()).state()
@@ -105,5 +103,5 @@ def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: l
 
 
 def test_memory_is_computed_without_allocating_it() -> None:
-    found = memory({"huge": (10**6, 10**6)}, build_rule(configure(None, ["optim.name=adam"])[0]), "fp32")
+    found = memory({"huge": (10**6, 10**6)}, build_rule(configure(None, ["optim.name=adam"])), "fp32")
     assert (found.weights, found.optimizer_state) == (4 * 10**12, 8 * 10**12)

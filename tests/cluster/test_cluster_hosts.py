@@ -47,7 +47,7 @@ import os, socket, sys, json, numpy
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.train.build import connect
-engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"])[0], placement(os.environ))
+engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
 total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
 table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist()])
 if engine.rank == 0:

@@ -159,14 +159,14 @@ CONFIGURATIONS = [
 def test_a_hostile_configuration(tmp_path: Path, text: str, what: str, line: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
-        plugins.check_names(configure(str(tmp_path / "x.yaml"), [])[0])
+        plugins.check_names(configure(str(tmp_path / "x.yaml"), []))
     assert what in caught.value.what and len(str(caught.value)) < 1200
     assert caught.value.where.endswith(f"x.yaml{line}" if line else ("x.yaml", "resume"))
 
 
 def test_a_reference_takes_over_one_value_of_another_key(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("batch: {size: 32, evaluate: '${batch.size}'}\nrun: r-${batch.size}-${data.name}")
-    config, _ = configure(str(tmp_path / "x.yaml"), ["batch.size=16", "optim.base_lr=${recipe.gamma}"])
+    config = configure(str(tmp_path / "x.yaml"), ["batch.size=16", "optim.base_lr=${recipe.gamma}"])
     assert (config.batch.evaluate, config.run, config.optim.base_lr) == (16, "r-16-digits", 0.1)
 
 
@@ -190,9 +190,9 @@ def test_a_hostile_argument(word: str, what: str) -> None:
 
 
 def test_an_empty_option_is_kept(tmp_path: Path) -> None:
-    config, _ = configure(None, ["model.a={}", "model.b={c: []}"])
+    config = configure(None, ["model.a={}", "model.b={c: []}"])
     (tmp_path / "x.yaml").write_text(to_yaml(config))
-    assert configure(str(tmp_path / "x.yaml"), [])[0] == config and config.model.options == {"a": {}, "b": {"c": []}}
+    assert configure(str(tmp_path / "x.yaml"), []) == config and config.model.options == {"a": {}, "b": {"c": []}}
 
 
 def test_a_pipe_or_device_is_not_read(tmp_path: Path) -> None:

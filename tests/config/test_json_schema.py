@@ -81,7 +81,7 @@ def mistakes(content: str) -> list[str]:
 @pytest.mark.parametrize("content", RIGHT)
 def test_what_is_read_is_right(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.yaml").write_text(content)
-    plugins.check_names(configure(str(tmp_path / "x.yaml"), [])[0])
+    plugins.check_names(configure(str(tmp_path / "x.yaml"), []))
     assert mistakes(content) == []
 
 
@@ -89,7 +89,7 @@ def test_what_is_read_is_right(tmp_path: Path, content: str) -> None:
 def test_what_is_refused_is_wrong(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.yaml").write_text(content)
     with pytest.raises(UserError):
-        plugins.check_names(configure(str(tmp_path / "x.yaml"), [])[0])
+        plugins.check_names(configure(str(tmp_path / "x.yaml"), []))
     assert mistakes(content)
 
 

@@ -88,7 +88,7 @@ def test_options_are_the_parameters_of_build() -> None:
     ],
 )
 def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
-    config, _ = configure(None, [word])
+    config = configure(None, [word])
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
     assert caught.value.what == what
@@ -103,7 +103,7 @@ def test_good_names_and_options_pass() -> None:
         ["model.name=my.own:Model", "model.anything=1"],
         ["data.name=folder", "data.size=3"],
     ):
-        plugins.check_names(configure(None, words)[0])
+        plugins.check_names(configure(None, words))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_good_names_and_options_pass() -> None:
 def test_an_option_of_the_wrong_type(word: str, what: str, fix: str) -> None:
     """Found when the configuration is read: nothing is imported for it."""
     with pytest.raises(UserError) as caught:
-        plugins.check_names(configure(None, [word])[0])
+        plugins.check_names(configure(None, [word]))
     assert (caught.value.what, caught.value.where, caught.value.fix) == (what, f"{word.partition('=')[0]}, command line", fix)
 
 
@@ -165,7 +165,7 @@ def test_a_misspelt_class_and_a_misspelt_choice_are_answered_with_the_right_one(
     with pytest.raises(UserError) as caught:
         plugins.load_dotted("torch.optim.RMSPROP", "optim.name")
     assert (caught.value.what, caught.value.fix) == ("torch.optim has no RMSPROP", "write package.module:Class; did you mean RMSprop?")
-    config, _ = configure(None, ["optim.name=larc", "optim.mode=clap"])
+    config = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
     assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'"

@@ -19,7 +19,7 @@ def read(*words: str, text: str = "", tmp: Path | None = None) -> schema.Config:
     if tmp is not None:
         path = tmp / "x.yaml"
         path.write_text(text)
-    return configure(str(path) if path else None, words)[0]
+    return configure(str(path) if path else None, words)
 
 
 def error(*words: str, text: str = "", tmp: Path | None = None) -> UserError:
@@ -107,10 +107,10 @@ def test_null_and_nothing_unset_a_key() -> None:
 def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
     former = read("batch.size=32", "optim.base_lr=0.001", "model.widths=[5]", "run=elsewhere", "epochs=1")
     (tmp_path / "config.yaml").write_text(to_yaml(former))
-    now, provenance = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
+    now = configure(None, [f"resume={tmp_path}", "epochs=2", "batch.size=16"])
     assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
     assert (now.run, now.resume) == (None, str(tmp_path))
-    assert provenance["optim.base_lr"].startswith(f"{tmp_path}/config.yaml:")
+    assert now.optim.origin("base_lr").startswith(f"{tmp_path}/config.yaml:")
     with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere/config\.yaml"):
         configure(None, ["resume=nowhere"])
 
@@ -118,10 +118,10 @@ def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
 def test_provenance_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# a comment\nepochs: 3\nbatch:\n  micro: 2\n  size: 12\n")
-    _, provenance = configure(str(path), ["seed=2"])
-    assert provenance.where("batch.size") == f"batch.size, {path}:5"
-    assert provenance.where("seed") == "seed, command line"
-    assert provenance.where("run") == "run, default"
+    config = configure(str(path), ["seed=2"])
+    assert config.where("batch.size") == f"batch.size, {path}:5"
+    assert config.where("seed") == "seed, command line"
+    assert config.where("run") == "run, default"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_every_number_is_bounded_and_every_key_is_described() -> None:
 def test_a_section_knows_where_its_keys_were_set(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("epochs: 3\nbatch:\n  size: 12\nmodel.widths: [3]\n")
-    config, _ = configure(str(path), ["seed=2"])
+    config = configure(str(path), ["seed=2"])
     assert config.where("batch.size") == config.batch.where("size") == f"batch.size, {path}:3"
     assert config.where("model.widths") == config.model.where("widths") == f"model.widths, {path}:4"
     assert (config.where("epochs"), config.where("seed")) == (f"epochs, {path}:1", "seed, command line")
@@ -226,7 +226,7 @@ def test_a_section_knows_where_its_keys_were_set(tmp_path: Path) -> None:
 
 
 def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
-    config, _ = configure(None, ["batch.size=12"])
+    config = configure(None, ["batch.size=12"])
     changed = config.replace(epochs=7, batch=config.batch.replace(micro=3))
     assert (changed.epochs, changed.batch.size, changed.batch.micro, config.batch.micro) == (7, 12, 3, None)
     assert changed.where("batch.size") == changed.batch.where("size") == "batch.size, command line"
@@ -235,7 +235,7 @@ def test_a_copy_with_other_values_knows_where_its_keys_were_set() -> None:
 
 
 def test_sections_are_equal_where_their_values_are() -> None:
-    typed, _ = configure(None, ["batch.size=64", "model.widths=[3]"])
+    typed = configure(None, ["batch.size=64", "model.widths=[3]"])
     assert typed.batch == schema.BatchConfig() != schema.BatchConfig(size=65)
     assert typed.model == schema.ModelConfig(widths=[3]) != schema.ModelConfig(widths=[4])
     assert typed == schema.Config(model=typed.model) != schema.Config()
@@ -258,7 +258,7 @@ def test_sections_are_those_of_config() -> None:
 def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Path) -> None:
     from hvdtrain.config.plugins import check_names
 
-    check_names(configure(str(path), [])[0])
+    check_names(configure(str(path), []))
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
 
@@ -272,6 +272,6 @@ def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> No
         f"  where: {tmp_path}/config.yaml:2",
         "  fix: if you trust it, add the argument model.name=torch.hub:load",
     ]
-    assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"])[0].model.name == "mine:Net"
+    assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"]).model.name == "mine:Net"
     (tmp_path / "config.yaml").write_text("optim:\n  name: torch.optim.RMSprop\n")
-    assert configure(None, [f"resume={tmp_path}"])[0].optim.name == "torch.optim.RMSprop"
+    assert configure(None, [f"resume={tmp_path}"]).optim.name == "torch.optim.RMSprop"

@@ -205,7 +205,7 @@ def test_resized_crop_equals_torchvision_up_to_rounding(shape: tuple[int, int, i
     ],
 )
 def test_augmentations_that_may_leave_nothing_of_an_image_are_errors(words: list[str], what: str) -> None:
-    config, _ = configure(None, words)
+    config = configure(None, words)
     with pytest.raises(UserError) as caught:
         augment.check_augmentation(config.augment, (8, 9, 3))
     assert caught.value.what == what and caught.value.fix and words[0].split("=")[0] in caught.value.where
@@ -246,7 +246,7 @@ def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> N
         error, each, each2 = logits, ((logits - label) ** 2).sum(1) / 2, ((logits - label2) ** 2).sum(1) / 2
     error = data["w"][:, None] * (error - share * label - (1 - share) * label2) / 7
     for framework in ("numpy", "torch", "jax"):
-        config, _ = configure(None, [*words, f"framework={framework}"])
+        config = configure(None, [*words, f"framework={framework}"])
         one = build_learner(config, task, SingleProcessCommunicator())
         one.load(one.state() | weights)
         sums = one.step([one.to_device(dict(data))], Hyper(lr=1.0, momentum=0.0, weight_decay=0.0, batch=7), 0)

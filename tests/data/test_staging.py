@@ -283,7 +283,7 @@ def idx_root(folder: Path, labels: int = 64) -> Path:
 
 
 def build(overrides: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    sources = [build_source(configure(None, overrides)[0], split) for split in ("train", "val")]  # type: ignore[arg-type]
+    sources = [build_source(configure(None, overrides), split) for split in ("train", "val")]  # type: ignore[arg-type]
     read = [source.read(np.arange(len(source))) for source in sources]
     return np.concatenate([one["x"] for one in read]), np.concatenate([one["y"] for one in read])
 

@@ -30,7 +30,7 @@ RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
 
 def learner(*words: str, communicator: Communicator | None = None) -> Learner:
     """Shares of 7 and 8 samples take 8 rows: of a batch of 7 one row is padding."""
-    config, _ = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
+    config = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", "batch.size=8", *words])
     return build_learner(config, TASK, communicator or SingleProcessCommunicator())
 
 

@@ -30,7 +30,7 @@ TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
-    config, _ = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
+    config = configure(None, ["framework=jax", "model.name=linear", "speed.precision=fp64", *words])
     return build_learner(config, TASK, SingleProcessCommunicator())
 
 

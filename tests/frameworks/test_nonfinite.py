@@ -188,7 +188,7 @@ def test_an_empty_share_is_finite(framework: str) -> None:
 
 
 def single(framework: str, *words: str, std: float = 0.25) -> Learner:
-    config, _ = configure(None, [f"framework={framework}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
+    config = configure(None, [f"framework={framework}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
     return build_learner(config, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), SingleProcessCommunicator())
 
 

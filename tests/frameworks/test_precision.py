@@ -43,7 +43,7 @@ class Two(SingleProcessCommunicator):
 
 
 def learner(*words: str) -> object:
-    config, _ = configure(None, ["batch.size=16", "speed.device=cpu", *words])
+    config = configure(None, ["batch.size=16", "speed.device=cpu", *words])
     return build_learner(config, TASK, SingleProcessCommunicator())
 
 
@@ -71,7 +71,7 @@ def test_half_precision_moves_nearly_as_single(precision: str, norm: str) -> Non
 
 def test_joined_statistics_of_half_precision() -> None:
     """norm.kind=sync in bf16 over two ranks of the same samples is norm.kind=batch on one."""
-    config, _ = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
+    config = configure(None, ["batch.size=16", "speed.device=cpu", "model.name=convnet", "norm.kind=sync", "speed.precision=bf16"])
     both, one = build_learner(config, TASK, Two()), learner("model.name=convnet", "speed.precision=bf16")
     steps = [x.step([x.to_device(batch(8, 3))], hyper()._replace(batch=count), 0) for x, count in ((both, 16), (one, 8))]
     assert abs(float(steps[0]["loss"]) - float(steps[1]["loss"])) < 1e-3 * float(steps[1]["loss"])
@@ -184,7 +184,7 @@ class Flat(torch.nn.Module):
 
 
 def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
-    config, _ = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
+    config = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
     one = build_learner(config, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), SingleProcessCommunicator())
     images = np.zeros((4, 8, 8, 1), np.uint8)
     assert float(one.step([one.to_device({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4

@@ -23,7 +23,7 @@ from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
 
 
 def user(make: Callable[..., Any], some: list[Parameter], *words: str) -> torch.optim.Optimizer:
-    config, _ = configure(None, ["optim.name=its.Name", *words])
+    config = configure(None, ["optim.name=its.Name", *words])
     return make_user_optimizer(make, "its.Name", named(some), config)
 
 
@@ -175,7 +175,7 @@ def walk(name, ranks, communicator):
     shapes = ((3, 4), (5,), (2, 3, 2))
     some = [torch.nn.Parameter(torch.linspace(-1, 2, 60, dtype=torch.float64)[: torch.Size(s).numel()].view(s)) for s in shapes]
     model = torch.nn.ParameterList(some)
-    config, _ = configure(None, [f"optim.name={name}", *WORDS[name]])
+    config = configure(None, [f"optim.name={name}", *WORDS[name]])
     named = list(model.named_parameters())
     optimizer = build.make_optimizer(config, named)
     strategy = select_strategy(config, communicator, named, optimizer, HostStopwatch())

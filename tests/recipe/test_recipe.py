@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config.read import Provenance, configure
-from hvdtrain.config.schema import Config
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.recipe import batch_growth, batch_size, from_config
@@ -22,12 +22,12 @@ EPS = 1e-9  # epochs before a boundary
 
 
 def recipe(*words: str, dataset: int = 1000) -> Recipe:
-    config, _ = configure(None, words)
+    config = configure(None, words)
     return from_config.recipe_from_config(config, dataset, 0.9)
 
 
 def configured(*words: str) -> Config:
-    return configure(None, words)[0]
+    return configure(None, words)
 
 
 def walk(r: Recipe, dataset: int) -> list[tuple[int, int, float]]:
@@ -173,9 +173,9 @@ def test_growth_by_a_tiny_gamma_is_limited() -> None:
 
 
 def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
-    given = [f"batch.size={words.get('size', 64)}", *(["batch.per_rank=8"] if "batch.per_rank" in provenance else [])]
-    config, _ = configure(None, given)
-    config = config.replace(resume=str(words.get("resume", "no"))).with_provenance(Provenance(provenance))
+    per_rank = 8 if "batch.per_rank" in provenance else None
+    batch = BatchConfig(size=64, per_rank=per_rank)
+    config = Config(batch=batch, resume=str(words.get("resume", "no"))).with_provenance(provenance)
     config = batch_size.resolve_batch_size(config, ranks)
     assert config.batch.per_rank is None
     return config.batch.size, config.where("batch.size")
@@ -206,7 +206,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
     rows = [line[1:].split() for line in path.read_text().splitlines() if line.startswith("#   -np")]
     found = []
     for _, ranks, *words in rows:
-        config, _ = configure(str(path), words)
+        config = configure(str(path), words)
         r = from_config.recipe_from_config(config, 1281167, 0.9)
         assert config.optim.momentum is not None
         found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
@@ -214,7 +214,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
         assert config.batch.size // int(ranks.rstrip(":")) == config.norm.ghost, "a rank's share is the norm group"
         assert r.lr(r.epochs) == pytest.approx(1e-4)
     assert found == LARS_ROWS
-    assert configure(str(path), [])[0] == configure(str(path), rows[4][2:])[0]
+    assert configure(str(path), []) == configure(str(path), rows[4][2:])
 
 
 def test_smith_cifar_by_hand() -> None:

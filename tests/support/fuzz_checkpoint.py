@@ -53,7 +53,7 @@ VALUES = (
 @functools.cache
 def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
     """A small one, and the files of a checkpoint of it."""
-    config, _ = configure(
+    config = configure(
         None,
         ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
     )

@@ -49,7 +49,7 @@ def read_names(rng: Generator, home: Path) -> Callable[[], None]:
 
 def check_dotted(name: str) -> None:
     """A model is nothing of Python itself, and tells its parameters."""
-    config, _ = configure(None, [f"model.name={name}"])
+    config = configure(None, [f"model.name={name}"])
     plugins.check_names(config)
     found = plugins.load_dotted(config.model.name, "model.name")
     inspect.signature(found)

@@ -78,7 +78,7 @@ class Unreduced:
 
 def losses(words: str, communicator: object) -> dict[str, object]:
     """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
-    config, _ = configure(None, f"{COMMON} {words}".split())
+    config = configure(None, f"{COMMON} {words}".split())
     datasets = open_datasets(config)
     learner = build_learner(config, datasets.task, communicator)
     broadcast_state(communicator, learner, None)
@@ -124,7 +124,7 @@ def losses(words: str, communicator: object) -> dict[str, object]:
 
 def main() -> None:
     name, out = sys.argv[1:3]
-    config, _ = configure(None, [f"comm.engine={name}"])
+    config = configure(None, [f"comm.engine={name}"])
     communicator, _ = connect(config, placement(os.environ))
     used = Unreduced(communicator) if sys.argv[3:] == ["unreduced"] else communicator
     jobs = JOBS

@@ -76,7 +76,7 @@ class AllKinds(nn.Module):
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    config, _ = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
+    config = configure(None, ["speed.precision=fp64", "batch.size=16", "guard.nonfinite=skip", *words])
     return build_learner(config, TASK, communicator)
 
 

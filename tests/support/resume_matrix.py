@@ -123,7 +123,7 @@ configured = functools.cache(lambda words: configure(None, words.split()))  # 60
 
 def do(work: Work, communicator: Communicator) -> Outcome:
     """One job as __main__ does it, without the watchdog. Every rank calls it."""
-    config, _ = configured(work.words)
+    config = configured(work.words)
     config = config.replace(run=work.run)
     train, val, task = open_datasets(config)
     heartbeat, signals, stop = Heartbeat(), Signals(communicator.rank), work.stop
@@ -147,7 +147,7 @@ def main(plan: Path, out: Path) -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{cache}/{place.size}-{place.rank}"
     outcomes: dict[str, Outcome] = {}
     for name, works in read_plan(plan).items():
-        communicator, _ = connect(configure(None, [f"comm.engine={name}"])[0], place)
+        communicator, _ = connect(configure(None, [f"comm.engine={name}"]), place)
         for work in works:
             outcomes[work.run] = do(work, communicator)
     if place.rank == 0:

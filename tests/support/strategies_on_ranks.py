@@ -30,7 +30,7 @@ TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:
-    config, _ = configure(None, ["model.name=mlp", "model.widths=[40,30]", "speed.device=cpu", *words])
+    config = configure(None, ["model.name=mlp", "model.widths=[40,30]", "speed.device=cpu", *words])
     return build_learner(config, TASK, communicator)
 
 

@@ -50,7 +50,7 @@ def test_facts_that_differ_are_named_with_rank_and_host() -> None:
 
 
 def learner(seed: int) -> Any:
-    config, _ = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
+    config = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
     return build_learner(config, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
 
 

@@ -120,7 +120,7 @@ DATA = ["data.name=folder", "data.root=nowhere"]  # which train, check and plan 
 )
 def test_a_conflict_is_named_with_its_key_and_a_fix(words: str, engine: str, ranks: int, what: str, key: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
-        refuse_conflicts(configure(None, words.split())[0], engine, ranks)
+        refuse_conflicts(configure(None, words.split()), engine, ranks)
     error = caught.value
     assert (error.what, error.fix) == (what, fix)
     assert key in error.where
@@ -155,7 +155,7 @@ def test_train_check_and_plan_give_the_same_message(
 def test_only_torch_has_these_options(framework: str, word: str) -> None:
     words = [f"framework={framework}", "model.name=linear", word]
     with pytest.raises(UserError, match=re.escape(f"framework={framework} does not support {word}")):
-        refuse_conflicts(configure(None, words)[0], "mpi", 2)
+        refuse_conflicts(configure(None, words), "mpi", 2)
 
 
 @pytest.mark.parametrize(
@@ -173,31 +173,31 @@ def test_only_torch_has_these_options(framework: str, word: str) -> None:
     ],
 )
 def test_what_goes_together_is_not_refused(words: str, engine: str, ranks: int) -> None:
-    refuse_conflicts(configure(None, words.split())[0], engine, ranks)
+    refuse_conflicts(configure(None, words.split()), engine, ranks)
 
 
 def test_a_launcher_is_judged_before_the_ranks_connect() -> None:
     """Without one the number of ranks is known once they are connected; with resume=RUN rank 0 alone has the whole configuration."""
     mpirun = Placement(1, 3, 1, 3, "Open MPI's mpirun")
     with pytest.raises(UserError, match="needs 2, 4, 8, ... ranks; the job has 3"):
-        refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"])[0], mpirun)
+        refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"]), mpirun)
     with pytest.raises(UserError, match="this is mpi"):
-        refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=mpi", "batch.per_rank=2"])[0], mpirun)
-    refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"])[0], NO_LAUNCHER)
-    refuse_before_connecting(configure(None, ["comm.op=adasum", "resume=elsewhere"], ())[0], mpirun)
+        refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=mpi", "batch.per_rank=2"]), mpirun)
+    refuse_before_connecting(configure(None, ["comm.op=adasum", "comm.engine=horovod"]), NO_LAUNCHER)
+    refuse_before_connecting(configure(None, ["comm.op=adasum", "resume=elsewhere"], ()), mpirun)
 
 
 def test_a_plan_of_auto_is_refused_where_every_engine_refuses() -> None:
     assert possible_engines("auto", 1) == ["single"] and possible_engines("mpi", 1) == ["mpi"]
     assert possible_engines("auto", 2) == ["horovod", "mpi", "torchdist"]
     for words in ("comm.op=adasum", "comm.reduce=ddp", "comm.compression=bf16", "comm.cycle_ms=1"):
-        refuse_on_every_engine(configure(None, [words])[0], 2)
+        refuse_on_every_engine(configure(None, [words]), 2)
     with pytest.raises(UserError, match="comm.op=adasum needs 2, 4, 8, ... ranks; the job has 3"):
-        refuse_on_every_engine(configure(None, ["comm.op=adasum"])[0], 3)
+        refuse_on_every_engine(configure(None, ["comm.op=adasum"]), 3)
     with pytest.raises(UserError, match="comm.reduce=ddp needs the torchdist engine; this is mpi"):
-        refuse_on_every_engine(configure(None, ["comm.reduce=ddp", "comm.engine=mpi"])[0], 2)
+        refuse_on_every_engine(configure(None, ["comm.reduce=ddp", "comm.engine=mpi"]), 2)
     with pytest.raises(UserError, match="comm.compression=bf16 needs sums of bfloat16"):
-        refuse_on_every_engine(configure(None, ["comm.compression=bf16", "comm.cycle_ms=1"])[0], 2)
+        refuse_on_every_engine(configure(None, ["comm.compression=bf16", "comm.cycle_ms=1"]), 2)
 
 
 def test_a_plan_names_the_rows_that_a_conflict_concerns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ class FakeCheckpoints:
 
 
 def monitor(*arguments: str, checkpoints: Any = None) -> HealthMonitor:
-    guard = configure(None, arguments)[0].guard
+    guard = configure(None, arguments).guard
     return HealthMonitor(guard, SingleProcessCommunicator(), Signals(0), Heartbeat(), ["here"], checkpoints or FakeCheckpoints())
 
 
@@ -109,7 +109,7 @@ def test_guard_nonfinite_stops_skips_or_rolls_back_up_to_its_limit() -> None:
 
 
 def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
-    config = configure(None, ["log.every_steps=4", "checkpoint.every_steps=6", "max_steps=21"])[0]
+    config = configure(None, ["log.every_steps=4", "checkpoint.every_steps=6", "max_steps=21"])
     before = TrainState(Progress(1000, 9000))
     met = [step for step in range(1, 30) if is_sync_point(config, before, Progress(1000, 9000, step, step))]
     assert met == [4, 6, 8, 12, 16, 18, 20, 21, 24, 28]
@@ -118,7 +118,7 @@ def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
 
 
 def test_an_evaluation_is_due_until_it_is_done_and_a_job_is_not_over_before() -> None:
-    config = configure(None, ["epochs=2"])[0]
+    config = configure(None, ["epochs=2"])
     end = Progress(10, 20, 5, 20)
     one, two = TrainState(end, epoch=1, evaluated=3), TrainState(end, epoch=2, evaluated=5)
     assert (evaluation_due(config, one), stop_reason(config, one)) == (True, "")

@@ -56,7 +56,7 @@ def test_auto_takes_horovod_under_mpirun() -> None:
     assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr
     code = (
         "import os; from hvdtrain.train.build import connect; from hvdtrain.config.read import configure\n"
-        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, [])[0], placement(os.environ))\n"
+        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, []), placement(os.environ))\n"
         "print(engine.name, engine.size, why)"
     )
     found = mpirun(2, ["-c", code], timeout_s=60)
@@ -78,7 +78,7 @@ def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, en
     words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
     result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
     assert result.returncode == 0, result.stderr
-    config, _ = configure(None, [])
+    config = configure(None, [])
     parts = open_datasets(config)
     data = parts.train.read(np.arange(len(parts.train)))
     x = ((data["x"] / 255.0 - parts.task.mean) / parts.task.std).reshape(len(data["x"]), -1)

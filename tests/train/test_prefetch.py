@@ -50,7 +50,7 @@ class RecordingSource:
 
 
 def make(*words: str, before_read: Callable[[np.ndarray], Any] | None = None) -> tuple[Prefetcher, Any]:
-    config, _ = configure(None, [*WORDS, *words])
+    config = configure(None, [*WORDS, *words])
     images = build_source(config, "train")
     source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
     learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
@@ -169,13 +169,13 @@ def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
         "data.ahead=4 data.readers=2": ((4, 2), (4, 2)),
     }  # fmt: skip
     for words, (slow, fast) in cases.items():
-        config = configure(None, words.split())[0].data
+        config = configure(None, words.split()).data
         assert (choose_read_ahead(config, False, 2), choose_read_ahead(config, True, 2)) == (slow, fast), words
-    assert choose_read_ahead(configure(None, [])[0].data, False, 6) == ReadAhead(DEFAULT_STEPS_AHEAD, 1)
+    assert choose_read_ahead(configure(None, []).data, False, 6) == ReadAhead(DEFAULT_STEPS_AHEAD, 1)
 
 
 def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
-    config, _ = configure(None, [*WORDS, "data.resident=true"])
+    config = configure(None, [*WORDS, "data.resident=true"])
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
     learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):

@@ -148,7 +148,7 @@ def test_energy_of_an_epoch_per_image_without_kinds_that_are_not_measured() -> N
 
 
 def test_each_target_is_reached_once_with_its_time_images_and_joules() -> None:
-    config, _ = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
+    config = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
     start = TrainState(Progress(100, 300, 4, 120), epoch_s=2.0).add_energy({"joules.gpu": 8.0, "joules.cpu": 0.0})
     first, new = after_evaluation(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
     assert new == [Reached(0.5, 0.7, 5.0, 1.2, 120, 8.0), Reached(0.6, 0.7, 5.0, 1.2, 120, 8.0)]
@@ -162,7 +162,7 @@ def test_each_target_is_reached_once_with_its_time_images_and_joules() -> None:
 
 
 def test_a_target_below_the_best_accuracy_so_far_is_left_out() -> None:
-    config, _ = configure(None, ["log.targets=[0.5,0.8]"])
+    config = configure(None, ["log.targets=[0.5,0.8]"])
     now = TrainState(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
     _, new = after_evaluation(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
     assert [one.target for one in new] == [0.8]
@@ -221,7 +221,7 @@ def test_profile_steps_that_are_no_range(text: str) -> None:
 
 def test_a_range_of_steps_in_a_file_is_no_number_of_seconds(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("profile:\n  steps: 10:15\n")  # which YAML 1.1 reads as 615
-    config, _ = configure(str(tmp_path / "c.yaml"), [])
+    config = configure(str(tmp_path / "c.yaml"), [])
     assert config.profile.steps == "10:15"
 
 
@@ -338,7 +338,7 @@ def test_a_step_of_every_frame_has_phases(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_telemetry_of_a_configuration(tmp_path: Path) -> None:
-    config, _ = configure(None, ["log.step_times=true", "profile.steps=2:4"])
+    config = configure(None, ["log.step_times=true", "profile.steps=2:4"])
     made = make_telemetry(config, SingleProcessCommunicator(), TwoSteps(), ["n1"], Log([]), tmp_path)  # type: ignore[arg-type]
     assert made.step_times and made.profiler is not None
     assert (made.profiler.first, made.profiler.last, made.profiler.folder) == (2, 4, tmp_path / "profile" / "rank-00000")

@@ -186,7 +186,7 @@ def test_numbers_that_are_none_are_null_in_the_events() -> None:
 
 
 def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
-    config, _ = configure(None, ["batch.size=31", "batch.micro=4", "data.sampling=partition"])
+    config = configure(None, ["batch.size=31", "batch.micro=4", "data.sampling=partition"])
     for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
         p, counts = Progress(1437, 99999, 7, start), []
         for rank in range(3):
@@ -202,7 +202,7 @@ def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> Non
 
 
 def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
-    config, p = configure(None, ["batch.size=10"])[0], Progress(1437, 99999, 7, 1430)
+    config, p = configure(None, ["batch.size=10"]), Progress(1437, 99999, 7, 1430)
     for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
         rows = split_step(config, p, batch, 10, SingleProcessCommunicator())
         assert [len(part.samples) for part in rows] == lengths

@@ -67,7 +67,7 @@ def bench_allreduce(arguments: Sequence[str]) -> int:
     parser.add_argument("--sizes", type=read_sizes, default=SIZES)
     parser.add_argument("--budget", type=float, default=40.0)
     options, overrides = parser.parse_known_args(arguments)
-    config, _ = configure(options.config, overrides)
+    config = configure(options.config, overrides)
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         bucket_bytes = max(4, int(config.comm.bucket_mb * 2**20))

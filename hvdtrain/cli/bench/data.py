@@ -31,7 +31,7 @@ def bench_data(arguments: Sequence[str]) -> int:
     parser = BenchParser("data")
     parser.add_argument("--rounds", type=two_or_more, default=5)
     options, overrides = parser.parse_known_args(arguments)
-    config, _ = configure(options.config, overrides)
+    config = configure(options.config, overrides)
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:

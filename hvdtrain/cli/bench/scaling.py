@@ -91,7 +91,7 @@ def bench_scaling(arguments: Sequence[str]) -> int:
     parser.add_argument("--limit", type=float, default=300.0)
     options, overrides = parser.parse_known_args(arguments)
     _refuse_launcher()
-    config, _ = configure(options.config, overrides)
+    config = configure(options.config, overrides)
     plugins.check_names(config)
     if config.comm.local_steps > 1:
         what = "bench scaling models one allreduce of the gradients in each step"

@@ -29,7 +29,7 @@ def bench_step(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=two_or_more, default=7)
     parser.add_argument("--steps", type=two_or_more, default=20)
     options, overrides = parser.parse_known_args(arguments)
-    config, _ = configure(options.config, [*overrides, f"log.every_steps={options.steps}"])
+    config = configure(options.config, [*overrides, f"log.every_steps={options.steps}"])
 
     def work(communicator: Communicator, engine_reason: str) -> None:
         with Signals(communicator.rank) as signals:

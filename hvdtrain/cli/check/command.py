@@ -53,7 +53,7 @@ def check(arguments: Sequence[str]) -> int:
         return _report_unconnected(options, _assumed_placement(), error)
     time_limit = TimeLimit(place.rank, options.limit_s)
     try:
-        config, _ = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
+        config = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
         check_names(config)
         time_limit.start_waiting("to connect")
         from hvdtrain.train.build import connect
@@ -85,7 +85,7 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     if communicator.rank == 0:
         read_by_rank_0 = rank.attempt(lambda: read_resumed(assignments(options.config_path, options.overrides)))
     resumed: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
-    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, resumed)[0], communicator.size))
+    return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, resumed), communicator.size))
 
 
 def _report_unconnected(options: Options, place: Placement, error: Exception) -> int:

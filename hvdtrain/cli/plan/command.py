@@ -37,7 +37,7 @@ class _TrainingData(NamedTuple):
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
     options, config_arguments = _parse(arguments)
-    config, _ = configure(options.config, config_arguments)
+    config = configure(options.config, config_arguments)
     plugins.check_names(config)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read

@@ -89,7 +89,7 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
 def changes(run: Path, config: Config) -> list[str]:
     """A line for each key that is not what the run's config.yaml says; secrets are hidden, since trackers keep these lines."""
     try:
-        former, _ = resolve(list(read_file(str(run / "config.yaml"))))
+        former = resolve(list(read_file(str(run / "config.yaml"))))
     except UserError as error:
         return [f"changed keys are unknown: {error.what}"]
     before, after = _flat(former.model_dump()), _flat(config.model_dump())
