@@ -25,7 +25,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
-def test_freed_memory_is_not_taken_anew() -> None:
+def test_freed_memory_is_reused() -> None:
     faults = {}
     for how in ("keep", "usual"):
         kept, faults[how] = python(["-c", CODE, how]).stdout.split()

@@ -107,7 +107,7 @@ def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
     assert torch.count_nonzero(model.unused.weight.grad) == 0
 
 
-def test_what_horovod_cannot_reduce_is_told() -> None:
+def test_optimizers_and_tensors_that_horovod_cannot_take_are_named() -> None:
     model = layers(3, 4)
     assert fits_horovod(torch.optim.SGD(model.parameters(), lr=0.1), named(model)) == ""
     strided = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)

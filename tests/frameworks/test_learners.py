@@ -216,7 +216,7 @@ def test_hits_and_losses_of_a_batch_by_hand(framework: str) -> None:
         assert trained == sums | {"nonfinite": 0.0}
 
 
-def test_state_loads_into_another_learner_and_goes_on_equally() -> None:
+def test_state_loads_into_another_learner_which_continues_equally() -> None:
     words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]"]
     a = learner(*words)
     for step in range(3):

@@ -173,7 +173,7 @@ def test_zero_gamma_learns_in_resnet_but_never_would_in_wide_resnet() -> None:
     assert torch.count_nonzero(wide.fc.weight.grad) > 0
 
 
-def test_the_classifier_starts_as_goyal_says() -> None:
+def test_the_classifier_starts_from_a_normal_distribution() -> None:
     torch.manual_seed(3)
     body = torch.nn.Sequential(torch.nn.Linear(200, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.Linear(50, 7, bias=False))
     before = {name: p.clone() for name, p in body.named_parameters()}
@@ -187,7 +187,7 @@ def test_the_classifier_starts_as_goyal_says() -> None:
     assert body[3].weight.std().item() == pytest.approx(2.0, rel=0.3)
 
 
-def test_a_model_without_a_classifier_is_told() -> None:
+def test_a_model_without_a_classifier_is_refused() -> None:
     with pytest.raises(UserError) as error:
         init_classifier(linear.build("linear", (8, 8, 1), 10), 9, 0.01, "job.yaml:3")
     assert "Linear has no linear layer with 9 outputs, one for each class" in str(error.value)

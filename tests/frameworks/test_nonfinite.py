@@ -75,7 +75,7 @@ def weighted(n: int, seed: int, weight: float) -> Batch:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_number_among_many_is_found_and_a_huge_one_is_none(dtype: torch.dtype, device: str) -> None:
+def test_one_nonfinite_number_is_found_and_a_huge_one_is_finite(dtype: torch.dtype, device: str) -> None:
     huge = 1e30 if dtype == torch.float32 else 1e200  # their squares overflow
     for shape, bad in itertools.product([(1,), (7,), (9,), (3, 5, 2, 2), (100, 331)], [math.nan, math.inf, -math.inf]):
         for last in (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,):
@@ -239,7 +239,7 @@ def test_huge_gradients_are_finite(framework: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [["optim.clip_value=0.1"], []])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_clipping_hides_nothing(framework: str, words: list[str]) -> None:
+def test_clipping_does_not_hide_nonfinite_gradients(framework: str, words: list[str]) -> None:
     """Losses of ln 3 x 1e38, which float32 holds; gradients of a thousand times that, which a clip by value would make 0.1."""
     one = single(framework, *words, std=1e-3)
     before = one.state()
@@ -250,7 +250,7 @@ def test_clipping_hides_nothing(framework: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_bad_step_says_nothing_of_the_noise_scale(framework: str, policy: str) -> None:
+def test_a_nonfinite_step_adds_nothing_to_the_noise_scale(framework: str, policy: str) -> None:
     """Of two ranks each says half of a step: nonfinite and steps are 1/2."""
     words = ["model.name=mlp", "log.noise_scale=true", f"guard.nonfinite={policy}", f"framework={framework}"]
     one = learner_on(Twice(), *words)

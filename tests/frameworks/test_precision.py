@@ -132,7 +132,7 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
     assert p.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_job_goes_on_in_another_precision() -> None:
+def test_a_job_continues_in_another_precision() -> None:
     fp16, fp32 = learner("speed.precision=fp16", "model.name=mlp"), learner("model.name=mlp")
     fp16.scale._scale.fill_(32.0)
     moved(fp16)

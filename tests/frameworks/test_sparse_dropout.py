@@ -11,7 +11,7 @@ from hvdtrain.frameworks.torch.sparse_dropout import LARGEST, SparseDropout, dro
 
 
 @pytest.mark.parametrize("p", [0.001, 0.01, 0.1])
-def test_each_place_is_dropped_with_probability_p(p: float) -> None:
+def test_each_index_is_dropped_with_probability_p(p: float) -> None:
     torch.manual_seed(3)
     count, rounds = 2000, 400
     hits = torch.zeros(count)
@@ -52,7 +52,7 @@ def test_numbers_are_scaled_or_zero_and_so_are_their_gradients(memory: torch.mem
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (LARGEST + 0.1, True), (0.05, False)])
-def test_elsewhere_it_is_torchs_own(p: float, training: bool) -> None:
+def test_on_other_inputs_it_is_the_dropout_of_torch(p: float, training: bool) -> None:
     x = torch.rand(50, 40)
     layers = [kind(p).train(training) for kind in (SparseDropout, torch.nn.Dropout)]
     results = []

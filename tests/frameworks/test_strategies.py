@@ -1,4 +1,4 @@
-"""Two ranks: local steps, half-width wires, Adasum and tuned buckets against arithmetic by hand; wishes that contradict each other."""
+"""Two ranks: local steps, compression to half the width, Adasum and tuned buckets against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def found(engine: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_local_steps_end_in_the_mean_of_ranks_that_walked_alone(engine: str) -> None:
+def test_local_steps_end_in_the_mean_of_ranks_that_stepped_alone(engine: str) -> None:
     local = found(engine)["local"]
     assert max(local["gap 0"], local["gap 1"], local["gap 2"]) < 1e-13
     assert local["together 0"] == local["together 1"] == local["together 2"] == 1
@@ -39,7 +39,7 @@ def test_local_steps_end_in_the_mean_of_ranks_that_walked_alone(engine: str) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_narrow_wire_rounds_and_no_more(engine: str) -> None:
+def test_compression_only_rounds(engine: str) -> None:
     wires = {kind: found(engine)[kind] for kind in ("fp16", "bf16") if kind in found(engine)}
     assert set(wires) == ({"fp16"} if engine == "horovod" else {"fp16", "bf16"})
     for kind, wire in wires.items():
@@ -61,9 +61,9 @@ def test_half_numbers_are_summed(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tuned_buckets_are_the_same_on_all_ranks_and_change_nothing(engine: str) -> None:
     tuned = found(engine)["tuned"]
-    assert len(set(tuned["words"])) == 1 and tuned["gap"] < 1e-6
-    count, size = re.search(r"in (\d+) (?:overlapped )?buckets? of ([0-9.]+) MiB, as tuned", tuned["words"][0]).groups()
-    assert (int(count), float(size)) in ((3, 0.5), (2, 0.5), (2, 1), (2, 2), (1, 4)), tuned["words"]
+    assert len(set(tuned["models"])) == 1 and tuned["gap"] < 1e-6
+    count, size = re.search(r"in (\d+) (?:overlapped )?buckets? of ([0-9.]+) MiB, as tuned", tuned["models"][0]).groups()
+    assert (int(count), float(size)) in ((3, 0.5), (2, 0.5), (2, 1), (2, 2), (1, 4)), tuned["models"]
 
 
 @needs_mpirun

@@ -75,7 +75,7 @@ class Scaled(nn.BatchNorm2d):
         (nn.Sequential(Scaled(3)), ["0 (Scaled) computes in its own way, which ghost would drop", "fix: norm.kind=batch, or torch's own"]),
     ],
 )
-def test_what_the_switch_refuses(model: nn.Module, words: list[str]) -> None:
+def test_what_use_norm_refuses(model: nn.Module, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         use_norm(model, "ghost", 4, "averaged", SingleProcessCommunicator())
     for word in words:

@@ -101,7 +101,7 @@ class NoRate(torch.optim.Optimizer):
         (torch.optim.Adagrad, ["optim.momentum=0.9"], "has no momentum; it has ", "optim.momentum, command line", "leave optim"),
     ],
 )  # fmt: skip
-def test_what_a_users_class_cannot_do_is_told(make: Any, words: list[str], what: str, where: str, fix: str) -> None:
+def test_what_a_users_class_cannot_do_is_refused(make: Any, words: list[str], what: str, where: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
         user(make, parameters(*SHAPES), *words)
     assert what in caught.value.what and caught.value.where.startswith(where) and fix in caught.value.fix

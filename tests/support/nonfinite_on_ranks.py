@@ -94,7 +94,7 @@ def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and digest(a) == digest(b)
 
 
-def walk(communicator: Communicator, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
+def train(communicator: Communicator, words: str, passes: int, bad: bool) -> tuple[Learner, dict[str, Any]]:
     """Three steps, of which the second is bad or left out: the learner, and what a skipped step did."""
     model = "" if "framework=" in words else f"model.name=nonfinite_on_ranks:Net model.bad_pass={passes + 1 if bad else 0}"
     one, found, whole = learner(communicator, *words.split(), *model.split()), [], 7 * communicator.size * passes
@@ -111,8 +111,8 @@ def walk(communicator: Communicator, words: str, passes: int, bad: bool) -> tupl
 
 
 def skipped(communicator: Communicator, words: str, passes: int = 1) -> dict[str, Any]:
-    one, found = walk(communicator, words, passes, bad=True)
-    straight, _ = walk(communicator, words, passes, bad=False)
+    one, found = train(communicator, words, passes, bad=True)
+    straight, _ = train(communicator, words, passes, bad=False)
     state = one.state()
     found["as if it had not been"] = same(state, straight.state())
     found["learned"] = digest({name: array for name, array in state.items() if not name.startswith("b.")})

@@ -47,14 +47,14 @@ def weights(state: Arrays, kinds: tuple[str, ...] = ("p.",)) -> np.ndarray:
     return np.concatenate([state[name].ravel() for name in sorted(state) if name.startswith(kinds)])
 
 
-def walk(one: Learner, communicator: Communicator, steps: int, sizes: list[int]) -> None:
+def train(one: Learner, communicator: Communicator, steps: int, sizes: list[int]) -> None:
     """Each rank its own samples, of which it has sizes[rank]."""
     for step in range(steps):
         one.step([one.to_device(batch(sizes[communicator.rank], 100 * communicator.rank + step))], hyper(sum(sizes), step), step)
 
 
 def local(communicator: Communicator) -> dict[str, Any]:
-    """comm.local_steps=3: three steps by each rank alone on its own samples, then the mean; and once more; then two steps and a meeting."""
+    """comm.local_steps=3: twice three steps by each rank alone on its own samples, then the mean; then two steps and a sync point."""
     sizes = [5 + 3 * rank for rank in range(communicator.size)]
     one, alone = (
         learner(communicator, "comm.local_steps=3", "log.every_steps=3", "speed.precision=fp64"),
@@ -77,13 +77,13 @@ def local(communicator: Communicator) -> dict[str, Any]:
     return found
 
 
-def wire(communicator: Communicator, kind: str) -> dict[str, Any]:
-    """One step's change against that of the same step on the full width; and how far ranks are from each other."""
+def compression(communicator: Communicator, kind: str) -> dict[str, Any]:
+    """One step's change against that of the same step without compression; and the digest of each rank."""
     sizes, moves = [6 + rank for rank in range(communicator.size)], []
     for words in (["comm.reduce=bucket"], [f"comm.compression={kind}"]):
         one = learner(communicator, *words)
         before = weights(one.state())
-        walk(one, communicator, 1, sizes)
+        train(one, communicator, 1, sizes)
         moves.append(weights(one.state()) - before)
     gap = float(np.linalg.norm(moves[1] - moves[0]) / np.linalg.norm(moves[0]))
     return {"gap": gap, "digests": communicator.allgather_object(digest(one.state())), "model": one.describe()}
@@ -113,9 +113,9 @@ def tuned(communicator: Communicator) -> dict[str, Any]:
     large = "model.widths=[900,900]"  # 3.4 MB in tensors of 0.1 and 3.2 MB: three ways to cut them
     one, plain = learner(communicator, large, "comm.tune=true", "comm.reduce=bucket"), learner(communicator, large, "comm.reduce=bucket")
     for each in (one, plain):
-        walk(each, communicator, 3, [6] * communicator.size)
+        train(each, communicator, 3, [6] * communicator.size)
     gap = float(np.abs(weights(one.state()) - weights(plain.state())).max())
-    return {"words": communicator.allgather_object(one.describe()), "gap": gap}
+    return {"models": communicator.allgather_object(one.describe()), "gap": gap}
 
 
 def sums(communicator: Communicator) -> dict[str, Any]:
@@ -140,12 +140,12 @@ def main(name: str, out: str) -> None:
     communicator: Communicator = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
     found = {
         "local": local(communicator),
-        "fp16": wire(communicator, "fp16"),
+        "fp16": compression(communicator, "fp16"),
         "sums": sums(communicator),
         "tuned": tuned(communicator),
     }
     if name != "horovod":
-        found["bf16"] = wire(communicator, "bf16")
+        found["bf16"] = compression(communicator, "bf16")
     elif communicator.size == 2:
         found["adasum"] = adasum(communicator)
     if communicator.rank == 0:
