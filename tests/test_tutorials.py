@@ -86,7 +86,7 @@ def test_what_the_table_says_of_samplers() -> None:
 def test_the_accuracy_that_the_script_prints_is_of_no_number_of_right_answers() -> None:
     text = FROM_HOROVOD.read_text()
     printed = re.findall(r"^epoch 8 .* ([0-9.]+)$", text, re.MULTILINE)[0]
-    said, right = re.findall(r"([0-9.]+) is of no number of right answers among 360 \(([0-9.]+)\)", text)[0]
+    said, right = re.findall(r"([0-9.]+) corresponds to no whole number of right answers among 360 \(([0-9.]+)\)", text)[0]
     assert printed == said
     assert right == f"{360 * float(said):.1f}"
     assert f"{round(float(right)) / 360:.4f}" != said
