@@ -13,10 +13,5 @@ def schema(arguments: Sequence[str]) -> int:
     """Prints the schema; the exit code. Raises UserError where it is given an argument."""
     if arguments:
         raise UserError(f"schema takes no arguments: {' '.join(arguments)}", "command line", "python -m hvdtrain schema > schema.json")
-    print(text())
+    print(json.dumps(json_schema(), indent=1))
     return DONE
-
-
-def text() -> str:
-    """The schema as configs/schema.json holds it."""
-    return json.dumps(json_schema(), indent=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from hvdtrain.__main__ import main
-from hvdtrain.cli.schema import schema, text
+from hvdtrain.cli.schema import schema
 from hvdtrain.config import plugins
 from hvdtrain.config.json_schema import json_schema
 from hvdtrain.config.read import configure
