@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-faults | test-cluster | check | test-4 | clean. The first two are the whole set-up, on a fresh machine too.
+# make train | test | test-slow | test-faults | test-cluster | check | test-4 | clean. Each target installs what it needs, also on a fresh machine.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -10,7 +10,7 @@ PIP := $(PY) -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 THREADS := $(shell cores=$$(nproc); echo $$(( cores > $(RANKS) ? cores / $(RANKS) : 1 )))
 
-# The site's own MPI where mpicc is on the path; elsewhere Open MPI's wheel from PyPI. Each has its own stamp, so that a changed path reinstalls.
+# The site's own MPI where mpicc is on the path; elsewhere Open MPI's wheel from PyPI. Each has its own stamp file, so a changed path reinstalls.
 SITE_MPICC := $(filter-out $(CURDIR)/.venv/bin/mpicc,$(shell command -v mpicc))
 COMPILER := $(firstword $(foreach name,$(CXX) c++ g++ clang++,$(shell command -v $(name))))
 ifdef SITE_MPICC
@@ -19,7 +19,7 @@ READY := .venv/.ready-with-site-mpi
 else
 MPIRUN := .venv/bin/mpirun
 READY := .venv/.ready-with-mpi-wheel
-# Shared memory and TCP only: about 1 s faster to start than probing for a cluster's networks. A site's own MPI keeps its own settings.
+# Shared memory and TCP only: starts about 1 s faster than with a probe for cluster networks. A site's own MPI keeps its own settings.
 export OMPI_MCA_btl ?= self,sm,tcp
 endif
 ifdef COMPILER
@@ -28,8 +28,8 @@ else
 HOROVOD := no-compiler
 endif
 
-# For laptops and containers, all of them defaults that the environment overrides: more ranks than cores, no pinning to one core,
-# waiting ranks give way, root may start ranks, and the ranks share the cores.
+# Defaults for laptops and containers, which the environment overrides: more ranks than cores, no pinning to cores, waiting ranks yield the
+# core, root may start ranks, and the ranks share the cores.
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
@@ -37,7 +37,7 @@ export OMPI_MCA_mpi_yield_when_idle ?= 1
 export OMP_NUM_THREADS ?= $(THREADS)
 # two test files at a time: many tests wait for processes that they start; make test PARALLEL= runs them one after the other
 PARALLEL ?= -n 2 --dist loadfile
-# one test's seconds; pytest-timeout reads it
+# seconds for each test; pytest-timeout reads it
 export PYTEST_TIMEOUT ?= 300
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -53,16 +53,16 @@ train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 test: .venv/.test $(HOROVOD)
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not faults and not cluster" $(ARGS)
 
-test-slow: .venv/.test $(HOROVOD)  ## the longest of the same kind: loss curves on 3 and 4 ranks, the tutorials, fuzzing
+test-slow: .venv/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
 	$(PY) -m pytest $(PARALLEL) -m "slow and not faults and not cluster" $(ARGS)
 
-test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, starved and corrupted, and what is left of them
+test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
 	$(PY) -m pytest $(PARALLEL) -m faults $(ARGS)
 
-test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root and Debian packages, which it installs
+test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
 	$(PY) -m pytest -m cluster $(ARGS)
 
-test-4: .venv/.test $(HOROVOD)  ## only what starts four ranks
+test-4: .venv/.test $(HOROVOD)  ## only the tests that start four ranks
 	$(PY) -m pytest -m ranks4 $(ARGS)
 
 check: .venv/.test  ## format, lint, types, floors
@@ -82,8 +82,8 @@ clean:
 	$(PIP) install -c constraints.txt -e '.[horovod,mpi]'
 	touch $@
 
-# mpi4py is compiled against the site's MPI; its PyPI wheels know only MPICH's and Open MPI's interfaces. No cache: pip would reuse
-# another MPI's build. One huge file of glue: -O1 and no symbols take 1.5 minutes instead of 3.7.
+# mpi4py is compiled against the site's MPI; its PyPI wheels support only MPICH's and Open MPI's interfaces. No cache: pip would reuse a build
+# for another MPI. The generated C file is huge: -O1 without debug symbols takes 1.5 minutes instead of 3.7.
 .venv/.ready-with-site-mpi: .venv/.python setup.cfg pyproject.toml constraints.txt
 	@echo "using this site's MPI: $(SITE_MPICC)"
 ifdef COMPILER
@@ -101,4 +101,4 @@ endif
 	touch $@
 
 no-compiler:
-	@echo "no C++ compiler here: Horovod is left out and training uses the mpi4py engine (for Horovod, install g++ and call make again)"
+	@echo "no C++ compiler found: Horovod is left out and training uses the mpi engine (for Horovod, install g++ and run make again)"

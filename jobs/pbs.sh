@@ -1,8 +1,8 @@
 #!/bin/bash
-# hvdtrain on PBS (OpenPBS, PBS Pro, Torque), from the folder that holds jobs/; qsub takes no words for the job, so WORDS has them:
-#   WORDS="--config configs/cifar10.yaml data.root=/scratch/data" MAX_TIME=3.9h qsub -v WORDS,MAX_TIME -l walltime=4:00:00 jobs/pbs.sh
-# Before MAX_TIME is over, and on `qsig -s USR2 JOB`, it writes a checkpoint and submits itself again. `qdel` ends it without one.
-# qsub's own options are not known in here: say them in QSUB too (QSUB="-q long -l walltime=4:00:00"), or below, for the next submission.
+# hvdtrain on PBS (OpenPBS, PBS Pro, Torque), from the folder that contains jobs/. qsub passes no arguments to the job, so ARGUMENTS has them:
+#   ARGUMENTS="--config configs/cifar10.yaml data.root=/scratch/data" MAX_TIME=3.9h qsub -v ARGUMENTS,MAX_TIME -l walltime=4:00:00 jobs/pbs.sh
+# Before MAX_TIME is over, and after `qsig -s USR2 JOB`, it writes a checkpoint and submits itself again. `qdel` ends it without a checkpoint.
+# This script does not see the options of qsub: for the next submission, write them in QSUB too (QSUB="-q long -l walltime=4:00:00"), or below.
 #PBS -N hvdtrain
 #PBS -l select=2:ncpus=4:mpiprocs=4
 #PBS -l walltime=04:00:00
@@ -10,35 +10,35 @@
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 
-PYTHON=${PYTHON:-python3}                   # of the environment that has hvdtrain, on every node
-RUN=${RUN:-runs/pbs-${PBS_JOBID%%.*}}       # seen by the first node; the next submission goes on in it
-MAX_TIME=${MAX_TIME:-}                      # a little less than the walltime; PBS tells no job when it ends
-RESTARTS=${RESTARTS:-50}                    # that are left
-CONTAINER=${CONTAINER:-}                    # an image: the ranks run inside it
-WORDS=${WORDS:-}                            # without spaces inside of a word
+PYTHON=${PYTHON:-python3}                   # of the environment with hvdtrain, on every node
+RUN=${RUN:-runs/pbs-${PBS_JOBID%%.*}}       # a folder that the first node sees; the next submission resumes the job in it
+MAX_TIME=${MAX_TIME:-}                      # a little less than the walltime, which a PBS job cannot ask for
+RESTARTS=${RESTARTS:-50}                    # that remain
+CONTAINER=${CONTAINER:-}                    # an image; the ranks run inside it
+ARGUMENTS=${ARGUMENTS:-}                    # of hvdtrain; an argument cannot contain a space
 QSUB=${QSUB:-}                              # qsub's options for the next submission
-export PYTHON RUN MAX_TIME RESTARTS CONTAINER WORDS QSUB
+export PYTHON RUN MAX_TIME RESTARTS CONTAINER ARGUMENTS QSUB
 
-# Open MPI notices a dead node after time + probes x intvl seconds; without these after 8 minutes, or not before TCP does.
+# Open MPI notices a dead node after time + probes x intvl seconds; without these settings after 8 minutes, or when TCP does.
 export PRTE_MCA_oob_tcp_keepalive_time=${PRTE_MCA_oob_tcp_keepalive_time:-30}
 export PRTE_MCA_oob_tcp_keepalive_intvl=${PRTE_MCA_oob_tcp_keepalive_intvl:-10}
 export PRTE_MCA_oob_tcp_keepalive_probes=${PRTE_MCA_oob_tcp_keepalive_probes:-3}
 
-read -ra words <<<"$WORDS" || true
+read -ra arguments <<<"$ARGUMENTS" || true
 read -ra options <<<"$QSUB" || true
-for word in "${words[@]}" "$@"; do
-    if [[ $word == run=* ]]; then
-        echo "pbs.sh: the run folder is RUN=${word#run=}, not a word of WORDS" >&2
+for argument in "${arguments[@]}" "$@"; do
+    if [[ $argument == run=* ]]; then
+        echo "pbs.sh: the run folder is RUN=${argument#run=}, not an argument in ARGUMENTS" >&2
         exit 2
     fi
 done
-[[ -z $MAX_TIME ]] || words+=(--max-time "$MAX_TIME")
-"$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- run="$RUN" "${words[@]}" "$@" &
+[[ -z $MAX_TIME ]] || arguments+=(--max-time "$MAX_TIME")
+"$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- run="$RUN" "${arguments[@]}" "$@" &
 launcher=$!
-trap 'kill -USR2 "$launcher" 2>/dev/null || true' USR1 USR2 TERM # the launcher passes USR2 on; TERM would end the ranks at once
+trap 'kill -USR2 "$launcher" 2>/dev/null || true' USR1 USR2 TERM # the launcher forwards USR2; TERM would end the ranks at once
 code=0
 wait "$launcher" || code=$?
-while kill -0 "$launcher" 2>/dev/null; do # a trapped signal ends wait, not the launcher
+while kill -0 "$launcher" 2>/dev/null; do # a trapped signal ends `wait`, not the launcher
     code=0
     wait "$launcher" || code=$?
 done
@@ -48,6 +48,6 @@ if ((code == 0)) && ! tail -n 1 "$RUN/events.jsonl" | grep -q '"kind": "end"'; t
     code=84
 fi
 if ((code == 75 || code == 84)) && ((RESTARTS > 0)); then
-    RESTARTS=$((RESTARTS - 1)) qsub "${options[@]}" -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,WORDS,QSUB jobs/pbs.sh
+    RESTARTS=$((RESTARTS - 1)) qsub "${options[@]}" -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh
 fi
 exit "$code"

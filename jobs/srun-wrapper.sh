@@ -1,7 +1,7 @@
 #!/bin/bash
-# Between srun and each rank: a GPU and cores of its own where SLURM gave none, and the container.
+# Runs between srun and each rank: gives the rank a GPU and cores of its own where SLURM did not, and starts the container.
 #   srun --mpi="$(jobs/srun-wrapper.sh --pmi)" jobs/srun-wrapper.sh python3 -m hvdtrain key=value ...
-# PYTHON is asked for its MPI. CONTAINER=image.sif: by apptainer or singularity, which see the folders of APPTAINER_BIND too.
+# PYTHON: the interpreter whose MPI --pmi looks at. CONTAINER=image.sif: started by apptainer or singularity; APPTAINER_BIND adds folders.
 set -euo pipefail
 
 container=()
@@ -15,7 +15,7 @@ if [[ -n ${CONTAINER:-} ]]; then
     container+=("$CONTAINER")
 fi
 
-# Prints what srun's --mpi= must be for the MPI under mpi4py. Another one starts N jobs of one rank, or none.
+# Prints the value of srun's --mpi= for the MPI of mpi4py. With another value srun starts N jobs of one rank, or none.
 pick_pmi() {
     local listed library wanted
     listed=$(srun --mpi=list 2>&1)
@@ -23,7 +23,7 @@ pick_pmi() {
 import mpi4py
 mpi4py.rc(initialize=False)
 from mpi4py import MPI
-print(MPI.Get_library_version().replace("\0", "").splitlines()[0])' 2>/dev/null) || library="" # none here: comm.engine=torchdist needs none
+print(MPI.Get_library_version().replace("\0", "").splitlines()[0])' 2>/dev/null) || library="" # no MPI: comm.engine=torchdist needs none
     case $library in
         "") wanted=none ;;
         *"Open MPI"*) wanted=pmix ;;
@@ -36,7 +36,7 @@ print(MPI.Get_library_version().replace("\0", "").splitlines()[0])' 2>/dev/null)
     echo "$wanted"
 }
 
-# Of several GPUs that all ranks of the node see, one. Where srun dealt them out (--gpus-per-task, --gpu-bind) it is one already.
+# One GPU for this rank, where each rank of the node sees several. With --gpus-per-task or --gpu-bind srun has already assigned one.
 pin_gpu() {
     local -a gpus
     local all=${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' | tr -dc '0-9\n' | sort -n | paste -sd,)}
@@ -45,7 +45,7 @@ pin_gpu() {
     ((${#gpus[@]} <= 1)) || export CUDA_VISIBLE_DEVICES=${gpus[SLURM_LOCALID % ${#gpus[@]}]}
 }
 
-# The cores of this process, one a line.
+# Prints the cores of this process, one per line.
 cores() {
     local part
     for part in $(sed -n 's/^Cpus_allowed_list:\s*//p' /proc/self/status | tr ',' ' '); do
@@ -53,7 +53,8 @@ cores() {
     done
 }
 
-# An equal share of the node's cores, where SLURM pins nothing and the job has the whole node: else it might meet another job's ranks.
+# Pins this rank to an equal share of the node's cores, where SLURM does not pin and the job has the whole node: otherwise the cores could be those
+# of another job's ranks.
 pin_cores() {
     local -a mine
     local tasks=${SLURM_STEP_TASKS_PER_NODE:-1} share
@@ -73,4 +74,4 @@ if [[ -n ${SLURM_LOCALID:-} ]]; then
     pin_gpu
     pin_cores
 fi
-exec "${container[@]}" "$@" # so that SLURM's signals reach the rank itself
+exec "${container[@]}" "$@" # exec: SLURM's signals reach the rank itself

@@ -97,7 +97,7 @@ def test_numbers_of_numpy_are_numbers_and_what_has_no_name_is_no_model() -> None
 def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     first = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
-    assert f"go on    python -m hvdtrain resume=one model.name={__name__}:Net max_steps=8\n" in said and "nothing was trained" not in said
+    assert f"resume   python -m hvdtrain resume=one model.name={__name__}:Net max_steps=8\n" in said and "nothing was trained" not in said
     assert re.search(r"^start   [0-9.]+ s to the end of the first step(?!.*Python)", said, re.MULTILINE), (
         "the process is older than the job"
     )
@@ -139,13 +139,13 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
     hvdtrain.train({"model.name": Net, "max_steps": 4, "run": run})
     said = capsys.readouterr().out
     python = ["python", "-m", "hvdtrain"]
-    assert command(said, "go on    ") == [*python, f"resume={run}", f"model.name={__name__}:Net", "max_steps=8"]
+    assert command(said, "resume   ") == [*python, f"resume={run}", f"model.name={__name__}:Net", "max_steps=8"]
     assert command(said, "report   ") == [*python, "report", run]
-    assert main(command(said, "go on    ")[3:]) == 0
+    assert main(command(said, "resume   ")[3:]) == 0
     assert f"run folder: {run}\n" in capsys.readouterr().out
     assert hvdtrain.read(run).step.max() == 8
     assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}).code == 75  # at once
-    assert command(capsys.readouterr().out, "the same command goes on, with ") == [f"run={run}2", "resume=auto"]
+    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [f"run={run}2", "resume=auto"]
 
 
 def test_letters_that_the_output_has_not_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,17 +122,17 @@ def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path) 
 def _resume_command(config: Config, now: TrainState, run: Path) -> list[str]:
     """The command that trains on. Code that a run folder names is imported only where the command names it too."""
     if config.model.name.startswith("__main__:"):
-        return [f"go on    the same script, with {shlex.join([f'run={run}', _further(config, now)])}"]
+        return [f"resume   the same script, with {shlex.join([f'run={run}', _further(config, now)])}"]
     command = ["python", "-m", "hvdtrain", f"resume={run}"]
     if is_dotted(config.model.name):
         command.append(f"model.name={config.model.name}")
     if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
         command.append(f"optim.name={config.optim.name}")
-    return [f"go on    {shlex.join([*command, _further(config, now)])}"]
+    return [f"resume   {shlex.join([*command, _further(config, now)])}"]
 
 
 def _further(config: Config, now: TrainState) -> str:
-    """The argument with which a job that is over goes on."""
+    """The argument that extends a job that is over."""
     if config.max_steps is not None and now.progress.step >= config.max_steps:
         return f"max_steps={2 * config.max_steps}"
     if config.stop.target_accuracy is not None and now.at_target >= config.stop.patience:
@@ -148,7 +148,7 @@ def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path) -> 
     )
     arguments = [f"run={run}"] if job.config.resume != "no" else [f"run={run}", "resume=auto"]
     where = f"stopped ({reason}) at step {step}, epoch {now.progress.epochs:.2f}: {checkpoint}"
-    return [where, *_results(job, now), f"the same command goes on, with {shlex.join(arguments)}"]
+    return [where, *_results(job, now), f"the same command resumes the job, with {shlex.join(arguments)}"]
 
 
 def _results(job: Job, now: TrainState) -> list[str]:

@@ -360,6 +360,6 @@ def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
 
 def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
     """It looks in RUN for the end of the job: with run= among the words every end would look like a lost node."""
-    env = {**os.environ, "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "WORDS": "epochs=1 run=mine"}
+    env = {**os.environ, "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "ARGUMENTS": "epochs=1 run=mine"}
     done = subprocess.run(["bash", str(PROJECT / "jobs/pbs.sh")], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not a word of WORDS\n")
+    assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not an argument in ARGUMENTS\n")

@@ -176,14 +176,19 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
     qsub.write_text(f'#!/bin/sh\necho "$RESTARTS $RUN $*" >> {asked}\n')
     qsub.chmod(0o755)
     env = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT), "PYTHON": sys.executable, "RESTARTS": "3"}
-    env |= {"QSUB": "-q long", "WORDS": " ".join([*JOB[2:], *of("mpi")]), "RUN": str(run), "PATH": f"{qsub.parent}:{os.environ['PATH']}"}
+    env |= {
+        "QSUB": "-q long",
+        "ARGUMENTS": " ".join([*JOB[2:], *of("mpi")]),
+        "RUN": str(run),
+        "PATH": f"{qsub.parent}:{os.environ['PATH']}",
+    }
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
         wait_for(job, lambda: reached(run) >= 20)
         (script,) = (pid for pid in hosts.pids("n1") if Path(f"/proc/{pid}/cmdline").read_bytes() == b"bash\0jobs/pbs.sh\0")
         os.kill(script, signal.SIGUSR2)
         result = job.wait()
     assert (result.returncode, events(run)[-1]["kind"]) == (REQUEUE, "stop"), result
-    assert asked.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,WORDS,QSUB jobs/pbs.sh\n"
+    assert asked.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh\n"
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env | KEEPALIVE) as job:
         before = reached(run)
         wait_for(job, lambda: reached(run) >= before + 20)

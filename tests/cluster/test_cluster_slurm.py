@@ -166,7 +166,7 @@ def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
     job = state(slurm, submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], words), {"FAILED", "COMPLETED"}, 60)
     log = (tmp_path / "log").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{REQUEUE}:0"), log
-    assert f"the same command with RUN={tmp_path}/run goes on" in log and events(tmp_path / "run")[-1]["kind"] == "stop", log
+    assert f"the same command with RUN={tmp_path}/run resumes the job" in log and events(tmp_path / "run")[-1]["kind"] == "stop", log
 
 
 def test_nodes_on_loopback() -> None:
