@@ -56,7 +56,7 @@ class Learner(Protocol):
         """Whether all waiting for other ranks is in the phase "communication": the rest of a step is then this rank's own work."""
 
     def cache_on_device(self, source: Source) -> bool:
-        """Whether the whole set stays on the device from now on, once before the first step.
+        """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
 
         to_device() then takes "indices" and "partner_indices" in place of images and labels. Raises UserError where data.resident=true asks
         for a set that cannot be held.
@@ -113,5 +113,5 @@ class Learner(Protocol):
     def profile(self, path: Path) -> AbstractContextManager[None]:
         """Writes a trace of what is done inside into the folder `path`, with the phases of each step.
 
-        train/build.py refuses profiles with frameworks that have no profiler.
+        train/conflicts.py refuses profile.steps with a framework that has no profiler.
         """

@@ -116,7 +116,7 @@ class NumpyLearner:
         return None
 
     def profile(self, path: Path) -> NoReturn:
-        raise NotImplementedError(f"numpy has no profiler to write {path}")  # train/build.py refuses profile.steps
+        raise NotImplementedError(f"numpy has no profiler to write {path}")  # train/conflicts.py refuses profile.steps
 
     def _forward(self, batch: DeviceBatch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), (n, classes)."""

@@ -127,7 +127,7 @@ def learn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, batch: int) -> tor
     return logits
 
 
-def sync_net(shares: str, dtype: torch.dtype, strategy: str, communicator: Communicator) -> float:
+def sync_net(shares: str, dtype: torch.dtype, kind: str, communicator: Communicator) -> float:
     """A network whose gradients are reduced in backward, as its norms are: two passes, the second of them the last of the step."""
     plain = small_net(dtype)
     model = use_norm(copy.deepcopy(plain), "sync", 1, "averaged", communicator)
@@ -141,10 +141,10 @@ def sync_net(shares: str, dtype: torch.dtype, strategy: str, communicator: Commu
         joined.append(learn(plain, x, y, divisor)[mine])
         return zero_sums()
 
-    reducer = HorovodOptimizer(named, communicator) if strategy == "optimizer" else Buckets(named, communicator, 256, HostStopwatch())
-    reducer.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    reducer.run([range(0), range(0)], total, one_pass)
-    reducer.reduce()
+    strategy = HorovodOptimizer(named, communicator) if kind == "optimizer" else Buckets(named, communicator, 256, HostStopwatch())
+    strategy.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    strategy.run([range(0), range(0)], total, one_pass)
+    strategy.reduce()
     found = [*logits, *[p.grad for p in model.parameters()], *buffers(model)]
     return apart(found, [*joined, *[p.grad for p in plain.parameters()], *buffers(plain)])
 
