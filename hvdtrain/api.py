@@ -1,4 +1,4 @@
-"""The same from a script or a notebook: run = hvdtrain.train({"epochs": 3}); hvdtrain.read(run) is a DataFrame."""
+"""Training and reading from a script or a notebook: run = hvdtrain.train({"epochs": 3}); hvdtrain.read(run) is a DataFrame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hvdtrain from a script: train() takes a configuration, tells what was reached, and raises what is wrong; read() gives it back."""
+"""hvdtrain from a script: train() takes a configuration, returns the result, and raises errors; read() reads the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the code: imports point down, heavy ones stay in the files that need them, and --help is fast."""
+"""The structure of the code: imports point down, heavy libraries are imported only in certain files, and --help is fast."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_heavy_imports_stay_in_their_leaves(path: Path) -> None:
+def test_heavy_libraries_are_imported_only_where_allowed(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     for module in import_graph.imported_names(path):
-        homes = ALLOWED.get(module.split(".")[0])
-        assert homes is None or name.startswith(homes), f"{name} imports {module}; only {homes} may"
+        allowed = ALLOWED.get(module.split(".")[0])
+        assert allowed is None or name.startswith(allowed), f"{name} imports {module}; only {allowed} may"
 
 
-def test_no_file_is_named_after_nothing() -> None:
+def test_no_file_has_a_name_without_meaning() -> None:
     assert not BANNED_FILES & {path.stem for path in FILES}
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_every_file_has_a_docstring() -> None:
     missing = [
         name for name, path in zip(NAMES, FILES, strict=True) if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
@@ -67,7 +67,9 @@ def test_help_is_fast_and_imports_no_framework() -> None:
     code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded"
     best = 9.0
     for _ in range(3):
-        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of processor time: a busy machine must not fail this
+        start = sum(
+            resource.getrusage(resource.RUSAGE_CHILDREN)[:2]
+        )  # of processor time, which other processes of the machine affect little
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         best = min(best, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start)
         assert done.returncode == 0, done.stderr

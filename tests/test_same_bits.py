@@ -1,4 +1,4 @@
-"""The comparison of two checkouts: the smallest difference of a weight or a loss is reported, and a job at a fixed seed repeats itself."""
+"""The comparison of two checkouts: the smallest difference of a weight or a loss is reported; a job with a fixed seed repeats its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages docs/tutorial.md and docs/from-horovod-script.md: their code runs, prints what they say, and what they claim holds."""
+"""docs/tutorial.md and docs/from-horovod-script.md: their code runs and prints the output that they show, and their claims are true."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What crosses processes: the Communicator protocol, one file for each engine, and where this process stands among the ranks."""
+"""Communication between processes: the Communicator protocol, one file for each engine, and this process's placement among the ranks."""

@@ -25,7 +25,7 @@ class Rendezvous(NamedTuple):
 
     host: str  # of rank 0, as the other hosts call it
     port: int
-    # Another host of the job, "" where none is known: the route to it is the job's network where rank 0's name is a loopback one at home.
+    # Another host of the job, "" where none is known. Where rank 0's host maps its own name to loopback, the route to the peer is used.
     peer: str = ""
     hosted: bool = False  # by the launcher
     job: str = "hvdtrain"  # prefix of every key: a launcher that restarts a job keeps the keys of the old one
@@ -129,8 +129,8 @@ def local_address(rendezvous: Rendezvous, one_host: bool, route: Route = address
 def host_to_connect(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> str:
     """Where the ranks of this host reach rank 0: its name; on its own host, where that name is a loopback one, the network's address."""
     found = route(rendezvous.host)
-    at_home = found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
-    return (local_address(rendezvous, one_host, route) if at_home else None) or rendezvous.host
+    is_loopback = found is not None and found.startswith("127.") and not one_host and not rendezvous.hosted
+    return (local_address(rendezvous, one_host, route) if is_loopback else None) or rendezvous.host
 
 
 def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:

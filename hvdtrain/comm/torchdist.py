@@ -39,7 +39,7 @@ def has_nccl() -> bool:
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
-    """Connects the ranks at comm.address, where the launcher's variables say, or where rank 0 listens, as MPI tells the others.
+    """Connects the ranks at comm.address, where the launcher's variables say, or at an address that rank 0 sends over MPI.
 
     Raises UserError where this torch has no torch.distributed, or the ranks do not find each other within comm.timeout_s.
     """

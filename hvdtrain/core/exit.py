@@ -1,4 +1,4 @@
-"""The end of a process whose other threads, or other ranks, may hang."""
+"""Ends a process whose other threads, or other ranks, may hang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which samples a rank reads, as a pure function of the samples consumed.
 
 The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and holds sample
-permutation(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, shared out to the ranks.
+permutation(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, divided among the ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Sampling = Literal["global", "partition"]
 
 
 class Positions(NamedTuple):
-    """Positions of the stream, as the sample at each and its epoch; the arrays have one length."""
+    """Positions of the stream: the sample at each position, and its epoch. Both arrays have the same length."""
 
     samples: np.ndarray  # int64 (n,), each in 0 ... dataset - 1
-    epochs: np.ndarray  # int64 (n,), not falling
+    epochs: np.ndarray  # int64 (n,), non-decreasing
 
     def split(self, parts: int) -> list[Positions]:
         """Contiguous parts whose lengths differ by at most 1, the longer ones first, as numpy.array_split makes them."""
@@ -41,13 +41,13 @@ def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int
     """This rank's share of the positions [start, start + count) of the stream, as fresh arrays.
 
     Invariants, for either sampling:
-    - all ranks together read each of the positions once, whatever `size` is;
-    - over dataset positions from the beginning of an epoch each sample is read once;
-    - the result depends on the arguments alone, so a job can start at any position without reading those before it.
+    - the ranks together read each of the positions once, for any `size`;
+    - in the `dataset` positions of an epoch each sample is read once;
+    - the result depends on the arguments alone, so a job can start at any position without reading earlier ones.
 
     "global": rank r reads the r-th contiguous share of the positions; shares differ by at most 1.
-    "partition": rank r reads every position whose place in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
-    the data set whatever the batch is; shares differ by at most 1 for each epoch that the positions touch.
+    "partition": rank r reads every position whose index in its epoch is r modulo size. During an epoch a rank reads the same 1 / size of
+    the data set for any batch size; shares differ by at most 1 for each epoch that the positions touch.
     """
     assert start >= 0 and count >= 0 and 0 <= rank < size and dataset > 0, (start, count, rank, size, dataset)
     assert sampling in ("global", "partition"), sampling
@@ -71,7 +71,7 @@ def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: in
 
 
 def share_bounds(count: int, rank: int, size: int) -> tuple[int, int]:
-    """[low, high) of the rank's contiguous share of `count` things: shares differ by at most 1, and cover each thing once."""
+    """[low, high): the rank's contiguous share of range(count). Shares differ by at most 1, and each index is in one share."""
     return count * rank // size, count * (rank + 1) // size
 
 

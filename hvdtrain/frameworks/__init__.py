@@ -1,1 +1,1 @@
-"""What the trainer asks of a framework (learner.py), and one package or file for each framework."""
+"""The protocol of a framework (learner.py), and one package or file for each framework."""

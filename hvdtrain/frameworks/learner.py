@@ -32,16 +32,16 @@ class Gpu(NamedTuple):
     """The accelerator of a rank, as the driver knows it."""
 
     uuid: str  # "GPU-...", or empty
-    why: str  # uuid is empty
+    why: str  # the reason why uuid is empty
     name: str  # of the product
-    peak_bytes: Callable[[], int]  # most memory that this rank had of it
+    peak_bytes: Callable[[], int]  # the most memory that this rank has allocated
 
 
 class Learner(Protocol):
-    """A model and its optimizer on this rank, and the arithmetic of a step: all that the trainer asks of a framework.
+    """A model and its optimizer on this rank, and the arithmetic of a step: everything that the trainer needs from a framework.
 
-    One thread trains: it calls everything but to_device(), which threads that read ahead may call at any time. Methods marked "A
-    collective" communicate with the other ranks: every rank calls them, in the same order.
+    One thread trains and calls all methods; only to_device() is also called by the threads that read ahead. Methods marked "A collective"
+    communicate with the other ranks: every rank calls them, in the same order.
 
     A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own. Sums are over samples, never means,
     and their values are device scalars that float() takes: converting one may wait for the device, adding them does not.
@@ -59,11 +59,11 @@ class Learner(Protocol):
         """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
 
         to_device() then takes "indices" and "partner_indices" in place of images and labels. Raises UserError where data.resident=true asks
-        for a set that cannot be held.
+        for a set that does not fit.
         """
 
     def to_device(self, batch: Batch) -> Any:
-        """Host -> DeviceBatch, with the augmentations that were drawn for its samples applied.
+        """Copies a batch from host memory to the device, and applies the augmentation parameters that the batch has.
 
         The batch has the keys that core/arrays.py lists; n may be 0. The learner may keep the arrays' memory.
         """
@@ -87,7 +87,7 @@ class Learner(Protocol):
         """
 
     def evaluate(self, batch: Any) -> Sums:
-        """{"loss", "right", "count"} of a DeviceBatch that is not learned from: no dropout, no label smoothing, running statistics."""
+        """{"loss", "right", "count"} of a DeviceBatch in evaluation mode: no dropout, no label smoothing, running statistics."""
 
     def state(self) -> Arrays:
         """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
@@ -99,7 +99,7 @@ class Learner(Protocol):
         """The arrays of state() one by one: without a copy where they are in host memory, valid until the next step."""
 
     def state_dict_names(self) -> dict[str, str]:
-        """{name in the state dict of the framework's own users: name in state()}, of weights and buffers; a tied array has two names."""
+        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied array has two names."""
 
     def load(self, state: Arrays) -> None:
         """Copies a state into the live arrays. Raises UserError where a name or a shape does not fit."""

@@ -1,4 +1,4 @@
-"""The names in Learner.state(): whether a state fits a model, and what a framework's own users call its arrays."""
+"""The names in Learner.state(): whether a state fits a model, and the names of its arrays in the framework's own state dict."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Recipe:
 
 
 def scaling(scale: Scale, batch: int, base_batch: int) -> float:
-    """The factor on a learning rate that is meant for base_batch.
+    """The factor by which a learning rate for base_batch is multiplied.
 
     linear: batch / base_batch (Goyal et al. 2017, arXiv:1706.02677, 2.1). sqrt: its square root (Krizhevsky 2014, arXiv:1404.5997, 5.1).
     """

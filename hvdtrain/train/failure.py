@@ -31,7 +31,7 @@ class RankFailed(Exception):
 
 
 def end_every_rank(error: BaseException, communicator: Communicator | None, what: str = "job") -> int:
-    """Reports the error on the standard error and ends all ranks: a rank that left alone would let the others wait for ever.
+    """Reports the error on the standard error and ends all ranks: if one rank ended alone, the others would wait forever.
 
     `communicator` is None before the ranks are connected. Returns the exit code where no other rank is connected to this one.
     """

@@ -1,4 +1,4 @@
-"""The live objects of one rank of a job, and how they are made."""
+"""The objects of one rank of a job, and how they are made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hvdtrain.train.telemetry.telemetry import Telemetry, make_telemetry
 
 @dataclass
 class Job:
-    """All that the loop works with."""
+    """Everything that the training loop uses."""
 
     config: Config
     communicator: Communicator
@@ -64,7 +64,7 @@ def make_job(
     run: Path | None,
     checkpoint_limit_bytes: int = 0,
 ) -> Job:
-    """The job that goes on from `start`. Every rank calls it, with its learner in the common state.
+    """The job that continues from `start`. Every rank calls it, with its learner in the common state.
 
     run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing. checkpoint_limit_bytes: files of a
     checkpoint that are larger are not read.

@@ -1,4 +1,4 @@
-"""One job from its parts to its last line: every rank starts from the same state, trains, and ends in the same way."""
+"""One job from its data sets to its last line: every rank starts from the same state, trains, and ends in the same way."""
 
 from __future__ import annotations
 

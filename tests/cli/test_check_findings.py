@@ -1,4 +1,4 @@
-"""The findings of check, from invented facts: GPUs, cores, containers and clocks that the machine of a test does not have."""
+"""The findings of check from made-up facts: GPUs, cores, containers and clocks that the test machine does not have."""
 
 from __future__ import annotations
 

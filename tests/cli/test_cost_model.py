@@ -1,4 +1,4 @@
-"""The cost of collectives compared with sums by hand; a fit finds the parameters that its points were made of."""
+"""The cost of collectives compared with sums by hand; a fit finds the parameters that its points were computed from."""
 
 from __future__ import annotations
 

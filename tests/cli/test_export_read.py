@@ -1,4 +1,4 @@
-"""Which checkpoint `export` takes; and a run folder of a stranger: nothing in it runs, takes all memory, or blocks."""
+"""Which checkpoint `export` takes; and untrusted run folders: nothing in them runs, takes all memory, or blocks."""
 
 from __future__ import annotations
 

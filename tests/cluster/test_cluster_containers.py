@@ -1,4 +1,4 @@
-"""Containers: built without a registry, the tests run inside, and both ways to start ranks end as the job outside of a container."""
+"""Containers: built without a registry; the tests run inside; with both ways to start ranks a job ends as without a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on several hosts: placed as asked, equal to one host; a host that is cut off ends the job, which goes on without it."""
+"""Ranks on several hosts: placement, and the same result as on one host; a host that is cut off ends the job, which resumes without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real SLURM on two hosts: the batch script to its end through a signal and a requeue, scancel, and which srun starts one job."""
+"""A real SLURM on two hosts: the batch script through a signal and a requeue to the job's end, scancel, and which srun starts one job."""
 
 from __future__ import annotations
 

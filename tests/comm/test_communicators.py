@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of the Communicator protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
+"""Every engine implements the Communicator protocol on 1, 2 and 4 ranks, and one failed rank ends all."""
 
 from __future__ import annotations
 

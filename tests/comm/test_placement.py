@@ -1,4 +1,4 @@
-"""One launcher's variables, whole, or a message that names what is wrong."""
+"""The placement by one launcher's complete set of variables, or an error that names what is wrong."""
 
 from __future__ import annotations
 

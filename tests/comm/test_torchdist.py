@@ -1,4 +1,4 @@
-"""The torchdist engine without MPI: the rendezvous, ranks started by hand and by torchrun, and how they end together."""
+"""The torchdist engine without MPI: the rendezvous, ranks started by --num-nodes and by torchrun, and how they end together."""
 
 from __future__ import annotations
 

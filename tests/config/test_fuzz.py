@@ -1,4 +1,4 @@
-"""Hostile inputs: each is a UserError. A fuzz run of every reader, and by hand what such runs have found.
+"""Hostile inputs: each is a UserError. A fuzz run of every reader, and a test for each input that such runs found.
 
 FUZZ_SECONDS=600 pytest tests/config/test_fuzz.py -s -k every_reader: longer, from a new seed that is printed (FUZZ_SEED=n gives it again).
 """

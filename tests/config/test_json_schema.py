@@ -1,4 +1,4 @@
-"""The JSON Schema of configuration files: the committed file, and that it judges as the reader does."""
+"""The JSON Schema of configuration files: the committed file is current, and accepts and rejects the same files as the reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Augmentation: what it does by hand, the laws of its draws, whose they are, one result on every framework, and the loss of a mixture."""
+"""Augmentation: results by hand, the distribution of its random numbers, equal results on every framework, and the loss of a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CIFAR's binary records, and no pickle ever."""
+"""CIFAR's binary records; pickles are never read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data files that a fuzz run, or a look at one, found a reader to stumble over: each is a UserError now."""
+"""Data files at which a reader once failed in a fuzz run: each is a UserError now."""
 
 from __future__ import annotations
 

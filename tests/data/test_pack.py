@@ -1,4 +1,4 @@
-"""Image sets that one array file does not hold: shards that survive a kill, and images decoded when they are read."""
+"""Image sets too large for one array file: shards that survive a kill, and images decoded when they are read."""
 
 from __future__ import annotations
 

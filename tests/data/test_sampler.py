@@ -1,4 +1,4 @@
-"""Which samples a rank reads: every one once an epoch, the same for any number of ranks, from any place."""
+"""Which samples a rank reads: each once in an epoch, the same for any number of ranks, from any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile archives: cut off, compressed, with impossible sizes, links, labels that are none. Each is refused by name."""
+"""Hostile archives: truncated, compressed, with impossible sizes, links, wrong labels. Each is an error that names file and member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WebDataset archives: read in place, like the same images in folders, and every defect named by file and member."""
+"""WebDataset archives: read in place, with the same samples as image folders; every defect is an error that names file and member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: what is in them, when they start, and that they start in one order whatever order backward takes."""
+"""Buckets: their contents, when they start, and that they start in the same order for any order of backward."""
 
 from __future__ import annotations
 

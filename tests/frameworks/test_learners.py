@@ -1,4 +1,4 @@
-"""What a framework computes on one rank: against hand-written gradients, against the rule, and against itself in pieces."""
+"""What a framework computes on one rank: against hand-written gradients, against the rule, and against itself in micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: counted on every rank, and with guard.nonfinite=skip as if they had never been."""
+"""Steps whose loss or gradient is not finite: counted on every rank, and without effect with guard.nonfinite=skip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half the number type in layers: what is computed, what is refused, and the loss scale of fp16."""
+"""16-bit number types in layers: what is computed, what is refused, and the loss scale of fp16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules as torch.optim.Optimizers: many parameters in one call, alone as torch's own, and saved and loaded."""
+"""Rules as torch.optim.Optimizers: many parameters in one call, each as in torch's own optimizer; saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout by the gaps between dropped indices: the law of the indices, and what happens to numbers and gradients."""
+"""Dropout by the gaps between dropped indices: the distribution of the indices, and what happens to numbers and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules, scaling, warm-up and growth against values worked out by hand, at every boundary; and what a contradiction says."""
+"""Schedules, scaling, warm-up and growth against values worked out by hand, at every boundary; and the messages of contradictions."""
 
 from __future__ import annotations
 

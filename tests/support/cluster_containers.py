@@ -1,4 +1,4 @@
-"""Containers as a cluster has them: images by buildah from a base image of our own, podman, and the real apptainer; no registry."""
+"""Containers as on a cluster: images by buildah from a base image of our own, podman, and the real apptainer; no registry."""
 
 from __future__ import annotations
 

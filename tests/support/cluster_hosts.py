@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network and UTS namespaces with names, addresses and a wire of their own."""
+"""Several hosts on one machine: network and UTS namespaces with names, addresses and a network of their own."""
 
 from __future__ import annotations
 

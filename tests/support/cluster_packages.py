@@ -1,4 +1,4 @@
-"""Debian's packages that the cluster tests stand on: installed where they are missing, a reason to skip where they cannot be."""
+"""Debian packages that the cluster tests need: installed where they are missing; where that fails, the tests are skipped with a reason."""
 
 from __future__ import annotations
 

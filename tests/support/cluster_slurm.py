@@ -1,4 +1,4 @@
-"""A SLURM of our own: munged, slurmctld and a slurmd for each node, all state in a temporary folder, nothing in /etc."""
+"""A SLURM for tests: munged, slurmctld and a slurmd for each node, with all state in a temporary folder and nothing in /etc."""
 
 from __future__ import annotations
 

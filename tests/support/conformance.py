@@ -1,4 +1,4 @@
-"""What every engine must do, as one program for the ranks; it writes {check: failure or ""}.
+"""Checks of the Communicator protocol, as one program for the ranks; it writes {check: failure or ""}.
 
 python tests/support/conformance.py ENGINE OUT.json
 

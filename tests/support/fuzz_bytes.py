@@ -1,4 +1,4 @@
-"""Harms to bytes and to files, as functions of a random generator."""
+"""Damage to bytes and files, as functions of a random generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: harmed files, and files that somebody made so on purpose, with checksums that fit."""
+"""Hostile checkpoints: damaged files, and files that an attacker wrote, with correct checksums."""
 
 from __future__ import annotations
 

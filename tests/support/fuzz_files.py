@@ -1,4 +1,4 @@
-"""Hostile data files for the readers of data sets: sound ones, and what a broken disk or an attacker makes of them."""
+"""Hostile data files for the readers of data sets: valid files, and what a broken disk or an attacker makes of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files: sound ones, bombs, and broken ones."""
+"""Image files: valid ones, bombs, and broken ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile words, configuration files, names and options: what a stranger could write into a file that is then given to hvdtrain."""
+"""Hostile arguments, configuration files, names and options: what an attacker could write into a file that is given to hvdtrain."""
 
 from __future__ import annotations
 

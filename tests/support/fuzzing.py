@@ -1,4 +1,4 @@
-"""A child process that gives readers one hostile input after another, watched, with little memory and little time."""
+"""A child process that gives readers one hostile input after another, monitored, with limits of memory and time."""
 
 from __future__ import annotations
 

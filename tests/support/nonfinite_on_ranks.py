@@ -1,4 +1,4 @@
-"""Runs on the ranks and writes {case: [what each rank found]}; and a model that goes wrong.
+"""Runs on the ranks and writes {case: [what each rank found]}; and a model whose loss becomes infinite or NaN.
 
 python tests/support/nonfinite_on_ranks.py ENGINE OUT.json
 

@@ -1,4 +1,4 @@
-"""The code of a page of docs/, run in page order, and what the page says that it prints, compared with what it prints.
+"""Runs the code of a page of docs/ in page order, and compares its output with the output that the page shows.
 
     ```python             run in one namespace, __main__, as the cells of a notebook are
     ```python script.py   written to that file (any language), for a later block to run

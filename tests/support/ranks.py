@@ -1,4 +1,4 @@
-"""How tests start MPI ranks: with a time limit, on a machine of any size, and so that nothing outlives a test."""
+"""Starts MPI ranks for tests: with a time limit, on a machine of any size; no process outlives its test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from hvdtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For small machines: more ranks than cores, no pinning, waiting ranks give way, root allowed; shared memory and TCP only starts 1 s faster.
+# For small machines: more ranks than cores, no pinning, waiting ranks yield the core, root may start ranks; without a probe for cluster
+# networks MPI starts 1 s faster.
 _SMALL_MACHINE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -40,7 +41,7 @@ def mpirun_path() -> str | None:
     return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
-# Where they skip for no good reason, test_horovod_build.py fails: a compiler without a Horovod.
+# If tests skip although a compiler could have built Horovod, test_horovod_build.py fails.
 needs_mpirun = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun on the path")
 needs_horovod = pytest.mark.skipif(
     not importlib.util.find_spec("horovod"), reason="Horovod is not installed: python -m hvdtrain.cli.horovod"
@@ -49,7 +50,7 @@ ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", mark
 
 
 class Result(NamedTuple):
-    """What a finished job left."""
+    """Exit code and output of a finished job."""
 
     returncode: int
     stdout: str
@@ -58,7 +59,7 @@ class Result(NamedTuple):
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that no launcher started, fit for a small machine, with `env` on top."""
+    """The environment of a process that no launcher started, with settings for a small machine; `env` overrides it."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
     path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
     return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
@@ -71,7 +72,7 @@ def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mappin
 
 
 def python(argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
-    """`python ARGV` without a launcher, to its end; `env` may pretend one."""
+    """`python ARGV` without a launcher, to its end; `env` may have the variables of one."""
     with Job(0, argv, timeout_s=timeout_s, env=env) as job:
         return job.wait()
 
@@ -83,7 +84,7 @@ class Job:
         launcher = [mpirun_path() or "mpirun", "-np", str(size)] if size else []
         command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
-        # A killed mpirun leaves its session's folder behind, and another that gets its process number later does not start over it.
+        # A killed mpirun does not remove the folder of its session; another mpirun with the same process number would fail to start there.
         self._sessions = tempfile.mkdtemp(prefix="hvd")
         self._start, self._limit_s, self._seen = time.monotonic(), timeout_s + 10, set[int]()
         self._process = subprocess.Popen(
@@ -110,7 +111,7 @@ class Job:
         shutil.rmtree(self._sessions, ignore_errors=True)
 
     def processes(self) -> set[int]:
-        """The job's processes that are alive: those below mpirun, and those seen there before that mpirun left behind."""
+        """The job's processes that are alive: descendants of mpirun, and former descendants that mpirun did not end."""
         self._seen = {pid for pid in self._seen | _below(self._process.pid) if _alive(pid)}
         return self._seen
 
@@ -125,11 +126,11 @@ class Job:
         return ranks
 
     def output(self) -> str:
-        """What the job has printed until now."""
+        """What the job has printed so far."""
         return _text(self._stdout)
 
     def wait(self) -> Result:
-        """To the end of mpirun."""
+        """Waits until mpirun ends."""
         self.processes()
         code = self._process.wait(self._limit_s)
         return Result(code, _text(self._stdout), _text(self._stderr), time.monotonic() - self._start)

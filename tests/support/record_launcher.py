@@ -1,4 +1,4 @@
-"""Records what a launcher tells its processes: LAUNCHER ... python tests/support/record_launcher.py FOLDER, then --merge FOLDER OUT.json.
+"""Records what a launcher sets in its processes: LAUNCHER ... python tests/support/record_launcher.py FOLDER, then --merge FOLDER OUT.json.
 
 mpirun -np 4 -H n1:2,n2:2 python tests/support/record_launcher.py /shared/folder
 python tests/support/record_launcher.py --merge /shared/folder tests/support/launchers/NAME.json "Open MPI 5" "mpirun ..."

@@ -1,4 +1,4 @@
-"""What a job left in its run folder, and how far an interrupted and resumed one is from one that was never interrupted."""
+"""The results of a job in its run folder, and the difference between an interrupted and resumed job and an uninterrupted one."""
 
 from __future__ import annotations
 

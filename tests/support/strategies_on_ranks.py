@@ -1,4 +1,4 @@
-"""Runs on the ranks and writes {case: what all ranks found}: how gradients meet, by hand.
+"""Runs on the ranks and writes {case: what all ranks found}: reductions of gradients, by hand.
 
 python tests/support/strategies_on_ranks.py ENGINE OUT.json
 """

@@ -1,4 +1,4 @@
-"""A user's own model that gets into trouble, once: model.name=trouble:Trouble model.fault=sleep model.once=FILE."""
+"""A user's own model that has one fault, once: model.name=trouble:Trouble model.fault=sleep model.once=FILE."""
 
 from __future__ import annotations
 

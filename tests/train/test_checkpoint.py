@@ -1,4 +1,4 @@
-"""Checkpoints: what is written, what is read back, what stays, and what is said of a damaged one."""
+"""Checkpoints: what is written, read back and kept, and the messages about damaged ones."""
 
 from __future__ import annotations
 

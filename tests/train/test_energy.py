@@ -1,4 +1,4 @@
-"""Joules: each counter read once, whoever shares it; wrap-around by hand; and why nothing is measured, in words."""
+"""Joules: a counter that ranks share is read once; wrap-around by hand; and the message why nothing is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL of a rank or of mpirun at any moment costs no more than the last interval, and changes nothing of what is learned."""
+"""SIGKILL of a rank or of mpirun at any moment costs no more than the last interval, and does not change the result."""
 
 from __future__ import annotations
 

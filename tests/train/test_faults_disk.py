@@ -1,4 +1,4 @@
-"""What a disk can do to checkpoints: a kill between any two calls, files that rot, no room. The newest good one is always there."""
+"""Checkpoints on a bad disk: a kill between any two calls, damaged files, no space. The newest good checkpoint is always there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks decide alike at their sync points."""
+"""Decisions that all ranks make together at sync points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a start takes: its phases add up and are reported, and nothing is imported that the job does not use."""
+"""The duration of the start: its phases add up and are reported, and nothing is imported that the job does not use."""
 
 from __future__ import annotations
 

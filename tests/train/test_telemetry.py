@@ -1,4 +1,4 @@
-"""What jobs take beside samples: phases, the slowest rank, memory, energy, traces; and that docs/events.md says what events hold."""
+"""Telemetry of jobs: phases, the slowest rank, memory, energy, traces; and that docs/events.md lists the fields of all events."""
 
 from __future__ import annotations
 

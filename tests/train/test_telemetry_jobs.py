@@ -1,4 +1,4 @@
-"""What jobs take: joules of jobs that stop and of steps that are not finite, and memory of a process that another one started."""
+"""Telemetry of whole jobs: joules of jobs that stop and of steps that are not finite, and memory of a process that another one started."""
 
 from __future__ import annotations
 

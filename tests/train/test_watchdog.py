@@ -1,4 +1,4 @@
-"""A rank that makes no progress ends the job within seconds of its limit, and the report names it; a suspended job goes on."""
+"""A rank that makes no progress ends the job within seconds of its limit, and the report names it; a suspended job continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check ends even where something hangs: each phase has a time limit, and a rank that exceeds it names the phase and leaves."""
+"""Time limits: a check ends even where something hangs. A rank that exceeds the limit of a phase prints the phase and exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m hvdtrain launch: finds the command line that starts ranks with the MPI of this machine; prints it, and becomes it."""
+"""python -m hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it in place of itself."""
 
 from __future__ import annotations
 

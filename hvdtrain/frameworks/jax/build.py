@@ -1,4 +1,4 @@
-"""The JAX framework: builds a rank's learner; what it cannot do, JAX itself, its device and its threads."""
+"""The JAX framework: builds a rank's learner; checks what JAX does not support, and sets up JAX's device and threads."""
 
 from __future__ import annotations
 

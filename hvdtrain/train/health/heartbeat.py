@@ -1,4 +1,4 @@
-"""Where this rank is: written by the main thread as it goes on, read by the watchdog."""
+"""Where this rank is: written by the main thread at each phase, read by the watchdog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops a job early, or turns it back: signals, the time limit, numbers that are not finite, replicas that differ.
+"""What stops a job early or rolls it back: signals, the time limit, numbers that are not finite, replicas that differ.
 
 All ranks decide alike: the flags of each rank are added up over ranks at the sync points.
 """

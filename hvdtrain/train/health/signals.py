@@ -83,7 +83,7 @@ class Signals:
             signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure
         self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        myself = weakref.ref(self)  # the hook below stays for ever
+        myself = weakref.ref(self)  # the hook below is never removed
         os.register_at_fork(after_in_child=lambda: _forget(myself()))
 
     def _restore(self) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluation makes of the state of training: the new best accuracy, and the targets that were reached for the first time."""
+"""What an evaluation changes in the state of training: the best accuracy, and the targets that were reached for the first time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What steps take beside samples: seconds by phase, memory, energy, the time of the start."""
+"""What is measured of a job: seconds of each phase of a step, memory, energy, the duration of the start."""

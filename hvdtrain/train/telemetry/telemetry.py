@@ -1,4 +1,4 @@
-"""What the steps of all ranks take: seconds of each phase, the slowest rank, memory, energy; brought together at sync points."""
+"""Measurements of the steps of all ranks, combined at sync points: seconds of each phase, the slowest rank, memory, energy."""
 
 from __future__ import annotations
 
