@@ -1,4 +1,4 @@
-"""python -m hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it in place of itself."""
+"""python -m hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it instead of itself."""
 
 from __future__ import annotations
 
