@@ -1,1 +1,1 @@
-"""One job from its configuration to its last line; loop.py is the page to read first."""
+"""One job from its configuration to its last line. Read loop.py first; job.py has its parts, train_job.py its order."""

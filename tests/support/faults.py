@@ -19,7 +19,7 @@ from ranks import ROOT, Job, Result
 
 from hvdtrain.errors import DONE
 
-EVERY, MEET = 10, 10  # steps between two checkpoints, and between two meetings
+CHECKPOINT_EVERY, SYNC_EVERY = 10, 10  # steps between two checkpoints, and between two sync points
 GLANCE_S = 0.02
 LIMIT_S = 90  # of one start
 GONE_S = 20.0  # after this long a process that is left is an orphan
@@ -51,13 +51,13 @@ class Command(NamedTuple):
             "batch.size=16",
             "batch.evaluate=1",
         ]
-        turns = [
+        intervals = [
             f"epochs={self.epochs}",
-            f"checkpoint.every_steps={EVERY}",
-            f"log.every_steps={MEET}",
+            f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+            f"log.every_steps={SYNC_EVERY}",
             "guard.equal_steps=10",
         ]
-        mine = [
+        job = [
             f"comm.engine={self.engine}",
             f"framework={self.framework}",
             model,
@@ -65,13 +65,13 @@ class Command(NamedTuple):
             "optim.base_lr=0.002",
             f"run={run}",
         ]
-        return ["-m", "hvdtrain", *data, *turns, *mine, *self.words]
+        return ["-m", "hvdtrain", *data, *intervals, *job, *self.words]
 
     def start(self, run: Path, env: Mapping[str, str] | None = None) -> Job:
         return Job(self.size, self.argv(run), timeout_s=LIMIT_S, env={**ENV, **(env or {})})
 
     def finish(self, run: Path, code: int = DONE) -> Result:
-        """Starts it, and expects that it ends so."""
+        """Starts it, and expects this exit code."""
         with self.start(run) as job:
             result = job.wait()
         assert result.returncode == code, result
@@ -86,12 +86,12 @@ class Row(NamedTuple):
     fault: str
     seconds: list[float]  # of each trial, from the fault until every process of the job is gone
     lost: int | None = None  # steps, at most
-    equal: bool | None = None  # final weights, slots and sums bitwise as those of the uninterrupted run
+    equal: bool | None = None  # final weights, optimizer state and sums are bitwise those of the uninterrupted run
     codes: list[int] | None = None  # exit codes of the launcher that were seen
 
 
-def tell(row: Row) -> None:
-    """To the standard output, and as a line of the file $HVDTRAIN_FAULTS_OUT."""
+def record(row: Row) -> None:
+    """Prints the row, and appends it to the file $HVDTRAIN_FAULTS_OUT as a JSON line."""
     s = row.seconds
     spread = f"{min(s):.1f}-{statistics.median(s):.1f}-{max(s):.1f} s" if s else "no end"
     print(f"{row.engine} x {row.ranks}: {row.fault}: {len(s)} ends, {spread}, lost {row.lost}, equal {row.equal}, codes {row.codes}")
@@ -101,13 +101,13 @@ def tell(row: Row) -> None:
 
 
 def events(run: Path) -> list[Tree]:
-    """Whole lines only: a job that runs may be in the middle of one."""
+    """Complete lines only: a running job may be writing one."""
     path = run / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
 
 
 def reached(run: Path, since: int = 0) -> int:
-    """The step of the last meeting among the events from number `since` on."""
+    """The step of the last sync point among the events from number `since` on."""
     return max((e["step"] for e in events(run)[since:] if e["kind"] in ("start", "step")), default=0)
 
 
@@ -117,7 +117,7 @@ def newest(run: Path) -> int:
 
 
 def outcome(run: Path) -> Tree:
-    """What must not depend on interruptions: the last checkpoint, the loss at every meeting, and every epoch."""
+    """What must not depend on interruptions: the last checkpoint, the loss at every sync point, and every epoch."""
     folder = run / "checkpoints" / f"step-{newest(run):08d}"
     train_state = json.loads((folder / "progress.json").read_text())[
         "standing"

@@ -26,9 +26,9 @@ from hvdtrain.errors import DONE, UserError
 from hvdtrain.train.checkpoint.resume import newest_good
 
 WORDS = ["framework=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
-LEAST = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on
+ONE_CHECKPOINT = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on
 DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "batch.size=8"]  # 4 steps are an epoch
-TURNS = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # signals are heard in evaluation, too
+STOPPABLE = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # an evaluation checks for signals, too
 LIMIT_BYTES = 2**20
 CALLS = ("mkdir", "open", "close", "fsync", "rename", "unlink", "rmdir", "chmod")
 
@@ -112,8 +112,8 @@ def _path(path: Any) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
 
 
-class Listener(io.StringIO):
-    """A standard output that sends this process a signal where it tells of the steps before an evaluation."""
+class SignalOnPrint(io.StringIO):
+    """A standard output that sends this process a signal when the line of step 8 is written, before an evaluation."""
 
     def write(self, text: str) -> int:
         if text.startswith("  step 8,"):
@@ -122,15 +122,15 @@ class Listener(io.StringIO):
 
 
 def command(run: Path) -> list[str]:
-    return [*WORDS, *LEAST, *DATA, *TURNS, f"run={run}"]
+    return [*WORDS, *ONE_CHECKPOINT, *DATA, *STOPPABLE, f"run={run}"]
 
 
 def run_job(run: Path, write: int = 0, at: int = 0, *, stop: bool = False) -> int:
-    """In a process of its own: its exit code, or minus the signal that ended it. `stop`: in the evaluation after step 8."""
+    """Runs the job in a new process: its exit code, or minus the signal that ended it. `stop`: in the evaluation after step 8."""
     child = os.fork()
     if not child:
         killer = Killer(write, at)
-        sys.stdout = Listener() if stop else io.StringIO()
+        sys.stdout = SignalOnPrint() if stop else io.StringIO()
         killer.wrap()
         code = main(command(run))
         (run.parent / "calls").write_text(json.dumps(killer.calls))
@@ -151,13 +151,13 @@ def tries(begin: Path, write: int, first: int = 1, last: int = 1000) -> None:
         found["code"] = run_job(run)
         found["starts"] = [e["step"] for e in events(run)[begun:] if e["kind"] == "start"]
         found["left"] = sorted(path.name for path in (run / "checkpoints").iterdir())
-        with told(begin).open("a") as file:
+        with results_file(begin).open("a") as file:
             print(json.dumps(found | {"equal": outcome(run) == outcome(top / "straight")}), file=file)
         at += 1
 
 
-def told(begin: Path) -> Path:
-    """The file of what the trials from `begin` found: several processes on one output would mix their lines."""
+def results_file(begin: Path) -> Path:
+    """The results of the trials from `begin`: several processes on one output would mix their lines."""
     return begin.parent / f"{begin.name}.jsonl"
 
 
@@ -187,10 +187,10 @@ def all_tries(folder: Path) -> None:
         run_job(copy(folder / "new", folder / f"before-{name}"), write, at, stop=name == "stopped")
         (folder / f"before-{name}" / "run").rename(folder / name)
     plan = [("new", 3), ("stopped", 1), ("torn", 1, 1, 10), ("whole", 1, 1000)]
-    children = [in_child(tries, folder / name, *turns) for name, *turns in plan]
+    children = [in_child(tries, folder / name, *arguments) for name, *arguments in plan]
     failed = [os.waitpid(child, 0)[1] for child in children]
     for name, *_ in plan:
-        sys.stdout.write(told(folder / str(name)).read_text())
+        sys.stdout.write(results_file(folder / str(name)).read_text())
     sys.exit(any(failed))
 
 

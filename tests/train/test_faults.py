@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from faults import EVERY, GONE_S, MEET, Command, Row, Trial, kill_chain, kills, outcome, straight, tell
+from faults import CHECKPOINT_EVERY, GONE_S, SYNC_EVERY, Command, Row, Trial, kill_chain, kills, outcome, record, straight
 from ranks import needs_horovod, needs_mpirun
 
 pytestmark = [pytest.mark.faults, needs_mpirun]
@@ -27,8 +27,8 @@ def test_sigkill_at_any_moment(tmp_path: Path, command: Command, count: int, mor
     equal = outcome(tmp_path / "run") == straight(command)
     for (who, when), mine in sorted(sort(trials).items()):
         lost, codes = max(t.lost for t in mine), sorted({t.code for t in mine})
-        tell(Row(command.engine, command.size, f"SIGKILL of {who} during {when}", [t.seconds for t in mine], lost, equal, codes))
-        assert lost <= EVERY + MEET
+        record(Row(command.engine, command.size, f"SIGKILL of {who} during {when}", [t.seconds for t in mine], lost, equal, codes))
+        assert lost <= CHECKPOINT_EVERY + SYNC_EVERY
         assert codes == ([-9] if who == "mpirun" else [137])  # 137: mpirun's word for it
         assert max(t.seconds for t in mine) < (
             3 if when == "training" else GONE_S

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from faults import Command, Row, Tree, events, gone, outcome, reached, straight, tell, wait_for
+from faults import Command, Row, Tree, events, gone, outcome, reached, record, straight, wait_for
 from ranks import needs_horovod, needs_mpirun
 
 from hvdtrain.errors import DONE, REQUEUE
@@ -91,7 +91,7 @@ def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], c
     seconds = [e["seconds"] for e in emitted if e["kind"] == "epoch"]
     assert seconds == sorted(seconds) and 0 < seconds[-1] < result.seconds
     equal = outcome(run) == straight(command)
-    tell(Row(command.engine, 2, f"the clock jumps by {jump_s // DAY_S:+d} day", [], 0, equal, [result.returncode]))
+    record(Row(command.engine, 2, f"the clock jumps by {jump_s // DAY_S:+d} day", [], 0, equal, [result.returncode]))
     assert equal
 
 
@@ -111,5 +111,5 @@ def test_the_time_limit_holds_when_the_clock_is_set_back(tmp_path: Path, clock: 
     assert LIMIT_S / 2 < seconds < LIMIT_S + 4  # with the start of mpirun and the end of its ranks, on a busy machine
     plain.finish(run)
     equal = outcome(run) == straight(plain)
-    tell(Row("mpi", 2, f"--max-time {LIMIT_S:g}, and the clock jumps by -1 day", [seconds], 0, equal, [result.returncode]))
+    record(Row("mpi", 2, f"--max-time {LIMIT_S:g}, and the clock jumps by -1 day", [seconds], 0, equal, [result.returncode]))
     assert equal

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, straight, tell, wait_for
+from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, record, straight, wait_for
 from ranks import Job, environment, mpirun_path, needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import DONE, USER
@@ -41,7 +41,9 @@ def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Pa
     numbers = json.loads((tmp_path / "straight" / "checkpoints" / "step-00000012" / FILES[2]).read_text())
     assert numbers["standing"]["evaluated"] == 12  # the one at an epoch's end is written after its evaluation, which keep_best goes by
     seconds = (time.monotonic() - start) / len(trials)
-    tell(Row("single", 1, f"SIGKILL before each of {len(trials) - 3} calls of a checkpoint", [seconds] * (len(trials) - 3), 4, True, [-9]))
+    record(
+        Row("single", 1, f"SIGKILL before each of {len(trials) - 3} calls of a checkpoint", [seconds] * (len(trials) - 3), 4, True, [-9])
+    )
 
 
 def on_the_disk_before_the_rename(calls: list[str]) -> None:
@@ -93,7 +95,7 @@ def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Comm
     last = [e["step"] for e in events(run) if e["kind"] == "start"][-1]
     assert last == int(folders[0].name[5:]) - 10
     equal = outcome(run) == straight(command._replace(words=()))
-    tell(Row(command.engine, 2, f"{len(DAMAGES)} damaged checkpoints, {len(FILES)} files", [], None, equal, [DONE]))
+    record(Row(command.engine, 2, f"{len(DAMAGES)} damaged checkpoints, {len(FILES)} files", [], None, equal, [DONE]))
     assert equal
 
 
@@ -163,7 +165,7 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
         result = job.wait()
     assert (result.returncode, result.stderr) == (DONE, ""), result
     equal = outcome(run) == straight(command)
-    tell(Row("mpi", 2, "a full disk, later with free space", [seconds], None, equal, [result.returncode]))
+    record(Row("mpi", 2, "a full disk, later with free space", [seconds], None, equal, [result.returncode]))
     assert equal
 
 
@@ -184,7 +186,7 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
         again = job.wait()
     assert (again.returncode, f"resume  from step {kept}" in again.stdout) == (DONE, True), again
     equal = outcome(run) == straight(command)
-    tell(Row("mpi", 2, "a disk that stays full", [], None, equal, [result.returncode]))
+    record(Row("mpi", 2, "a disk that stays full", [], None, equal, [result.returncode]))
     assert equal
 
 
@@ -201,5 +203,5 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
         )
     assert (done.returncode, done.stderr) == (DONE, b"")
     equal = outcome(tmp_path / "run") == straight(command)
-    tell(Row("single", 1, "the log on a full disk", [], 0, equal, [done.returncode]))
+    record(Row("single", 1, "the log on a full disk", [], 0, equal, [done.returncode]))
     assert equal

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, reached, straight, tell, wait_for
+from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, reached, record, straight, wait_for
 from ranks import ENGINES, Job, environment, needs_horovod, needs_mpirun
 from safetensors.numpy import load_file
 
@@ -68,7 +68,7 @@ def test_one_bad_end_after_the_other(tmp_path: Path, command: Command, links: li
     command.finish(run)
     equal = outcome(run) == straight(command)
     for row in rows:
-        tell(row._replace(equal=equal))
+        record(row._replace(equal=equal))
     assert equal
 
 
@@ -113,7 +113,7 @@ def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: st
     assert [e["step"] for e in emitted if e["kind"] == "step"] == [step for step in range(10, 121, 10) if step != 30]
     arrays = load_file(tmp_path / "run" / "checkpoints" / "step-00000120" / "weights.safetensors")
     assert all(np.isfinite(array).all() for array in arrays.values())
-    tell(Row(engine, 2, "an infinite loss on one rank, rolled back", [], 10, None, [result.returncode]))
+    record(Row(engine, 2, "an infinite loss on one rank, rolled back", [], 10, None, [result.returncode]))
 
 
 def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
@@ -130,5 +130,5 @@ def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
     assert code == BUG
     command.finish(run, DONE)
     equal = outcome(run) == straight(command)
-    tell(Row("single", 1, "the output is a closed pipe", [seconds], None, equal, [code]))
+    record(Row("single", 1, "the output is a closed pipe", [seconds], None, equal, [code]))
     assert equal

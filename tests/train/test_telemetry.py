@@ -123,7 +123,7 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert first.fields["work_ms"] == [22.0, 31.0, 46.0] and first.fields["slowest_rank"] == 2
     assert first.fields["phase_ms"] == {"data": 3.0, "forward": 13.333, "backward": 16.667, "communication": 21.667}
     assert second.fields["work_ms"] == [20.0, 53.0, 80.0]
-    val = {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.look": 0.0}
+    val = {"joules.gpu": 0.0, "joules.cpu": 0.0, "joules.due": 0.0}
     assert one.epoch_fields(TrainState(Progress(10, 20)), val, 5.0)["rank_work_ms"] == [21.0, 42.0, 63.0]
     assert one.epoch_fields(TrainState(Progress(10, 20)), val, 5.0)["rank_work_ms"] == [0.0, 0.0, 0.0], "the next epoch begins"
 
@@ -177,7 +177,7 @@ def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
     for _ in range(6):
         now[0] += 0.25
         sums = meter.sync_sums()
-        due.append(sums["joules.look"])
+        due.append(sums["joules.due"])
         watts.append(meter.update({**sums, "joules.cpu": 2 * sums["joules.cpu"]}))  # the other rank reads when this one does
     assert due == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert np.isnan(watts[:3]).all() and watts[3:] == [200.0, 200.0, 200.0]

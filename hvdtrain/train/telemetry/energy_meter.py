@@ -49,7 +49,7 @@ class EnergyMeter:
         """The next sync point is expected after as much time as this one took: the counters are read there if that is late enough."""
         due = self._decides and since_read_s + self._interval_s >= READ_EVERY_S
         measured = {f"joules.{kind}": math.nan if self.reasons.get(kind) else joules[kind] for kind in KINDS}
-        return {"joules.look": float(due), **measured}
+        return {"joules.due": float(due), **measured}
 
     def update(self, sums: Sums) -> float:
         """Takes the sums over all ranks; returns the watts between the last two readings, NaN before there are two."""
@@ -59,5 +59,5 @@ class EnergyMeter:
         if self._was_read and passed_s >= SHORTEST_S:
             self._watts = self._joules / passed_s if self.kinds else math.nan
             self._joules, self._read_s = 0.0, now_s
-        self._was_read, self._due = False, sums["joules.look"] > 0
+        self._was_read, self._due = False, sums["joules.due"] > 0
         return self._watts
