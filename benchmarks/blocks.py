@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.cli.bench.trainer import Trainer as BenchTrainer
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
-from hvdtrain.train.health.signals import Signals
+from hvdtrain.training.health.signals import Signals
 
 Part = Callable[[bool], AbstractContextManager[Any]]  # part(True) is a context in which the job has the part, part(False) one without
 LOOPS = 9

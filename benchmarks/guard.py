@@ -35,15 +35,15 @@ from hvdtrain.core.digest import digests
 from hvdtrain.core.metrics import Sums
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch import learner as torch_learner
-from hvdtrain.train.build import connect
-from hvdtrain.train.checkpoint.saver import Saver
-from hvdtrain.train.datasets import identity
-from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.monitor import HealthMonitor
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watchdog
-from hvdtrain.train.progress.train_state import TrainState
-from hvdtrain.train.replicas.compare import check_equal
+from hvdtrain.training.build import connect
+from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.datasets import identity
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.monitor import HealthMonitor
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.compare import check_equal
 
 MLP = ["model.name=mlp", "model.widths=[3100,3100]"]
 STEPS = 20  # of a block: short, so that other load of the machine slows down both blocks of a pair, or one pair of many

@@ -31,7 +31,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.frameworks.torch import allocator
 from hvdtrain.frameworks.torch.models.wide_resnet import WideResNet, build
 from hvdtrain.frameworks.torch.precision import is_built_for_bf16
-from hvdtrain.train.health.signals import Signals
+from hvdtrain.training.health.signals import Signals
 
 MEAN, STD = 0.2860, 0.3530  # of Fashion-MNIST's training images
 LR = 0.02

@@ -39,9 +39,9 @@ from hvdtrain.events.rank_log import rank_log
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.stopwatch import PHASES
-from hvdtrain.train.build import connect
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.train_job import TRACKED_S
+from hvdtrain.training.build import connect
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.train_job import TRACKED_S
 
 PARTS = ("nothing", "stopwatch", "step_times", "events.jsonl", "display", "trackers", "all sinks")
 

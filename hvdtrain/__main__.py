@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.train.failure import discard_stdout, end_every_rank
+from hvdtrain.training.failure import discard_stdout, end_every_rank
 from hvdtrain.version import __version__
 
 COMMANDS = {  # each is the function of its name in that module

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.train.failure import RankFailed
+from hvdtrain.training.failure import RankFailed
 
 if TYPE_CHECKING:
     import pandas
@@ -41,7 +41,7 @@ def train(config: Mapping[str, Any] | str | Path | None = None, *arguments: str)
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
-    from hvdtrain.train.run_rank import run_rank
+    from hvdtrain.training.run_rank import run_rank
 
     config_file = str(config) if isinstance(config, (str, Path)) else None
     if isinstance(config, Mapping):

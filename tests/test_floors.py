@@ -28,7 +28,7 @@ ALLOWED = {  # the only files that may import these
     "tensorboard": ("events/trackers/tensorboard.py",),
     "mlflow": ("events/trackers/mlflow.py",),
     "wandb": ("events/trackers/wandb.py",),
-    "pynvml": ("train/telemetry/energy.py",),
+    "pynvml": ("training/telemetry/energy.py",),
     "pickle": (),
 }
 BANNED_FILES = {"utils", "helpers", "common", "base", "misc", "manager"}

@@ -20,9 +20,9 @@ from blocks import Trainer
 from hvdtrain import __version__
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.train.build import connect
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watchdog
+from hvdtrain.training.build import connect
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.health.watchdog import Watchdog
 
 LIBRARY = {"horovod": "horovod", "mpi": "mpi4py", "torchdist": "torch"}
 

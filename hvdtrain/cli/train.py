@@ -18,8 +18,8 @@ def train(arguments: list[str]) -> int:
     if "--print-config" in arguments:
         return _print_config(config_file, [argument for argument in arguments if argument != "--print-config"])
 
-    from hvdtrain.train.failure import RankFailed
-    from hvdtrain.train.run_rank import run_rank
+    from hvdtrain.training.failure import RankFailed
+    from hvdtrain.training.run_rank import run_rank
 
     try:
         return run_rank(config_file, arguments).code

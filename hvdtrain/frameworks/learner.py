@@ -113,5 +113,5 @@ class Learner(Protocol):
     def profile(self, path: Path) -> AbstractContextManager[None]:
         """Writes a trace of what is done inside into the folder `path`, with the phases of each step.
 
-        train/conflicts.py refuses profile.steps with a framework that has no profiler.
+        training/conflicts.py refuses profile.steps with a framework that has no profiler.
         """

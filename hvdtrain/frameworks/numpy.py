@@ -116,7 +116,7 @@ class NumpyLearner:
         return None
 
     def profile(self, path: Path) -> NoReturn:
-        raise NotImplementedError(f"numpy has no profiler to write {path}")  # train/conflicts.py refuses profile.steps
+        raise NotImplementedError(f"numpy has no profiler to write {path}")  # training/conflicts.py refuses profile.steps
 
     def _forward(self, batch: DeviceBatch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
         """Sums over the batch, and d(sum of losses) / d(logits), (n, classes)."""
@@ -153,7 +153,7 @@ class NumpyLearner:
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
-    """The learner of framework=numpy: model.name=linear, which train/conflicts.py has made sure of."""
+    """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure of."""
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     return NumpyLearner(config, task, build_rule(config), communicator, dtype)
 

@@ -1,4 +1,4 @@
-"""Keys of the recipe that contradict each other; train/conflicts.py asks for them when the configuration is read."""
+"""Keys of the recipe that contradict each other; training/conflicts.py asks for them when the configuration is read."""
 
 from __future__ import annotations
 

@@ -176,11 +176,11 @@ def test_an_engine_slower_than_half_of_mpi() -> None:
 
 
 def test_code_that_differs_is_named_by_file() -> None:
-    usual = {"core/seeds.py": "a", "train/loop.py": "b"}
+    usual = {"core/seeds.py": "a", "training/loop.py": "b"}
     other = {"core/seeds.py": "c", "mine.py": "d"}
     expect(
         differing_code(four(), [usual, usual, usual, other]),
-        *("error", "hvdtrain's code differs: core/seeds.py, mine.py (only there), train/loop.py (missing)"),
+        *("error", "hvdtrain's code differs: core/seeds.py, mine.py (only there), training/loop.py (missing)"),
         *("rank 3 on n2; 3 other ranks agree", "use one installation"),
     )
     many = [{f"{number}.py": "a" for number in range(6)} | {"mine.py": "b"}] * 3 + [{}]

@@ -27,10 +27,10 @@ from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner, Task
-from hvdtrain.train.build import build_learner
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.checkpoint.saver import Saver
-from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.training.build import build_learner
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.progress.train_state import TrainState
 
 TASK = Task((8, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 DATA = {"samples": 40, "shape": [8, 4, 2], "classes": 3, "mean": [0.4, 0.5], "std": [0.2, 0.3]}

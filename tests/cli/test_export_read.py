@@ -15,8 +15,8 @@ from test_export import exported, metadata, refused, save
 
 from hvdtrain import __version__
 from hvdtrain.core.progress import Progress
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.progress.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.build_rule import build_rule
 from hvdtrain.frameworks.learner import Task
-from hvdtrain.train.build import build_learner
-from hvdtrain.train.input.micro_batches import split_step
+from hvdtrain.training.build import build_learner
+from hvdtrain.training.input.micro_batches import split_step
 
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
 

@@ -41,7 +41,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
 
 def test_the_tests_run_inside_as_an_ordinary_user() -> None:
     chosen = "abort or killed or not_installed or traceback or job_says or short_message or micro_batches"
-    tests = ["tests/comm/test_communicators.py", "tests/train/test_train.py", "-k", chosen]
+    tests = ["tests/comm/test_communicators.py", "tests/training/test_train.py", "-k", chosen]
     inside = f"id -u && hvdtrain --version && python -m pytest -q {tests[0]} {tests[1]} -k '{chosen}'"
     ran = run(["podman", "run", "--rm", image("test"), "sh", "-c", inside], timeout_s=240)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr

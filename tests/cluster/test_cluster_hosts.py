@@ -46,7 +46,7 @@ PROBE = """
 import os, socket, sys, json, numpy
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
-from hvdtrain.train.build import connect
+from hvdtrain.training.build import connect
 engine, _ = connect(configure(None, [f"comm.engine={sys.argv[1]}"]), placement(os.environ))
 total = engine.allreduce(numpy.array([10.0 ** engine.rank]), "sum")
 table = engine.allgather_object([socket.gethostname(), engine.local_rank, engine.local_size, total.tolist()])

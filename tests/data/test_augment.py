@@ -20,7 +20,7 @@ from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import augment as torch_augment
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)
 BOXES = AugmentConfig(resized_crop=0.1, flip=True, cutout=5)

@@ -22,7 +22,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.data.files.copying import FileSelection, FileState, format_bytes, list_files
 from hvdtrain.data.files.staging import StagedCopy, ensure_staged, stage_data
 from hvdtrain.errors import UserError
-from hvdtrain.train.datasets import build_source
+from hvdtrain.training.datasets import build_source
 
 WHERE = "data.stage, command line"
 

@@ -19,7 +19,7 @@ from hvdtrain.events.trackers.tensorboard import build
 from hvdtrain.report.page import render_page
 from hvdtrain.report.page_tables import differing, settings
 from hvdtrain.report.run import read_run
-from hvdtrain.train.checkpoint.resume import changes
+from hvdtrain.training.checkpoint.resume import changes
 
 
 @pytest.mark.parametrize(

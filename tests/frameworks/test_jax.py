@@ -20,7 +20,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 

@@ -21,7 +21,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.build import start_threads
 from hvdtrain.frameworks.learner import Learner, Task
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 

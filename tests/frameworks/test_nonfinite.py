@@ -28,7 +28,7 @@ from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 learner = functools.partial(learner_on, SingleProcessCommunicator())

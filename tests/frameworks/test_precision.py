@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import precision
 from hvdtrain.frameworks.torch.precision import FIRST_SCALE, GROW_AFTER, LossScale, is_built_for_bf16
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 CPU = torch.device("cpu")
 TASK = Task((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))

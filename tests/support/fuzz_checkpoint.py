@@ -22,10 +22,10 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.train.build import build_learner, build_recipe
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.checkpoint.resume import check_identity, newest_good
-from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.training.build import build_learner, build_recipe
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.resume import check_identity, newest_good
+from hvdtrain.training.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 50, "shape": [2, 2, 1], "classes": 3, "mean": [0.5], "std": [0.5]}}
 VALUES = (

@@ -19,7 +19,7 @@ FLOORS = (  # lowest first; a module imports its own package and those of lower 
     ("core", "config"),
     ("comm", "data", "events", "optim", "recipe"),
     ("frameworks", "report"),
-    ("train",),
+    ("training",),
     ("cli",),
     ("api",),
     ("__init__", "__main__"),
@@ -28,7 +28,7 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 
 def module_of(path: Path) -> str:
-    """hvdtrain/train/loop.py -> train.loop; hvdtrain/train/__init__.py -> train; hvdtrain/__init__.py -> __init__."""
+    """hvdtrain/training/loop.py -> training.loop; hvdtrain/training/__init__.py -> training; hvdtrain/__init__.py -> __init__."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -63,7 +63,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def package_of(module: str) -> str:
-    """train.health.monitor -> train.health; train.loop -> train; errors -> errors."""
+    """training.health.monitor -> training.health; training.loop -> training; errors -> errors."""
     is_package = MODULES[module].name == "__init__.py" and module != "__init__"
     return module if is_package or "." not in module else module.rpartition(".")[0]
 

@@ -17,13 +17,13 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.events.log import Event, Log
-from hvdtrain.train.build import build_learner, connect
-from hvdtrain.train.datasets import open_datasets
-from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.job import begin, make_job
-from hvdtrain.train.loop import evaluate, train_to_sync_point
-from hvdtrain.train.replicas.broadcast import broadcast_state
+from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.job import begin, make_job
+from hvdtrain.training.loop import evaluate, train_to_sync_point
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 # ranks that differ are wanted here, for a while or for good: this test compares them itself

@@ -23,7 +23,7 @@ from faults import events, outcome
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.train.checkpoint.resume import newest_good
+from hvdtrain.training.checkpoint.resume import newest_good
 
 WORDS = ["framework=numpy", "model.name=linear", "comm.engine=single", "optim.name=adam", "epochs=3", "checkpoint.every_steps=4"]
 ONE_CHECKPOINT = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one checkpoint alone, which is there from the first step on

@@ -28,7 +28,7 @@ from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.learner import Learner, Task
 from hvdtrain.frameworks.torch.buffers import Buffers
-from hvdtrain.train.build import build_learner
+from hvdtrain.training.build import build_learner
 
 TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 

@@ -24,11 +24,11 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.source import Source
-from hvdtrain.train.build import connect
-from hvdtrain.train.datasets import Datasets, open_datasets
-from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.train_job import train_job
+from hvdtrain.training.build import connect
+from hvdtrain.training.datasets import Datasets, open_datasets
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.train_job import train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
 # data.ahead=0: what is read is what is learned from, so that a stopped job's rows can be counted.

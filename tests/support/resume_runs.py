@@ -13,8 +13,8 @@ from resume_matrix import Outcome
 
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import DONE, REQUEUE
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.progress.train_state import to_json
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.progress.train_state import to_json
 
 FIELDS = ("loss", "lr", "batch", "noise_scale", "train_loss", "val_loss", "val_accuracy", "val_count")  # of events; no times
 ROOM = 2**22

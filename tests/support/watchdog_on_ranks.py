@@ -13,9 +13,9 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import GuardConfig
-from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.health.watchdog import Watchdog
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.health.watchdog import Watchdog
 
 HANGS_AT = 20
 

@@ -19,9 +19,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import Source
-from hvdtrain.train.datasets import open_datasets
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.input.prefetch import Prefetcher
+from hvdtrain.training.datasets import open_datasets
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.input.prefetch import Prefetcher
 
 MAX_STEPS = 20  # of one block
 

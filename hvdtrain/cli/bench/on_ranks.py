@@ -10,8 +10,8 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE
-from hvdtrain.train.build import connect
-from hvdtrain.train.failure import end_every_rank
+from hvdtrain.training.build import connect
+from hvdtrain.training.failure import end_every_rank
 
 
 def run_on_ranks(config: Config, work: Callable[[Communicator, str], None]) -> int:

@@ -41,7 +41,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.learner import Task
 from hvdtrain.report.figures import scaling_curve
-from hvdtrain.train.datasets import build_source, unstaged
+from hvdtrain.training.datasets import build_source, unstaged
 
 _SYNC_POINTS = 6  # of a job: the steps before the first one are warm-up
 _LINK_SIZES = "4KiB,64KiB,1MiB,4MiB,16MiB"

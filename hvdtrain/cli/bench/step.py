@@ -20,7 +20,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import CommConfig, Config
 from hvdtrain.frameworks.stopwatch import total
-from hvdtrain.train.health.signals import Signals
+from hvdtrain.training.health.signals import Signals
 
 
 def bench_step(arguments: Sequence[str]) -> int:

@@ -11,14 +11,14 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
-from hvdtrain.train.build import build_learner
-from hvdtrain.train.conflicts import refuse_conflicts
-from hvdtrain.train.datasets import Datasets, open_datasets
-from hvdtrain.train.health.heartbeat import Heartbeat
-from hvdtrain.train.health.signals import Signals
-from hvdtrain.train.job import begin, make_job
-from hvdtrain.train.loop import train_to_sync_point
-from hvdtrain.train.replicas.broadcast import broadcast_state
+from hvdtrain.training.build import build_learner
+from hvdtrain.training.conflicts import refuse_conflicts
+from hvdtrain.training.datasets import Datasets, open_datasets
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.job import begin, make_job
+from hvdtrain.training.loop import train_to_sync_point
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 
 class Trainer:

@@ -29,7 +29,7 @@ from hvdtrain.config.read import Assignment, assignments, configure, read_resume
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import USER, UserError
 from hvdtrain.recipe.batch_size import resolve_batch_size
-from hvdtrain.train.failure import end_every_rank
+from hvdtrain.training.failure import end_every_rank
 
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
 SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
@@ -56,7 +56,7 @@ def check(arguments: Sequence[str]) -> int:
         config = configure(options.config_path, options.overrides, None if place.rank == 0 else ())
         check_names(config)
         time_limit.start_waiting("to connect")
-        from hvdtrain.train.build import connect
+        from hvdtrain.training.build import connect
 
         communicator, engine_reason = connect(config, place)
     except Exception as error:

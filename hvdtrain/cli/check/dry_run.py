@@ -40,7 +40,7 @@ def read_data(config: Config) -> dict[str, Any]:
 
     Raises UserError where data are missing or broken.
     """
-    from hvdtrain.train.datasets import open_datasets, unstaged
+    from hvdtrain.training.datasets import open_datasets, unstaged
 
     began = time.perf_counter()
     datasets = open_datasets(unstaged(config))

@@ -55,7 +55,7 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
 
 def inspect_job(rank: RankInspection, config: Config, communicator: Communicator) -> RunFolderFacts | None:
     """Tries this rank's part of the job. Returns the run folder on rank 0, None on the others. No collective is inside."""
-    from hvdtrain.train.conflicts import refuse_conflicts
+    from hvdtrain.training.conflicts import refuse_conflicts
 
     if communicator.rank == 0:
         rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))

@@ -14,8 +14,8 @@ from typing import NoReturn
 from hvdtrain.cli.export.read import metadata, model_state, read_checkpoint
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import DONE, UserError, nearest
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.progress.train_state import TrainState
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.version import __version__
 
 USAGE = """\

@@ -15,8 +15,8 @@ from hvdtrain.config.read import read_file
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.train.checkpoint import files
-from hvdtrain.train.checkpoint.files import Checkpoint, Damaged
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 
 _LONGEST_NAME = 1000
 _DATA_KEYS = {"mean": "mean", "std": "std", "image_shape": "shape", "classes": "classes"}  # name in the file -> key of identity["data"]

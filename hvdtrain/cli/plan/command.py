@@ -23,7 +23,7 @@ from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
-from hvdtrain.train.datasets import build_source, unstaged
+from hvdtrain.training.datasets import build_source, unstaged
 
 _CURVE_POINTS = 2000
 

@@ -18,9 +18,9 @@ from hvdtrain.optim.rule import ArrayOps, Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.recipe.recipe import Recipe
-from hvdtrain.train.build import build_recipe
-from hvdtrain.train.conflicts import refuse_on_every_engine
-from hvdtrain.train.input.micro_batches import micro_batches_per_step
+from hvdtrain.training.build import build_recipe
+from hvdtrain.training.conflicts import refuse_on_every_engine
+from hvdtrain.training.input.micro_batches import micro_batches_per_step
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
 

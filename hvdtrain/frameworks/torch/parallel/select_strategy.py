@@ -24,7 +24,7 @@ def select_strategy(
 ) -> Strategy:
     """The strategy for the trained parameters and their optimizer, which it has not wrapped yet. Every rank calls it.
 
-    train/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
+    training/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
     optimizer or these parameters, and comm.reduce=distributed_optimizer asks for it.
     """
     comm = config.comm

@@ -1,0 +1,107 @@
+"""What stops a job early or rolls it back: signals, the time limit, numbers that are not finite, replicas that differ.
+
+All ranks decide alike: the flags of each rank are added up over ranks at the sync points.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import GuardConfig
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import Diverged
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.health.deadline import Deadline
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.compare import check_equal
+
+_FLAGS = ("stop.signal", "stop.time", "save")
+
+
+def nonfinite_steps(sums: Sums) -> int:
+    """How many steps since the last sync point had a loss or gradient that is not finite, by the sums of all ranks."""
+    return round(sums["nonfinite"]) or int(not math.isfinite(sums["loss"]))
+
+
+@dataclass
+class HealthMonitor:
+    """One on each rank."""
+
+    guard: GuardConfig
+    communicator: Communicator
+    signals: Signals
+    heartbeat: Heartbeat
+    hosts: list[str]  # of each rank
+    checkpoints: Checkpoints
+    deadline: Deadline | None = None  # of rank 0, whose clock decides for all
+    longest_s: float = 0.0  # between two updates of the flags
+    updated_s: float | None = None  # time.monotonic() of the last update
+    stop_request: str = ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
+
+    def flags(self, step: int | None = None) -> Sums:
+        """Of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
+        out_of_time = self.deadline is not None and self.deadline.near(self.longest_s, self.checkpoints.longest_s)
+        save = step is not None and self.checkpoints.due(step)
+        return {"stop.signal": float(bool(self.signals.received)), "stop.time": float(out_of_time), "save": float(save)}
+
+    def update(self, sums: Sums) -> None:
+        """Takes the flags added up over all ranks."""
+        now_s = time.monotonic()
+        if self.updated_s is not None:
+            self.longest_s = max(self.longest_s, now_s - self.updated_s)
+        self.updated_s = now_s
+        if sums["stop.signal"]:
+            self.stop_request = self.signals.received or "a signal on another rank"
+        elif sums["stop.time"]:
+            self.stop_request = self.deadline.reason if self.deadline else "the time limit that rank 0 knows of"
+
+    def stop_requested(self) -> bool:
+        """Whether to stop, by an allreduce of its own: for long work between two sync points. Every rank calls it."""
+        flags = self.flags()
+        total = self.communicator.allreduce(np.array([flags[name] for name in _FLAGS]), "guard.flags")
+        self.update(dict(zip(_FLAGS, total.tolist(), strict=True)))
+        return bool(self.stop_request)
+
+    def after_sync(self, sums: Sums) -> None:
+        """After the sums of a sync point; the first one ends the start of the job."""
+        self.update(sums)
+        self.heartbeat.limit = "stall_s"
+
+    def handle_nonfinite(self, now: TrainState, bad_steps: int) -> TrainState:
+        """What guard.nonfinite says, after so many steps that were not finite; returns `now` with them, or one rollback, counted.
+
+        stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank; rollback loads the newest checkpoint.
+        """
+        policy, limit = self.guard.nonfinite, self.guard.nonfinite_limit
+        what = f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
+        if policy == "stop":
+            fix = "a lower optim.base_lr, a longer recipe.warmup_epochs or optim.clip_norm; or guard.nonfinite=skip or rollback"
+            raise Diverged(what, "guard.nonfinite=stop", f"{fix}; the newest checkpoint is from before")
+        count = now.nonfinite + (bad_steps if policy == "skip" else 1)
+        if count > limit:
+            what += f"; {count} times in all, {limit} are allowed (guard.nonfinite_limit)"
+            raise Diverged(what, f"guard.nonfinite={policy}", "a lower optim.base_lr, or look at the data around this step")
+        if policy == "rollback":
+            self.heartbeat.beat("rolling back", now.progress.epoch, now.progress.step)
+            self.checkpoints.roll_back()
+        return replace(now, nonfinite=count)
+
+    def compare_ranks(self, learner: Learner, before: TrainState, now: TrainState, last: Hyper, *, before_save: bool) -> None:
+        """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop. Every rank calls it.
+
+        `before` and `now`: at the last sync point and at this one; `last` is of the last step. Raises Diverged where a rank differs.
+        """
+        every = self.guard.equal_steps
+        if not every or self.communicator.size == 1:
+            return
+        if before_save or self.stop_request or now.progress.step // every > before.progress.step // every:
+            check_equal(self.communicator, learner, last, self.hosts)

@@ -1,0 +1,180 @@
+"""The report of a stall: what each rank is doing, and on one screen which ranks are behind, do not answer, or wait."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from hvdtrain.errors import STALLED
+
+STACKS = 3  # ranks whose stack is shown
+DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
+DEPTH = max(DEPTHS.values())
+GROUPS = 3  # lines of one section without stacks
+PIECES = 12  # of a list of ranks
+WIDTH = 160  # characters of a line of a stack
+SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank is doing."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    epoch: int
+    step: int
+    idle_s: float
+    since: str  # the same as a wall-clock time of that host
+    waiting: bool  # inside a collective: other ranks are behind
+    stack: tuple[str, ...]  # of its main thread, innermost last: "file:line in function: source"
+
+    @property
+    def position(self) -> str:
+        return f"step {self.step}, epoch {self.epoch}: {self.phase}"
+
+
+def pack(report: Report) -> str:
+    return json.dumps(asdict(report))
+
+
+def unpack(packed: str) -> Report:
+    fields = json.loads(packed)
+    return Report(**{**fields, "stack": tuple(fields["stack"])})
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The Python calls that a thread is in, innermost first; none where it has ended."""
+    frames, frame = [], sys._current_frames().get(thread)
+    while frame:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def frames_of_work(thread: int) -> list[FrameType]:
+    """As frames_of(), but of a thread that waits for samples the calls of the reader that reads them: what hangs is there."""
+    frames = frames_of(thread)
+    innermost = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
+    if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.training.input.prefetch.take":
+        return frames
+    readers = [frames_of(one.ident) for one in threading.enumerate() if one.name.startswith("hvdtrain-reader") and one.ident]
+    return next((found for found in readers if any(frame.f_code.co_name == "prepare" for frame in found)), frames)
+
+
+def is_waiting(frames: Sequence[FrameType]) -> bool:
+    """Whether hvdtrain's innermost call is one of hvdtrain.comm, or goes through Horovod."""
+    for frame in frames:
+        name = f"{frame.f_globals.get('__name__')}."
+        if name.startswith(("hvdtrain.", "horovod.")):
+            return name.startswith(("hvdtrain.comm.", "horovod."))
+    return False
+
+
+def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
+    """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
+    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")][:DEPTH]
+    return tuple(_call(frame, sources) for frame in reversed(kept))
+
+
+def _call(frame: FrameType, sources: bool) -> str:
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    folders = (*sys.path, str(Path(__file__).parents[3]))  # an editable install is not on the path
+    prefix = max((f"{folder}/" for folder in folders if folder and path.startswith(f"{folder}/")), key=len, default="")
+    source = linecache.getline(path, line, frame.f_globals).strip() if sources else ""
+    return f"{path.removeprefix(prefix)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
+
+
+def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_key: str) -> str:
+    """The report of all ranks; None stands for a rank that sent nothing."""
+    received = [report for report in reports if report is not None]
+    silent = [rank for rank, report in enumerate(reports) if report is None]
+    title, behind, shown = _behind(received, silent)
+    waiting = [report for report in received if report not in behind]
+    lines = [f"hvdtrain: no progress for {limit_s:g} s ({limit_key}); the job ends with exit code {STALLED}"]
+    lines += [title] * bool(title)
+    lines += [line for report in shown for line in (_heading(report), *_stack(report, DEPTHS[len(shown)]))]
+    lines += _by_position("  and ", [report for report in behind if report not in shown])
+    if silent:
+        lines += [f"no answer ({SILENCE}):", *_by_host(silent, hosts)]
+    lines += _by_position("waiting: ", waiting)
+    if waiting and not shown:
+        lines += _stack(waiting[0], DEPTH)
+    return "\n".join([*lines, _remedy(limit_s, limit_key)])
+
+
+def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "") -> str:
+    """The report of one rank, where those of all ranks cannot be gathered."""
+    first = f"hvdtrain: rank {report.rank} on {report.host}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code {STALLED}"
+    return "\n".join([first, _heading(report), *_stack(report, DEPTH), _remedy(limit_s, limit_key)])
+
+
+def _behind(received: Sequence[Report], silent: Sequence[int]) -> tuple[str, list[Report], list[Report]]:
+    """A title, the ranks that are behind, and those of which more is shown."""
+    busy = [report for report in received if not report.waiting]
+    if busy or silent or not received:  # those that do not answer are behind too
+        return "behind:" * bool(busy), busy, busy[:STACKS]
+    positions = {(report.epoch, report.step) for report in received}
+    if len(positions) > 1:
+        last = [report for report in received if (report.epoch, report.step) == min(positions)]
+        return "behind (every rank waits for the others, these since the earliest step):", last, last[:STACKS]
+    by_stack = {report.stack[-1:]: report for report in reversed(received)}  # different ones: the ranks are in different collectives
+    different = sorted(by_stack.values(), key=lambda report: report.rank)
+    return "behind: no rank: all wait for each other at the same step", list(received), different[:STACKS]
+
+
+def _heading(report: Report) -> str:
+    what = f"{report.phase}, epoch {report.epoch}, step {report.step}, for {report.idle_s:.0f} s, since {report.since}"
+    return f"  rank {report.rank} on {report.host}, pid {report.pid}: {what}"
+
+
+def _stack(report: Report, depth: int) -> list[str]:
+    """The innermost calls."""
+    return [f"    {line if len(line) <= WIDTH else line[: WIDTH - 3] + '...'}" for line in report.stack[-depth:]]
+
+
+def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
+    """A line for the ranks at each position, the earliest position first."""
+    ranks_at: dict[tuple[int, int, str], list[int]] = {}
+    for report in reports:
+        ranks_at.setdefault((report.epoch, report.step, report.position), []).append(report.rank)
+    return _cut([(f"{start}{{}} at {at[-1]}", ranks) for at, ranks in sorted(ranks_at.items())], f"{start}{{}} elsewhere")
+
+
+def _by_host(silent: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank in silent:
+        ranks.setdefault(hosts[rank], []).append(rank)
+    return _cut([(f"  {{}} on {host}", some) for host, some in ranks.items()], "  {} on other hosts")
+
+
+def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
+    """A line for each (template with {} for the ranks, ranks); of more than GROUPS groups the first ones, and the rest together."""
+    if len(groups) > GROUPS:
+        groups = [*groups[: GROUPS - 1], (rest, sorted(rank for _, ranks in groups[GROUPS - 1 :] for rank in ranks))]
+    return [template.replace("{}", ranks_summary(ranks), 1) for template, ranks in groups]
+
+
+def ranks_summary(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 2-7"; of a very long list its beginning and its length."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    pieces = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    more = f", ... ({len(ranks)} ranks)" if len(pieces) > PIECES else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(pieces[:PIECES])}{more}"
+
+
+def _remedy(limit_s: float, limit_key: str) -> str:
+    return f"to do: look at the ranks named first; if they were only slow, raise {limit_key}, now {limit_s:g} (null: no limit)"

@@ -1,0 +1,156 @@
+"""The samples of each step, read on other threads while earlier steps are trained on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import Config, DataConfig
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.training.input.micro_batches import read_batch, split_step
+
+DEFAULT_STEPS_AHEAD = 2
+MOST_READERS = 8
+
+
+class StepInput(NamedTuple):
+    """What Learner.step() takes."""
+
+    hyper: Hyper
+    micro_batches: list[Any]  # DeviceBatch of the framework; equally many on every rank, some may be empty
+
+
+class ReadAhead(NamedTuple):
+    """How far ahead samples are read, and by how many threads."""
+
+    steps: int  # 0: each step is read when it is taken, on the thread that takes it
+    readers: int  # threads; each reads a whole step
+
+
+class _Pending(NamedTuple):
+    """A step that is being read."""
+
+    progress: Progress
+    future: Future[StepInput]
+
+
+class Prefetcher:
+    """Reads the steps that follow the one that was taken: which samples they use depends on progress alone."""
+
+    def __init__(self, config: Config, communicator: Communicator, recipe: Recipe, source: Source, learner: Learner) -> None:
+        self._config = config
+        self._communicator = communicator
+        self._recipe = recipe
+        self._source = source
+        self._learner = learner
+        self.cached_on_device = learner.cache_on_device(source)
+        self.samples = len(source)
+        is_fast = self.cached_on_device or is_in_memory(source)
+        self.ahead, self.readers = choose_read_ahead(config.data, is_fast, communicator.local_size)
+        self.waited_s = 0.0  # spent in take(), so far
+        self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
+        self._queue: deque[_Pending] = deque()
+
+    def take(self, progress: Progress) -> StepInput:
+        """The input of the step that follows `progress`. Raises what its reader raised."""
+        began = time.perf_counter()
+        try:
+            if self._pool is None:
+                return self.prepare(progress)
+            if not self._queue or self._queue[0].progress != progress:  # the first step, or another one than was expected
+                self._cancel()
+                self._submit(progress)
+            future = self._queue.popleft().future
+            self._read_ahead(progress)
+            return future.result()
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
+        """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch."""
+
+        def prepare(samples: np.ndarray) -> Any | None:
+            return self._learner.to_device(source.read(samples)) if len(samples) else None
+
+        if self._pool is None or is_in_memory(source):
+            yield from map(prepare, batches)
+            return
+        pending: deque[Future[Any | None]] = deque()
+        for taken in range(len(batches)):
+            for samples in batches[taken + len(pending) : taken + 1 + self.ahead]:
+                pending.append(self._pool.submit(prepare, samples))
+            yield pending.popleft().result()
+
+    def prepare(self, progress: Progress) -> StepInput:
+        """Reads the step that follows `progress`, on the calling thread."""
+        hyper = self._recipe.at(progress)
+        micro_batches = []
+        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, self._communicator):
+            batch = read_batch(self._source, positions, hyper, self._config, self.cached_on_device)
+            micro_batches.append(self._learner.to_device(batch))
+        return StepInput(hyper, micro_batches)
+
+    def drain(self) -> None:
+        """Waits until every step that is being read is done, and discards it."""
+        while self._queue:
+            self._queue.popleft().future.exception()
+
+    def close(self, wait: bool = True) -> None:
+        """Discards what was read ahead and ends the readers; with wait=False without waiting for a read that may hang."""
+        self._cancel()
+        if self._pool is not None:
+            self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    @property
+    def summary(self) -> str:
+        """For the header of the job."""
+        if self.cached_on_device:
+            return "on the device"
+        if self.ahead == 0:
+            return "read when needed"
+        return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead"
+
+    def _read_ahead(self, progress: Progress) -> None:
+        """Keeps the `ahead` steps after the one that follows `progress` in the queue, up to the end of the job."""
+        last = self._queue[-1].progress if self._queue else progress
+        while len(self._queue) < self.ahead:
+            last = last.advance(self._recipe.at(last).batch)
+            if last.done or last.step == self._config.max_steps:
+                return
+            self._submit(last)
+
+    def _submit(self, progress: Progress) -> None:
+        assert self._pool is not None
+        self._queue.append(_Pending(progress, self._pool.submit(self.prepare, progress)))
+
+    def _cancel(self) -> None:
+        while self._queue:
+            self._queue.popleft().future.cancel()
+
+
+def is_in_memory(source: Source) -> bool:
+    """Whether reading a sample is a copy from memory."""
+    return isinstance(source, ArraySource)
+
+
+def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:
+    """data.ahead and data.readers, or their defaults: none where reading `is_fast`, else this rank's part of the cores.
+
+    A reader reads a whole step, so there are at least as many steps ahead as readers.
+    """
+    if config.ahead == 0 or (config.ahead is None and is_fast and not config.readers):
+        return ReadAhead(0, 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    readers = config.readers or max(1, min(cores // ranks_on_host, MOST_READERS))
+    steps = config.ahead or max(DEFAULT_STEPS_AHEAD, readers)
+    return ReadAhead(steps, min(readers, steps))

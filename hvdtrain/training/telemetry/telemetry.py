@@ -1,0 +1,171 @@
+"""Measurements of the steps of all ranks, combined at sync points: seconds of each phase, the slowest rank, memory, energy."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.config.schema import Config
+from hvdtrain.core.metrics import Sums
+from hvdtrain.events.log import Log
+from hvdtrain.events.rank_log import LOGGER
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
+from hvdtrain.training.progress.event_fields import energy_fields
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.telemetry.energy import find_counters
+from hvdtrain.training.telemetry.energy_meter import EnergyMeter
+from hvdtrain.training.telemetry.memory import peak_memory_bytes
+from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
+
+
+def make_telemetry(config: Config, communicator: Communicator, learner: Learner, hosts: list[str], log: Log, run: Path) -> Telemetry:
+    """The telemetry of a configuration. Every rank calls it."""
+    gpu = learner.gpu()
+    counters = find_counters(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
+    energy = EnergyMeter(counters, communicator.rank, time.monotonic)
+    steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
+    folder = run / "profile" / f"rank-{communicator.rank:05d}"
+    profiler = StepProfiler(learner, log, folder, *steps) if steps else None
+    return Telemetry(communicator, learner, energy, hosts, log, step_times=config.log.step_times, profiler=profiler)
+
+
+class Telemetry:
+    """One on each rank. The ranks add up what sync_sums() returns with the sums of training; sync_fields() makes an event's fields of it.
+
+    step_times: an event for each step (log.step_times).
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        learner: Learner,
+        energy: EnergyMeter,
+        hosts: list[str],
+        log: Log,
+        *,
+        step_times: bool = False,
+        profiler: StepProfiler | None = None,
+    ) -> None:
+        self._communicator, self._learner, self.log = communicator, learner, log
+        self._hosts = hosts  # of each rank
+        self.energy, self.step_times, self.profiler = energy, step_times, profiler
+        self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
+        self._epoch_work_s = np.zeros(communicator.size)  # seconds that each rank was busy since the last evaluation
+        self._epoch_steps = 0
+
+    def before_step(self, step: int) -> None:
+        """A step begins after `step` others."""
+        if self.profiler:
+            self.profiler.before_step(step)
+        self.energy.keep_up()
+        self._learner.stopwatch.enter("data")
+
+    def sync_sums(self) -> Sums:
+        """Of this rank since the last sync point, to add up over ranks; the host waits for the device here."""
+        self._steps = self._learner.stopwatch.read()
+        phases = total(self._steps)
+        gpu = self._learner.gpu()
+        return {
+            **{f"phase.{phase}": phases.get(phase, 0.0) for phase in PHASES},
+            "rank.work": self._of_this_rank(_work_s(phases)),
+            "rank.memory": self._of_this_rank(peak_memory_bytes()),
+            "rank.gpu_memory": self._of_this_rank(gpu.peak_bytes() if gpu else 0),
+            **self.energy.sync_sums(),
+        }
+
+    def _of_this_rank(self, value: float) -> np.ndarray:
+        """(ranks,): the sum over ranks has every rank's value at its index."""
+        values = np.zeros(self._communicator.size)
+        values[self._communicator.rank] = value
+        return values
+
+    def sync_fields(self, sums: Sums, step: int, window_s: float) -> dict[str, Any]:
+        """Fields of the event "step", of the steps since the last sync point, the last being the `step`th. Every rank calls it."""
+        steps = max(1, len(self._steps))
+        self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
+        self._epoch_steps += steps
+        watts = self.energy.update(sums)
+        fields = {
+            "steps": steps,
+            "phase_ms": self._phase_ms(sums, steps, window_s),
+            **self._slowest(1e3 * sums["rank.work"] / steps),
+            **_memory_mb(sums),
+            **({} if math.isnan(watts) else {"watts": watts}),
+        }
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(self._line_of_this_rank(step))
+        if self.step_times:
+            self._emit_step_times(step)
+        return {key: _rounded(value) for key, value in fields.items()} | {"window_s": round(window_s, 6)}
+
+    def _phase_ms(self, sums: Sums, steps: int, window_s: float) -> dict[str, float]:
+        """Milliseconds of a step by phase, the mean over ranks; "other" is what no phase has."""
+        phases = {phase: 1e3 * sums[f"phase.{phase}"] / steps / self._communicator.size for phase in PHASES if sums[f"phase.{phase}"]}
+        return phases | {"other": max(0.0, 1e3 * window_s / steps - sum(phases.values()))}
+
+    def _slowest(self, work_ms: np.ndarray) -> dict[str, Any]:
+        """work_ms: (ranks,). Nothing where a rank's work has its waiting for other ranks in it."""
+        if not self._learner.waits_only_in_communication:
+            return {}
+        slowest = int(work_ms.argmax())
+        spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
+        return {"work_ms": spread, "slowest_rank": slowest, "slowest_host": self._hosts[slowest]}
+
+    def _emit_step_times(self, last_step: int) -> None:
+        """An event for each step since the last sync point, the last being the `last_step`th. Every rank calls it."""
+        mine = [[step.get(phase, 0.0) for phase in PHASES] for step in self._steps]
+        times_ms = 1e3 * self._communicator.allgather(np.array([mine]), "gauges.steps")  # (ranks, steps, phases)
+        work_ms = times_ms.sum(2) - times_ms[:, :, PHASES.index("communication")]
+        for index in range(len(self._steps)):
+            means = dict(zip(PHASES, times_ms[:, index].mean(0).tolist(), strict=True))
+            fields = {"phase_ms": {phase: ms for phase, ms in means.items() if ms}, **self._slowest(work_ms[:, index])}
+            step = last_step - len(self._steps) + index + 1
+            self.log.emit("step_times", step, **{key: _rounded(value) for key, value in fields.items()})
+
+    def _line_of_this_rank(self, step: int) -> str:
+        steps = max(1, len(self._steps))
+        phases = ", ".join(f"{phase} {1e3 * seconds / steps:.2f}" for phase, seconds in total(self._steps).items())
+        return f"step {step}, ms of each of {steps} steps: {phases}"
+
+    def epoch_fields(self, now: TrainState, val: Sums, seconds: float) -> dict[str, Any]:
+        """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation. The next epoch begins."""
+        self.energy.update(val)
+        work_ms = 1e3 * self._epoch_work_s / max(1, self._epoch_steps)
+        self._epoch_work_s, self._epoch_steps = np.zeros(self._communicator.size), 0
+        fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
+        return fields | ({"rank_work_ms": [round(ms, 3) for ms in work_ms.tolist()]} if self._learner.waits_only_in_communication else {})
+
+    def finish(self, now: TrainState) -> TrainState:
+        """Adds the joules since the last reading, and writes a profile that has begun. Every rank calls it, after the last sync point."""
+        now = now.add_energy(allreduce_sums(self._communicator, self.energy.read_sums(), "end.joules"))
+        if self.profiler:
+            self.profiler.close(now.progress.step)
+        return now
+
+
+def _memory_mb(sums: Sums) -> dict[str, float]:
+    """The most of any rank, of what any rank has."""
+    peaks = {"memory_mb": float(sums["rank.memory"].max()) / 1e6, "gpu_memory_mb": float(sums["rank.gpu_memory"].max()) / 1e6}
+    return {key: peak for key, peak in peaks.items() if peak}
+
+
+def _work_s(phases: PhaseTimes) -> float:
+    """Seconds that this rank was busy, not waiting for other ranks."""
+    return sum(seconds for phase, seconds in phases.items() if phase != "communication")
+
+
+def _rounded(value: Any) -> Any:
+    """To a thousandth, so that lines of events.jsonl are short."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,0 +1,255 @@
+"""Checkpoints: what is written, read back and kept, and the messages about damaged ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import UserError
+from hvdtrain.training.checkpoint import files, resume
+from hvdtrain.training.checkpoint.files import Damaged
+from hvdtrain.training.progress.train_state import TrainState
+
+IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5]}}
+FILES = ["SHA256SUMS", "progress.json", "slots.safetensors", "weights.safetensors"]
+ROOM = 2**20
+
+
+def arrays(value: float = 1.5) -> Arrays:
+    return {
+        "p.w": np.full((2, 3), value, np.float32),
+        "b.count": np.array(7, np.int64),
+        "s.w.0": np.arange(6, dtype=np.float64).reshape(2, 3),
+    }
+
+
+def train_state(step: int, **more: object) -> TrainState:
+    there = TrainState(
+        Progress(dataset=10, total=30, step=step, samples=4 * step),
+        seconds=2.5,
+        epoch=1,
+        evaluated=2,
+        epoch_s=0.1,
+        sums={"loss": 1 / 3, "right": 5.0, "count": 8.0},
+        at_target=1,
+        target=0.9,
+        accuracy=0.95,
+        nonfinite=3,
+        lr=0.1,
+        batch=4,
+        noise=(0.1, 1e-300),
+    )
+    return replace(there, **more)  # type: ignore[arg-type]
+
+
+def save(run: Path, step: int, value: float = 1.5, **more: object) -> Path:
+    return files.write(run, train_state(step, **more), arrays(value), IDENTITY)
+
+
+def read(folder: Path) -> Arrays:
+    files.read_numbers(folder)
+    return files.read_arrays(folder, ROOM)
+
+
+def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    assert folder == tmp_path / "checkpoints" / "step-00000003"
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all of them as the umask says"
+    found = files.read_numbers(folder)
+    assert found == (folder, train_state(3), IDENTITY, {})
+    again = read(folder)
+    assert again.keys() == arrays().keys()
+    for name, array in arrays().items():
+        np.testing.assert_array_equal(again[name], array)
+        assert (again[name].dtype, again[name].shape) == (array.dtype, array.shape)
+
+
+def test_no_accuracy_yet_is_no_number(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3, accuracy=math.nan, target=None)
+    assert '"accuracy": null' in (folder / "progress.json").read_text()
+    assert math.isnan(files.read_numbers(folder).train_state.accuracy)
+
+
+def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name}: OK" for name in ("weights.safetensors", "slots.safetensors", "progress.json")]
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    """Accuracies 0.5, 0.7, 0.7 of evaluations at steps 1 to 3; step 4 was not evaluated, though it names the last accuracy."""
+    for step, accuracy, evaluated in ((1, 0.5, 1), (2, 0.7, 2), (3, 0.7, 3), (4, 0.7, 3), (5, 0.6, 5), (6, 0.1, 6)):
+        folder = save(tmp_path, step, accuracy=accuracy, evaluated=evaluated)
+        files.prune(tmp_path, 2, 1, folder)
+    assert [path.name for path in files.finished(tmp_path)] == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -> None:
+    for step in (8, 9):
+        (save(tmp_path, step) / "SHA256SUMS").unlink()
+    save(tmp_path, 4)
+    folder = save(tmp_path, 5)
+    files.prune(tmp_path, 2, 0, folder)
+    assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5", "8", "9"], "damaged ones do not count"
+    files.prune(tmp_path, 1, 0, folder)
+    assert folder.exists()
+    found, _, notes = resume.newest_good(tmp_path, ROOM)
+    assert found.folder == folder
+    assert notes == [f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)]
+
+
+def test_leftovers_of_a_write_that_was_cut_off_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step-00000009.unfinished").mkdir(parents=True)
+    folder = save(tmp_path, 1)
+    assert files.finished(tmp_path) == [folder]
+    files.prune(tmp_path, 2, 0, folder)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    (save(tmp_path, 3) / "slots.safetensors").unlink()
+    assert read(save(tmp_path, 3, 2.5))["p.w"][0, 0] == 2.5
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint in"):
+        resume.newest_good(tmp_path, ROOM)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty", "flipped", "folder"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, name: str, damage: str) -> None:
+    good, path = save(tmp_path, 2), save(tmp_path, 3) / name
+    whole = path.read_bytes()
+    path.unlink()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "missing":
+        garbage = b"\x80\x04cposix\nsystem\n" * 9
+        path.write_bytes({"cut": whole[: len(whole) // 2], "garbage": garbage, "empty": b"", "flipped": bytes(flipped)}[damage])
+    with pytest.raises(Damaged, match="the checkpoint is damaged: ") as caught:
+        read(path.parent)
+    assert caught.value.where == str(path.parent)
+    found, _, notes = resume.newest_good(tmp_path, ROOM)
+    assert found.folder == good
+    assert len(notes) == 1
+    assert notes[0].startswith("damaged step-00000003 is skipped: "), notes
+    if damage in ("missing", "folder"):
+        assert name in notes[0]
+    (good / "slots.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint of .* is good: damaged step-00000003 is skipped"):
+        resume.newest_good(tmp_path, ROOM)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    folder, random = save(tmp_path, 3), np.random.default_rng(1)
+    for name in FILES:
+        whole = (folder / name).read_bytes()
+        for bit in random.choice(8 * len(whole), 40, replace=False):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (folder / name).write_bytes(bytes(flipped))
+            with pytest.raises(Damaged):
+                read(folder)
+        (folder / name).write_bytes(whole)
+    read(folder)
+
+
+def test_a_file_too_large_for_the_model_is_not_read(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    with (folder / "weights.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)  # a terabyte of nothing, on paper
+    with pytest.raises(Damaged, match="weights.safetensors: 1099511627776 bytes, where this model and optimizer have at most 1048576"):
+        read(folder)
+
+
+def rewrite(folder: Path, change: dict) -> None:
+    """Changes progress.json and its checksum: a file that was made like this on purpose."""
+    path = folder / "progress.json"
+    tree = json.loads(path.read_text())
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    path.write_text(json.dumps(tree))
+    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, "progress.json")]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    rewrite(folder, {"format": 99})
+    with pytest.raises(Damaged, match="format 99, this version reads 2"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("progress.step", "abc"),
+        ("progress.samples", None),
+        ("progress.samples", -64),
+        ("progress.samples", 2**63),
+        ("progress.dataset", 0),
+        ("progress.total", 1.5),
+        ("at_target", float("inf")),
+        ("evaluated", True),
+        ("seconds", "x"),
+        ("accuracy", float("nan")),
+        ("sums", {}),
+        ("sums.loss", float("inf")),
+        ("noise", [1]),
+        ("noise", 1),
+        ("noise", [1, 2, 3]),
+        ("progress", 3),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    folder = save(tmp_path, 3)
+    rewrite(folder, {f"standing.{key}": value})
+    with pytest.raises(Damaged, match="the checkpoint is damaged: progress.json: "):
+        read(folder)
+
+
+ODD_TREES = ["[]", "3", "{}", '{"format": 2}', '{"format": 2, "identity": 3, "names": {}, "standing": {}}', "[" * 100000]
+
+
+@pytest.mark.parametrize("text", ODD_TREES)
+def test_another_shape_of_json_is_refused(tmp_path: Path, text: str) -> None:
+    folder = save(tmp_path, 3)
+    (folder / "progress.json").write_text(text)
+    with pytest.raises(Damaged, match="the checkpoint is damaged: progress.json: "):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("data.samples", 11, "another data.samples: 10, this job has 11"),
+        ("data.mean", [0.25], r"another data.mean: \[0.5\], this job has \[0.25\]"),
+        ("seed", 6, "another seed: 5, this job has 6"),
+    ],
+)
+def test_another_job_is_refused(tmp_path: Path, key: str, value: object, what: str) -> None:
+    found = files.read_numbers(save(tmp_path, 3))
+    resume.check_identity(found, IDENTITY)
+    section, _, name = key.rpartition(".")
+    mine = IDENTITY | ({section: IDENTITY[section] | {name: value}} if section else {name: value})
+    with pytest.raises(UserError, match=f"the checkpoint has {what}"):
+        resume.check_identity(found, mine)

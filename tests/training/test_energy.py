@@ -1,0 +1,348 @@
+"""Joules: a counter that ranks share is read once; wrap-around by hand; and the message why nothing is measured."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.report import summary
+from hvdtrain.report.run import RunRecord
+from hvdtrain.training.telemetry.energy import Claim, Counter, EnergyCounters, find_counters
+from hvdtrain.training.telemetry.energy import summary as energy_summary
+from hvdtrain.training.telemetry.energy_meter import EnergyMeter
+
+NO_RAPL = "no /sys/class/powercap/intel-rapl here"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml:
+    """The driver of a machine with some GPUs: this one has none. Counters in millijoules, as NVML's."""
+
+    NVMLError: type[Exception] = NVMLError
+
+    def __init__(self, **counters_mj: int) -> None:
+        self.counters_mj = {f"GPU-{name}": mj for name, mj in counters_mj.items()}
+        self.mig: dict[str, int] = {}
+        self.init: Callable[[], None] = lambda: None
+
+    def nvmlInit(self) -> None:
+        self.init()
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self.counters_mj:
+            raise NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
+        if handle not in self.mig:
+            raise NVMLError("Not Supported")
+        return [self.mig[handle], 0]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return self.counters_mj[handle]
+
+
+class Fake(SingleProcessCommunicator):
+    """One rank of several: it hears its own claim, and those of the others as they are given."""
+
+    def __init__(self, rank: int, others: dict[int, Claim]) -> None:
+        self.rank, self.size, self._others = rank, len(others) + 1, others  # type: ignore[misc]
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        return [thing if rank == self.rank else self._others[rank] for rank in range(self.size)]
+
+
+def claim(host: str, gpu: str | None = None, cpu: str = "", why: str = "") -> Claim:
+    return Claim(host, f"machine of {host}", gpu, {"cpu": cpu} | ({"gpu": why} if gpu or why else {}))
+
+
+def zone(root: Path, name: str, what: str, microjoules: int, most: int = 262_143_328_850) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "name").write_text(f"{what}\n")
+    (folder / "energy_uj").write_text(f"{microjoules}\n")
+    (folder / "max_energy_range_uj").write_text(f"{most}\n")
+    return folder
+
+
+def add(folder: Path, microjoules: int) -> None:
+    file = folder / "energy_uj"
+    file.write_text(f"{int(file.read_text()) + microjoules}\n")
+
+
+def gpus_alone(communicator: SingleProcessCommunicator, nvml: FakeNvml, gpu: str, powercap: Path) -> EnergyCounters:
+    return find_counters(communicator, f"GPU-{gpu}", powercap=powercap, nvml=nvml)
+
+
+def test_a_counter_that_may_have_started_again_twice_is_not_trusted() -> None:
+    meter = Counter(iter([10.0, 30.0, 50.0]).__next__, 65536.0)
+    assert meter.joules(100.0) == 20.0  # at most 60 kJ in 100 s
+    assert math.isnan(meter.joules(110.0))
+
+
+def test_keeping_up_loses_nothing_and_hides_no_turn() -> None:
+    """100 W on a counter of 65 kJ that is read after half an hour: it has started again twice."""
+    now = [0.0]
+    one = EnergyCounters({"cpu": ""}, {"cpu": [Counter(lambda: 100.0 * now[0] % 65536.0, 65536.0)]}, lambda: now[0])
+    for _ in range(180):
+        now[0] += 10.0
+        one.keep_up()
+    assert one.read()["cpu"] == pytest.approx(180000.0)
+    now[0] += 1800.0
+    assert math.isnan(one.read()["cpu"])
+
+
+def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: Path) -> None:
+    one = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
+    two = zone(tmp_path, "intel-rapl:1", "package-1", 9_000_000)
+    others = [
+        zone(tmp_path, "intel-rapl:0:0", "core", 0),
+        zone(tmp_path, "intel-rapl:0:1", "package-0-part", 0),
+        zone(tmp_path, "intel-rapl:1:0", "dram", 0),
+        zone(tmp_path, "intel-rapl:2", "psys", 0),
+        zone(tmp_path, "intel-rapl-mmio:0", "package-0", 0),
+    ]
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+    assert meter.reasons == {"cpu": ""}
+    add(one, 2_500_000)
+    add(two, 1_250_000)
+    for other in others:
+        add(other, 70_000_000)
+    assert meter.read() == {"gpu": 0.0, "cpu": 3.75}
+    assert meter.read() == {"gpu": 0.0, "cpu": 0.0}
+
+
+def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
+    folder = zone(tmp_path, "intel-rapl:0", "package-0", 60_000_000, most=65_000_000)
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+    add(folder, 4_000_000)
+    assert meter.read()["cpu"] == 4.0  # at 64 of 65
+    add(folder, -63_000_000)
+    assert meter.read()["cpu"] == 2.0  # 1 to the end, 1 from 0 on
+
+
+def test_counters_are_read_once_a_second_and_nothing_is_lost(tmp_path: Path) -> None:
+    folder, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), Clock()
+    meter = EnergyMeter(find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=clock), 0, clock)
+    joules, watts = [], []
+    for seconds in (0.5, 0.25, 0.5, 0.5, 0.75):
+        clock.now += seconds
+        add(folder, 1_000_000)
+        sums = meter.sync_sums()
+        joules.append(sums["joules.cpu"])
+        watts.append(meter.update(sums))
+    assert joules == [0.0, 2.0, 0.0, 2.0, 0.0], "where the next sync point is expected more than a second after the last reading"
+    assert math.isnan(watts[0]) and watts[1:] == [2 / 0.75, 2 / 0.75, 2.0, 2.0]
+    assert meter.read_sums()["joules.cpu"] == 1.0
+
+
+def test_a_gpu_in_millijoules(tmp_path: Path) -> None:
+    nvml = FakeNvml(a=1_000, b=0)
+    meter = gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path)
+    assert meter.reasons == {"cpu": f"no {tmp_path}/intel-rapl here", "gpu": ""}
+    nvml.counters_mj |= {"GPU-a": 251_500, "GPU-b": 7_000}
+    assert meter.read() == {"gpu": 250.5, "cpu": 0.0}
+
+
+@pytest.mark.parametrize(("rank", "joules"), [(0, 3.0), (1, 0.0), (2, 3.0)])
+def test_two_ranks_on_one_gpu_count_it_once(tmp_path: Path, rank: int, joules: float) -> None:
+    """Ranks 0 and 1 share GPU a; rank 2 has b. Each counter grows by 3 J: the job takes 6."""
+    everyone = [claim("n", "GPU-a"), claim("n", "GPU-a"), claim("n", "GPU-b")]
+    nvml = FakeNvml(a=0, b=0)
+    communicator = Fake(rank, {other: c for other, c in enumerate(everyone) if other != rank})
+    meter = gpus_alone(communicator, nvml, "b" if rank == 2 else "a", tmp_path)
+    nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 3_000)
+    assert meter.read()["gpu"] == joules
+
+
+def test_the_packages_of_a_machine_count_once_under_two_host_names(tmp_path: Path) -> None:
+    folder = zone(tmp_path / "rapl", "intel-rapl:0", "package-0", 0)
+    (tmp_path / "boot_id").write_text("one-machine\n")
+    boot_id = tmp_path / "boot_id"
+    container = Claim("other-name", "one-machine", None, {"cpu": ""})
+    second = find_counters(Fake(1, {0: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    first = find_counters(Fake(0, {1: container}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    other_machine = find_counters(Fake(1, {0: claim("elsewhere")}), None, powercap=tmp_path / "rapl", boot_id=boot_id)
+    add(folder, 8_000_000)
+    assert [meter.read()["cpu"] for meter in (first, second, other_machine)] == [8.0, 0.0, 8.0]
+    assert first.reasons == second.reasons == {"cpu": ""}
+
+
+def test_one_host_without_a_counter_and_none_counts(tmp_path: Path) -> None:
+    folder, nvml = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0)
+    without = claim("node7", "GPU-z", cpu=NO_RAPL, why="NVML has no counter of GPU-z: Not Supported")
+    meter = find_counters(
+        Fake(0, {1: without, 2: without, 3: claim("node8", "GPU-y", cpu="x", why="y")}), "GPU-a", powercap=tmp_path, nvml=nvml
+    )
+    assert meter.reasons == {
+        "gpu": "node7: NVML has no counter of GPU-z: Not Supported (and 1 more host)",
+        "cpu": f"node7: {NO_RAPL} (and 1 more host)",
+    }
+    add(folder, 8_000_000)
+    nvml.counters_mj["GPU-a"] = 5_000
+    assert meter.read() == {"gpu": 0.0, "cpu": 0.0}
+
+
+def test_a_reason_that_all_hosts_have_names_none(tmp_path: Path) -> None:
+    here = f"no {tmp_path}/intel-rapl here"
+    assert find_counters(Fake(0, {1: claim("node7", cpu=here)}), None, powercap=tmp_path).reasons == {"cpu": here}
+
+
+def test_every_rank_derives_the_same_reasons(tmp_path: Path) -> None:
+    """Rank 0 has both counters, rank 1 a GPU that the driver does not know and no RAPL, rank 2 no GPU and no RAPL."""
+    zone(tmp_path / "a", "intel-rapl:0", "package-0", 0)
+    places = [("GPU-a", tmp_path / "a"), ("GPU-b", tmp_path / "none"), (None, tmp_path / "none")]
+    nvml, found, whys = FakeNvml(a=0), list[Claim](), []
+
+    class Listening(SingleProcessCommunicator):
+        def allgather_object(self, thing: Any) -> list[Any]:
+            found.append(thing)
+            return [thing]
+
+    for gpu, powercap in places:
+        find_counters(Listening(), gpu, powercap=powercap, nvml=nvml)
+    for rank, (gpu, powercap) in enumerate(places):
+        others = {other: c for other, c in enumerate(found) if other != rank}
+        whys.append(find_counters(Fake(rank, others), gpu, powercap=powercap, nvml=nvml).reasons)
+    host = found[0].host
+    reasons = {"gpu": f"{host}: NVML has no counter of GPU-b: Not Found", "cpu": f"{host}: no {tmp_path}/none/intel-rapl here"}
+    assert whys == [reasons] * 3
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpu_why", "reason"),
+    [
+        (None, "torch does not tell the UUID", "torch does not tell the UUID"),
+        ("MIG-5", "", "MIG-5 is a part of a GPU (MIG), and NVML counts whole ones"),
+        ("GPU-parts", "", "GPU-parts is divided (MIG), and NVML counts whole GPUs"),
+        ("GPU-gone", "", "NVML has no counter of GPU-gone: Not Found"),
+        ("GPU-old", "", "NVML has no counter of GPU-old: Not Supported"),
+        ("GPU-whole", "", ""),
+    ],
+)
+def test_why_a_gpu_is_not_measured(tmp_path: Path, gpu: str | None, gpu_why: str, reason: str) -> None:
+    class Old(FakeNvml):
+        def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+            if handle == "GPU-old":
+                raise NVMLError("Not Supported")
+            return super().nvmlDeviceGetTotalEnergyConsumption(handle)
+
+    nvml = Old(parts=0, old=0, whole=0)
+    nvml.mig = {"GPU-parts": 1, "GPU-whole": 0}
+    meter = find_counters(SingleProcessCommunicator(), gpu, gpu_why, powercap=tmp_path, nvml=nvml)
+    assert meter.reasons["gpu"] == reason
+    nvml.counters_mj = dict.fromkeys(nvml.counters_mj, 2_000)
+    assert meter.read()["gpu"] == (0.0 if reason else 2.0)
+
+
+def test_no_driver_and_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise NVMLError("NVML Shared Library Not Found")
+
+    nvml = FakeNvml(a=0)
+    nvml.init = fail
+    assert (
+        gpus_alone(SingleProcessCommunicator(), nvml, "a", tmp_path).reasons["gpu"]
+        == "NVML has no counter of GPU-a: NVML Shared Library Not Found"
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (
+        find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path).reasons["gpu"]
+        == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    )
+
+
+def test_the_real_library_says_why_or_measures(tmp_path: Path) -> None:
+    """With a driver there is still no such GPU; without one NVML says that."""
+    pytest.importorskip("pynvml")
+    why = find_counters(SingleProcessCommunicator(), "GPU-00000000-0000-0000-0000-000000000000", powercap=tmp_path).reasons["gpu"]
+    assert why.startswith("NVML has no counter of GPU-00000000-0000-0000-0000-000000000000: ") and len(why) > 70
+
+
+def test_only_root_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root reads everything, so the kernel's refusal is put in its place here."""
+    folder = zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    real = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    fix = f"an administrator can open it: chmod a+r {tmp_path}/intel-rapl:*/energy_uj, at each boot, as by a udev rule"
+    assert find_counters(SingleProcessCommunicator(), None, powercap=tmp_path).reasons == {
+        "cpu": f"{folder}/energy_uj can be read by root only since CVE-2020-8694; {fix}"
+    }
+
+
+def test_a_counter_that_is_no_number(tmp_path: Path) -> None:
+    (zone(tmp_path, "intel-rapl:0", "package-0", 0) / "energy_uj").write_text("\n")
+    assert (
+        find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+        .reasons["cpu"]
+        .startswith(f"cannot read {tmp_path}/intel-rapl: invalid literal")
+    )
+
+
+def test_a_counter_that_fails_in_mid_run_is_nan_for_ever(tmp_path: Path) -> None:
+    folder, nvml, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0), Clock()
+    meter = find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
+    was = (folder / "energy_uj").read_text()
+    (folder / "energy_uj").unlink()
+    nvml.counters_mj["GPU-a"] = 4_000
+    joules = meter.read()
+    assert joules["gpu"] == 4.0 and math.isnan(joules["cpu"])
+    (folder / "energy_uj").write_text(was)
+    assert math.isnan(meter.read()["cpu"])
+    nvml.counters_mj["GPU-a"] = 100  # the driver was loaded anew: how much is missing is not known
+    assert math.isnan(meter.read()["gpu"])
+
+
+def test_the_line_of_the_header() -> None:
+    assert energy_summary({"gpu": "", "cpu": NO_RAPL}) == f"energy  GPUs by NVML; processors not measured: {NO_RAPL}"
+    assert energy_summary({"cpu": ""}) == "energy  processors by RAPL"
+
+
+def run_record(*events: dict[str, Any], **energy: str) -> RunRecord:
+    return RunRecord(Path("run"), {}, [{"time": 0.0, "kind": "start", "step": 0, "energy": energy}, *events])
+
+
+def epoch(kinds: dict[str, float], images: int) -> dict[str, Any]:
+    """An hour at so many images; its joules by kind."""
+    of_one = {"joules_per_image": sum(kinds.values()) / images} if kinds else {}
+    return {"time": 1.0, "kind": "epoch", "step": 1, "images_per_s": images / 3600, "epoch_s": 3600.0, "joules": kinds, **of_one}
+
+
+def test_a_counter_that_failed_is_named_in_the_report() -> None:
+    failed = "a counter failed during the job"
+    assert summary.energy_summary(run_record(epoch({}, 10), cpu="")) == f"not measured: processors: {failed}"
+    assert summary.energy_summary(run_record(epoch({}, 10), cpu="", gpu="x")) in (f"not measured: processors: {failed}; GPUs: x",)
+    both, left = epoch({"gpu": 30.0, "cpu": 60.0}, 10), epoch({"gpu": 50.0}, 10)
+    assert summary.energy_summary(run_record(both, left, cpu="", gpu="")) == f"5 J (GPUs); not measured: processors: {failed}"
+    ended = {"time": 2.0, "kind": "end", "step": 2, "joules": {"gpu": 80.0}, "joules_per_image": 4.0}
+    assert summary.energy_summary(run_record(both, both, ended, cpu="", gpu="")) == f"4 J (GPUs); not measured: processors: {failed}"
+    again = {"time": 1.5, "kind": "start", "step": 1, "energy": {"cpu": ""}}
+    other = "not measured: processors: not counted in every start of the job"
+    assert summary.energy_summary(run_record({**ended, "joules": {}, "joules_per_image": None}, again, epoch({}, 10), cpu="x")) == other
+
+
+def test_joules_per_image_while_a_job_runs_are_joules_by_images() -> None:
+    """90 J for 30 images and 50 for 10: 140 / 40 = 3.5, not the mean of 3 and 5."""
+    assert summary.joules_per_image(run_record(epoch({"cpu": 90.0}, 30), epoch({"cpu": 50.0}, 10), cpu="")) == pytest.approx(3.5)

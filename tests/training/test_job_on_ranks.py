@@ -1,0 +1,92 @@
+"""The main job under a real mpirun: what it prints and writes, resume on another number of ranks, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Result, mpirun, needs_horovod, python
+
+from hvdtrain.config.read import configure
+from hvdtrain.training.datasets import open_datasets
+
+WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.precision=fp64", "optim.base_lr=0.03"]
+
+
+def job(size: int, run: Path, *words: str) -> Result:
+    argv = [*WORDS, *words, f"run={run}"]
+    result = mpirun(size, argv, timeout_s=120) if size else python(argv, timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result
+
+
+def epochs(run: Path) -> list[dict]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == "epoch"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"), [pytest.param("horovod", "hvd.DistributedOptimizer", marks=needs_horovod), ("mpi", "gradients in 1 bucket")]
+)
+def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) -> None:
+    run = tmp_path / "run"
+    first = job(2, run, f"comm.engine={engine}", "epochs=2", "data.sampling=partition")
+    lines = first.stdout.splitlines()
+    assert re.match(rf"ranks   2 \(.* x 2\), engine {engine}: comm.engine={engine}", lines[0]), lines
+    assert lines[2] == "batch   33 over all ranks, 16 or 17 on each"
+    assert how in lines[4]
+    assert lines[-1] == f"run folder: {run}"
+    assert len([line for line in lines if re.match(r" +\d", line)]) == 2, "rank 0 speaks, the other is silent"
+    second = job(0, run, "epochs=3", f"resume={run}")
+    assert "resume  from step 88" in second.stdout
+    third = job(2, run, "epochs=4", f"resume={run}", f"comm.engine={engine}")
+    assert "resume  from step 131" in third.stdout
+    rows = epochs(run)
+    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [(1, 44, 360), (2, 88, 360), (3, 131, 360), (4, 175, 360)]
+    assert rows[3]["val_accuracy"] > 0.7  # 0.1 is chance
+
+
+@needs_horovod
+def test_auto_takes_horovod_under_mpirun() -> None:
+    result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"], timeout_s=60)
+    assert result.returncode == 2
+    assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr
+    code = (
+        "import os; from hvdtrain.training.build import connect; from hvdtrain.config.read import configure\n"
+        "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, []), placement(os.environ))\n"
+        "print(engine.name, engine.size, why)"
+    )
+    found = mpirun(2, ["-c", code], timeout_s=60)
+    assert found.stdout.splitlines() == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
+
+
+def test_single_is_refused_under_mpirun() -> None:
+    result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"], timeout_s=60)
+    assert result.returncode == 2
+    assert result.stderr.count("comm.engine=single is for one process; the job has 2 ranks") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"), [pytest.param("horovod", ["batch.micro=9"], marks=needs_horovod), ("mpi", ["comm.bucket_mb=0.001"])]
+)
+def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, engine: str, more: list[str]) -> None:
+    """At rest (lr 0) from zero weights a sample's gradient of the squared error is -(one-hot label) x, so |G|^2 and S are sums by hand."""
+    run = tmp_path / "run"
+    words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
+    result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    config = configure(None, [])
+    parts = open_datasets(config)
+    data = parts.train.read(np.arange(len(parts.train)))
+    x = ((data["x"] / 255.0 - parts.task.mean) / parts.task.std).reshape(len(data["x"]), -1)
+    x = np.concatenate([x, np.ones((len(x), 1))], 1)  # the bias
+    mean = np.eye(10)[data["y"]].T @ x / len(x)
+    signal = np.square(mean).sum()
+    noise = np.square(x).sum() / len(x) - signal
+    measured = epochs(run)[-1]["noise_scale"]
+    assert measured == pytest.approx(noise / signal, rel=0.1)
+    assert 10 < measured < 30
+    assert f"noise scale {measured:.0f}: batches far above that many samples save few steps" in result.stdout

@@ -1,0 +1,182 @@
+"""The prefetcher: the same steps in the same order however far it reads ahead, errors in their step, no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.config.read import configure
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.digest import digests
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.source import ArraySource
+from hvdtrain.errors import UserError
+from hvdtrain.training.build import build_learner, build_recipe
+from hvdtrain.training.datasets import build_source, build_task
+from hvdtrain.training.health.stall_report import frames_of_work
+from hvdtrain.training.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead
+
+WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
+TIMEOUT_S = 30  # of every wait: reached only where a test fails
+FIRST = Progress(50, 100)  # 2 epochs of 50 samples, 13 steps
+
+
+class RecordingSource:
+    """A source that is no array. It records each read and its thread, and calls before_read(samples) first."""
+
+    def __init__(self, source: Any, before_read: Callable[[np.ndarray], Any] | None = None) -> None:
+        self.source, self.shape, self.classes = source, source.shape, source.classes
+        self.before_read = before_read or (lambda samples: None)
+        self.reads: list[list[int]] = []
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, samples: np.ndarray) -> Batch:
+        self.reads.append(samples.tolist())
+        self.threads.add(threading.current_thread().name)
+        self.before_read(samples)
+        return self.source.read(samples)
+
+    def stats(self) -> Any:
+        return self.source.stats()
+
+
+def make(*words: str, before_read: Callable[[np.ndarray], Any] | None = None) -> tuple[Prefetcher, Any]:
+    config = configure(None, [*WORDS, *words])
+    images = build_source(config, "train")
+    source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
+    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
+    if not config.data.resident:
+        source = RecordingSource(source, before_read)
+    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source)), source, learner), source
+
+
+def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
+    """Digests of every array of each step; closes the prefetcher."""
+    progress, found = FIRST, []
+    for _ in range(steps):
+        hyper, micro_batches = prefetcher.take(progress)
+        assert hyper.step == progress.step
+        tensors = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch).items()}
+        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if tensor is not None}
+        found.append(digests(arrays.items()))
+        progress = progress.advance(hyper.batch)
+    prefetcher.close()
+    return found
+
+
+AUGMENTED = "augment.crop=1 augment.flip=true augment.cutout=2 augment.mixup=0.3 batch.micro=3 recipe.sample_noise=0.5 optim.base_batch=4"
+
+
+@pytest.mark.parametrize("words", ["", AUGMENTED])
+@pytest.mark.parametrize("how", ["data.ahead=1", "data.ahead=3 data.readers=1", "data.ahead=4 data.readers=3", "data.resident=true"])
+def test_reading_ahead_changes_no_number(how: str, words: str) -> None:
+    plain = take_steps(make("data.ahead=0", *words.split())[0], 12)
+    assert take_steps(make(*how.split(), *words.split())[0], 12) == plain
+    assert len({str(step) for step in plain}) == 12
+
+
+def test_two_readers_read_three_steps_ahead_at_the_same_time_and_end() -> None:
+    threads_before = threading.active_count()
+    both_readers = threading.Barrier(2)  # breaks after TIMEOUT_S where a read waits alone
+    prefetcher, source = make("data.ahead=3", "data.readers=2", before_read=lambda _: both_readers.wait(TIMEOUT_S))
+    prefetcher.take(FIRST)
+    prefetcher.drain()
+    assert len(source.reads) == 4 and not both_readers.broken
+    assert len(source.threads) == 2 and all(name.startswith("hvdtrain-reader") for name in source.threads)
+    prefetcher.close()
+    assert threading.active_count() == threads_before
+
+
+def test_nothing_is_read_beyond_the_end() -> None:
+    for words, steps in (([], 13), (["max_steps=4"], 4)):
+        prefetcher, source = make("data.ahead=6", *words)
+        take_steps(prefetcher, steps)
+        assert len(source.reads) == steps
+
+
+def test_an_error_of_a_reader_is_raised_by_its_own_step() -> None:
+    plain, recorded = make("data.ahead=0")
+    take_steps(plain, 4)
+    broken = recorded.reads[2][0]
+
+    def fail(samples: np.ndarray) -> None:
+        if broken in samples:
+            raise UserError(f"sample {broken} is broken", "here")
+
+    prefetcher, _ = make("data.ahead=3", before_read=fail)
+    progress = FIRST
+    for _ in range(2):
+        progress = progress.advance(prefetcher.take(progress).hyper.batch)
+    with pytest.raises(UserError, match=f"sample {broken} is broken"):
+        prefetcher.take(progress)
+    prefetcher.close()
+
+
+def test_a_stall_report_shows_the_reader_that_hangs() -> None:
+    reading, release = threading.Event(), threading.Event()
+
+    def hang(samples: np.ndarray) -> None:
+        reading.set()
+        release.wait(TIMEOUT_S)
+
+    prefetcher, _ = make("data.ahead=2", before_read=hang)
+    taker = threading.Thread(target=prefetcher.take, args=(FIRST,))
+    taker.start()
+    assert reading.wait(TIMEOUT_S)
+    names: list[str] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while "hang" not in names and time.monotonic() < deadline:  # the reader may hang before the taker waits for it
+        names = [frame.f_code.co_name for frame in frames_of_work(taker.ident or 0)]
+    release.set()
+    taker.join()
+    prefetcher.close()
+    assert "hang" in names and "prepare" in names and "take" not in names
+
+
+def test_a_step_that_was_not_expected_is_read_anew() -> None:
+    prefetcher, _ = make("data.ahead=3")
+    plain, _ = make("data.ahead=0")
+    for progress in (FIRST, Progress(50, 100, 7, 56), Progress(50, 100, 2, 16)):
+        ahead, now = prefetcher.take(progress).micro_batches[0].images, plain.take(progress).micro_batches[0].images
+        assert np.array_equal(ahead.numpy(), now.numpy())
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
+    prefetcher, source = make(f"data.ahead={ahead}")
+    batches = [np.arange(0, 20), np.arange(20, 40), np.arange(40, 40), np.arange(40, 50)]
+    labels = [None if batch is None else batch.labels.tolist() for batch in prefetcher.evaluation(source, batches)]
+    y = source.source.read(np.arange(50))["y"].tolist()
+    assert labels == [y[:20], y[20:40], None, y[40:]]
+    prefetcher.close()
+
+
+def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(steps, readers) where reading is slow and where it is fast; 6 cores, 2 ranks on the host."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    cases = {
+        "": ((3, 3), (0, 1)), "data.readers=5": ((5, 5), (5, 5)), "data.ahead=0": ((0, 1), (0, 1)), "data.ahead=1": ((1, 1), (1, 1)),
+        "data.ahead=4 data.readers=2": ((4, 2), (4, 2)),
+    }  # fmt: skip
+    for words, (slow, fast) in cases.items():
+        config = configure(None, words.split()).data
+        assert (choose_read_ahead(config, False, 2), choose_read_ahead(config, True, 2)) == (slow, fast), words
+    assert choose_read_ahead(configure(None, []).data, False, 6) == ReadAhead(DEFAULT_STEPS_AHEAD, 1)
+
+
+def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
+    config = configure(None, [*WORDS, "data.resident=true"])
+    source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
+    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
+    with pytest.raises(UserError, match=r"data\.resident"):
+        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9), RecordingSource(source), learner)

@@ -1,0 +1,234 @@
+"""Interrupted and resumed equals uninterrupted: to the last bit where it began, up to rounding on other ranks, engines and frameworks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from ranks import ENGINES, mpirun, python
+from resume_matrix import KINDS, LINEAR, POINTS, Outcome, Stop, Work, do
+from resume_runs import ROOM, Cell, Run, check_same, difference, read_run, reads_the_rest
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.sampler import indices
+from hvdtrain.training.checkpoint import files
+
+pytestmark = pytest.mark.faults
+SIZES, FRAMES = (1, 2, 4), ("torch", "numpy", "jax")
+ROUNDING = 1e-12
+PATH = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])
+
+
+class Setting(NamedTuple):
+    """Where a job runs."""
+
+    engine: str
+    size: int
+    framework: str
+
+
+class Jobs:
+    """Runs jobs, and keeps what they left by their run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, dict[str, Run]()
+
+    def start(self, size: int, plan: dict[str, list[Work]]) -> None:
+        """One start of MPI, or of one process, for all jobs of all engines on so many ranks."""
+        plan_json, out_json = (self.folder / f"{name}-{len(self.runs)}.json" for name in ("plan", "out"))
+        plan_json.write_text(json.dumps(plan))
+        env = {"PYTHONPATH": PATH, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "jax")}  # 1.3 s of a job without, 0.2 s with it
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+        argv = ["tests/support/resume_matrix.py", str(plan_json), str(out_json)]
+        result = python(argv, timeout_s=600, env=env) if size == 1 else mpirun(size, argv, timeout_s=600, env=env)
+        assert result.returncode == 0, result.stderr
+        print(f"{size} ranks, {', '.join(plan)}: {sum(map(len, plan.values()))} jobs in {result.seconds:.1f} s")
+        for run, outcome in json.loads(out_json.read_text()).items():
+            self.runs[run] = read_run(Path(run), Outcome(*outcome))
+
+    def run(self, *names: object) -> str:
+        return str(self.folder.joinpath(*map(str, names)))
+
+    def resumable(self, stopped: str, *names: object) -> str:
+        """A new run folder with the checkpoints of another, and nothing else of it."""
+        run = self.run(*names)
+        shutil.copytree(Path(stopped) / "checkpoints", Path(run) / "checkpoints")
+        return run
+
+
+class Matrix:
+    """Every setting's job stopped at every point, and gone on with in every setting; where both are the same, from every point."""
+
+    def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:
+        self.jobs = Jobs(folder)
+        self.engines = {size: (["single"] if size == 1 else []) + engines for size in sizes if size == 1 or engines}
+        self.settings = [Setting(engine, size, framework) for size in self.engines for engine in self.engines[size] for framework in FRAMES]
+        self.pairs = [
+            (saved, resumed, point)
+            for (i, saved), (j, resumed) in itertools.product(enumerate(self.settings), repeat=2)
+            for k, point in enumerate(POINTS)
+            if i == j or (i + j) % len(POINTS) == k
+        ]
+        for part in (self._begin, self._go_on):
+            for size, names in self.engines.items():
+                self.jobs.start(size, {engine: [*part(engine, size)] for engine in names})
+
+    def _begin(self, engine: str, size: int) -> Iterator[Work]:
+        """Each job to its end, and up to where it is stopped."""
+        for here in self.settings:
+            words = f"{LINEAR} comm.engine={engine} framework={here.framework}"
+            if here[:2] == (engine, size):
+                yield Work(self.jobs.run("straight", *here), words)
+                for point, step in POINTS.items():
+                    yield Work(self.jobs.run("stopped", *here, point), words, Stop("train", step, size - 1))
+        for place, (kind, words) in enumerate(KINDS.items() if size == 2 else ()):
+            stop = Stop("val", 6, 1) if "evaluation" in kind else Stop("train", 7, place % 2)
+            yield Work(self.jobs.run("straight", engine, kind), f"{words} comm.engine={engine}")
+            yield Work(self.jobs.run("stopped", engine, kind), f"{words} comm.engine={engine}", stop)
+
+    def _go_on(self, engine: str, size: int) -> Iterator[Work]:
+        """In another process than the one that was stopped: nothing stays behind in its memory."""
+        for saved, here, point in self.pairs:
+            if here[:2] == (engine, size):
+                run = self.jobs.resumable(self.jobs.run("stopped", *saved, point), "resumed", *saved, *here, point)
+                yield Work(run, f"{LINEAR} comm.engine={engine} framework={here.framework}")
+        for kind, words in KINDS.items() if size == 2 else ():
+            run = self.jobs.resumable(self.jobs.run("stopped", engine, kind), "resumed", engine, kind)
+            yield Work(run, f"{words} comm.engine={engine}")
+
+    def kind(self, engine: str, kind: str) -> Cell:
+        return Cell(*(self.jobs.runs[self.jobs.run(part, engine, kind)] for part in ("straight", "stopped", "resumed")))
+
+    def cells(self) -> Iterator[tuple[Setting, Setting, Cell]]:
+        for saved, resumed, point in self.pairs:
+            runs = (("straight", *saved), ("stopped", *saved, point), ("resumed", *saved, *resumed, point))
+            yield saved, resumed, Cell(*(self.jobs.runs[self.jobs.run(*names)] for names in runs))
+
+
+Entries = dict[tuple[str, str], list[tuple[bool, float]]]  # (row, column) -> [(alike in what the table does not show, difference)]
+
+
+def table(corner: str, entries: Entries) -> str:
+    """Markdown: the largest difference of those that are alike / of the others."""
+    names = list(dict.fromkeys(row for row, _ in entries))
+    lines = [f"| {corner} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in names:
+        cells = []
+        for column in names:
+            found = [max((number for alike, number in entries[row, column] if alike == wanted), default=None) for wanted in (True, False)]
+            cells.append(" / ".join(f"{number:.0e}" if number else "0" for number in found if number is not None))
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def report(matrix: Matrix) -> str:
+    """Two tables: ranks and engines, and frameworks."""
+    places: Entries = defaultdict(list)
+    frameworks: Entries = defaultdict(list)
+    for saved, resumed, cell in matrix.cells():
+        number = difference(cell)
+        places[f"{saved.engine} {saved.size}", f"{resumed.engine} {resumed.size}"].append((saved.framework == resumed.framework, number))
+        frameworks[saved.framework, resumed.framework].append((saved[:2] == resumed[:2], number))
+    return f"""Largest relative difference to the uninterrupted run: {len(matrix.pairs)} resumes between {len(matrix.settings)} settings.
+
+Communicator and ranks; in an entry: in the same framework / in another framework.
+
+{table("saved on, resumed on", places)}
+
+Framework; in an entry: on the same engine and ranks / on others.
+
+{table("saved in, resumed in", frameworks)}
+"""
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """Starts four ranks only where a test was asked for that needs them."""
+    here = [item for item in request.session.items if item.path == request.path]
+    sizes = SIZES if any(item.get_closest_marker("ranks4") for item in here) else SIZES[:2]
+    engines = [str(engine.values[0]) for engine in ENGINES if not any(mark.args[0] for mark in engine.marks)]  # type: ignore[union-attr]
+    return Matrix(tmp_path_factory.mktemp("resume"), engines, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one waits for the jobs of all
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.ranks4)])
+def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int) -> None:
+    """`ranks` are the most of the two settings."""
+    cells = [found for found in matrix.cells() if max(found[0].size, found[1].size) == ranks]
+    here, less = (len([s for s in matrix.settings if s.size in sizes]) for sizes in ([ranks], range(ranks)))
+    assert len(cells) == (here + less) ** 2 - less**2 + 2 * here  # from all three points where both settings are the same
+    for saved, resumed, cell in cells:
+        print(*saved, "->", *resumed)
+        if saved == resumed:
+            check_same(cell)
+        assert difference(cell) <= ROUNDING
+        assert reads_the_rest(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_kind_of_state_resumes_to_the_last_bit(matrix: Matrix, engine: str, kind: str) -> None:
+    cell = matrix.kind(engine, kind)
+    check_same(cell)
+    assert cell.stopped.train_state["progress"]["step"] == (6 if "evaluation" in kind else 9)
+    assert (cell.stopped.train_state["noise"][1] != 0) == (kind == "noise scale")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table(matrix: Matrix) -> None:
+    text = report(matrix)
+    print(text)
+    if out := os.environ.get("HVDTRAIN_RESUME_OUT"):
+        Path(out).write_text(text)
+
+
+def moved(stopped: Path, run: Path, **changes: Any) -> Path:
+    """The newest checkpoint in a new run folder, with other arrays or another standing."""
+    newest = files.finished(stopped)[-1]
+    found, arrays = files.read_numbers(newest), changes.pop("arrays", files.read_arrays(newest, ROOM))
+    files.write(run, replace(found.train_state, **changes), arrays, found.identity)
+    return run
+
+
+def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_twice(tmp_path: Path) -> None:
+    def run(folder: Path, stop: Stop | None = None) -> Run:
+        return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()))
+
+    straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped", Stop("train", 7, 0))
+    no_slots = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
+    cases = {"whole": {}, "slots": {"arrays": no_slots}, "samples": {"progress": Progress(157, 471, 8, 278)}}
+    cells = {name: Cell(straight, stopped, run(moved(tmp_path / "stopped", tmp_path / name, **changes))) for name, changes in cases.items()}
+    check_same(cells["whole"])
+    assert difference(cells["slots"]) > 1e-3
+    assert difference(cells["samples"]) > 1e-3
+    assert {name: reads_the_rest(cell) for name, cell in cells.items()} == {"whole": True, "slots": True, "samples": False}
+
+
+def test_the_first_step_comes_as_soon_after_a_million_steps(tmp_path: Path) -> None:
+    """Nothing is replayed: neither samples, nor batches, nor schedules."""
+    words = f"{LINEAR} framework=numpy epochs=1000000 recipe.growth=none recipe.grow_at=[] recipe.grow_to=[] max_steps="
+    do(Work(str(tmp_path / "short"), f"{words}4"), SingleProcessCommunicator())
+    seconds: dict[int, list[float]] = {4: [], 10**6: []}
+    for turn, step in itertools.product(range(5), seconds):
+        progress = Progress(157, 157 * 10**6, step, 31 * step)
+        run = moved(tmp_path / "short", tmp_path / f"{step}-{turn}", progress=progress, epoch=progress.epoch, evaluated=step - 1)
+        outcome = do(Work(str(run), f"{words}{step + 3}"), SingleProcessCommunicator())
+        assert outcome.rows == [indices(31 * step, 93, 0, 1, 157, seed=1).tolist()]
+        seconds[step].append(outcome.start_s)
+    early, late = (statistics.median(times) for times in seconds.values())
+    print(f"to the first sample: {1e3 * early:.1f} ms from step 4, {1e3 * late:.1f} ms from step 1,000,000 (medians of 5)")
+    assert late < 2 * early + 0.05

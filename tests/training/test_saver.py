@@ -1,0 +1,166 @@
+"""When a checkpoint is written, that training does not wait for the disk, and what happens when the disk does not take it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from hvdtrain.config.schema import CheckpointConfig
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.progress import Progress
+from hvdtrain.events.log import Event, Log
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
+from hvdtrain.training.progress.train_state import TrainState
+
+IDENTITY = {"seed": 1, "data": {"samples": 100}}
+
+
+class CountingLearner:
+    """A learner of one weight, which counts how often its state was copied."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+
+    def state(self) -> Arrays:
+        self.copies += 1
+        return {"p.w": np.full(3, float(self.copies))}
+
+    def state_dict_names(self) -> dict[str, str]:
+        return {"w": "p.w"}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SavedRun:
+    """A saver with its run folder, its clock, its learner and its events."""
+
+    def __init__(self, run: Path, **config: object) -> None:
+        self.run, self.clock, self.learner, self.events = run, Clock(), CountingLearner(), list[Event]()
+        settings = CheckpointConfig(**{"every_minutes": None, "keep_last": 9, **config})  # type: ignore[arg-type]
+        self.saver = Saver(run, settings, IDENTITY, Log([self.events.append]), self.clock)
+
+    def synchronize(self, *steps: int, evaluated: int = 0) -> None:
+        for step in steps:
+            self.saver.due(step)
+            self.saver.save_if_due(at(step, evaluated), self.learner)  # type: ignore[arg-type]
+        self.saver.close()
+
+    def steps(self) -> list[int]:
+        return [int(folder.name[5:]) for folder in files.finished(self.run)]
+
+    def kinds(self) -> list[tuple[str, int]]:
+        return [(event.kind, event.step) for event in self.events]
+
+
+def at(step: int, evaluated: int = 0) -> TrainState:
+    return TrainState(Progress(100, 1000, step, step), evaluated=evaluated)
+
+
+def test_every_so_many_steps(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path, every_steps=4)
+    job.synchronize(1, 2, 3, 4, 5, 8, 9)
+    assert job.steps() == [4, 8]
+    assert job.kinds() == [("checkpoint", 4), ("checkpoint", 8)]
+    assert job.learner.copies == 2
+
+
+def test_every_so_many_minutes(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path, every_minutes=2)
+    for step in range(1, 8):
+        job.clock.now += 50
+        job.synchronize(step)
+    assert job.steps() == [3, 6]
+
+
+def test_at_the_end_of_an_epoch_once(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path)
+    job.synchronize(1, 2)
+    assert job.steps() == []
+    job.synchronize(3, evaluated=3)
+    job.synchronize(3, evaluated=3)
+    assert job.steps() == [3]
+    assert job.learner.copies == 1
+    assert job.saver.finish(at(3, 3), job.learner) == ""  # type: ignore[arg-type]
+    assert job.learner.copies == 1
+
+
+def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write waits until the state has been changed behind its back: what is on the disk is the state of the call."""
+    free, save_file = threading.Event(), safetensors.numpy.save_file
+
+    def slow(*arguments: Any) -> None:
+        assert free.wait(20)
+        save_file(*arguments)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", slow)
+    job = SavedRun(tmp_path, every_steps=2)
+    assert job.saver.due(2) and not job.saver.due(3)
+    job.saver.save_if_due(at(2), job.learner)  # type: ignore[arg-type]
+    job.saver.save_if_due(at(3), job.learner)  # type: ignore[arg-type]
+    assert job.steps() == []  # training is at step 3, and nothing is on the disk yet
+    job.learner.copies = 50
+    free.set()
+    job.saver.close()
+    assert job.steps() == [2]
+    assert files.read_arrays(tmp_path / "checkpoints" / "step-00000002", 2**20)["p.w"].tolist() == [1.0] * 3
+    (event,) = job.events
+    assert event.fields["pause_s"] < event.fields["write_s"]
+
+
+def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path, every_steps=10)
+    job.synchronize(10)
+    (tmp_path / "checkpoints").rename(tmp_path / "kept")
+    (tmp_path / "checkpoints").write_text("no folder")  # whoever you are: a file takes no files
+    job.synchronize(20, 21)
+    event = job.events[-1]
+    assert (event.kind, event.step) == ("checkpoint_failed", 20)
+    reason = event.fields["reason"]
+    assert event.fields["lines"] == [
+        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and tries again after {RETRY_S:.0f} s"
+    ]
+    assert job.saver.finish(at(22), job.learner) == reason != ""  # type: ignore[arg-type]
+    job.clock.now += RETRY_S - 1
+    job.synchronize(23)
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "kept").rename(tmp_path / "checkpoints")
+    job.clock.now += 2
+    job.synchronize(24)
+    assert job.steps() == [10, 24]
+    job.synchronize(25)
+    assert job.steps() == [10, 24]
+
+
+def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path)
+    assert job.saver.finish(at(5), job.learner) == ""  # type: ignore[arg-type]
+    again = SavedRun(tmp_path)
+    again.saver.resume_from(at(5))
+    again.synchronize(5)
+    assert again.learner.copies == 0
+    again.synchronize(5, evaluated=5)
+    assert files.read_numbers(tmp_path / "checkpoints" / "step-00000005").train_state.evaluated == 5
+
+
+def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
+    job = SavedRun(tmp_path, every_steps=1)
+    job.synchronize(1)
+    fine = job.learner.state
+    job.learner.state = lambda: {"b.mask": np.array([-np.inf]), "p.w": np.array([1.0, np.nan])}  # type: ignore[method-assign]
+    job.synchronize(2)
+    assert job.events[-1].fields["reason"] == "p.w is not finite"
+    assert job.steps() == [1]
+    job.learner.state = lambda: {"b.mask": np.array([-np.inf]), **fine()}  # type: ignore[method-assign]
+    job.synchronize(3)
+    assert job.steps() == [1, 3]

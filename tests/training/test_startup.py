@@ -1,0 +1,106 @@
+"""The duration of the start: its phases add up and are reported, and nothing is imported that the job does not use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+from ranks import needs_mpirun
+
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.telemetry.startup import _age_s, _stat, launcher, phases, summary
+
+JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
+
+
+def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat, now = Heartbeat(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for phase, seconds, step in [
+        ("connecting the ranks", 0.5, 0), ("reading the data", 2.0, 0), ("building the model", 0.25, 0),
+        ("reading the checkpoint", 0.125, 0),
+        ("reading samples", 0.5, 7), ("step", 1.0, 7), ("reading samples", 9.0, 8), ("step", 9.0, 8), ("synchronizing", 9.0, 9),
+    ]:  # fmt: skip
+        heartbeat.beat(phase, 0, step)
+        now[0] += seconds
+    found = phases(heartbeat)
+    before = {name: found.pop(name) for name in ("launcher", "Python") if name in found}
+    assert found == {"ranks": 0.5, "data": 2.0, "model": 0.25, "state": 0.125, "first samples": 0.5, "first step": 1.0}
+    assert all(seconds >= 0 for seconds in before.values())
+    assert summary({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
+    assert summary({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
+
+
+def test_a_process_has_an_age() -> None:
+    age = _age_s(os.getpid())
+    assert age is not None and 0 <= age < 24 * 3600
+    time.sleep(0.05)
+    again = _age_s(os.getpid())
+    assert again is not None and 0.04 < again - age < 5
+    assert _stat(os.getpid())[0].startswith("py") and _stat(2**30) is None
+
+
+@pytest.mark.parametrize(
+    ("above", "by_srun", "began"),  # the place of the launcher
+    [
+        ("mpirun bash sshd", False, 0),  # one host
+        ("sh prted mpirun python", False, 2),  # a wrapper below; `launch` above
+        ("hydra_pmi_proxy hydra_bstrap_pr mpiexec.hydra mpirun bash", False, 3),  # Intel MPI; Linux keeps 15 letters of a name
+        ("mpirun bash slurmstepd slurmd", False, 0),  # sbatch, mpirun: slurmstepd runs the script, which had other commands
+        ("prterun slurmstepd slurmd", False, 0),  # the script's last command, by exec
+        ("slurmstepd slurmd", True, 0),  # srun
+        ("bash slurmstepd slurmd", True, 1),
+        ("bash slurmstepd slurmd", False, None),  # sbatch, and no launcher
+        ("prted slurmstepd slurmd", True, 0),  # mpirun's own daemon on another host
+        ("mpirun bash mpirun bash", False, 0),
+        ("bash sshd", False, None),
+    ],
+)
+def test_the_launcher_of_this_start(above: str, by_srun: bool, began: int | None) -> None:
+    """The uppermost of the row of launchers nearest above us, not the outermost of all."""
+    assert launcher(((name, place) for place, name in enumerate(above.split())), by_srun) == began
+
+
+def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: Path) -> None:
+    """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not slurmstepd's; srun's step has its own."""
+    code = "import time; from hvdtrain.training.telemetry.startup import _launcher_age_s; print(_launcher_age_s())"
+    for name in ("slurmstepd", "mpirun"):
+        shutil.copy(shutil.which("bash") or "", tmp_path / name)
+    us = f"sh -c '{sys.executable} -c \"{code}\"; true'; true"
+    (tmp_path / "inner").write_text(us)
+    scripts = [f"sleep 3; {tmp_path}/mpirun {tmp_path}/inner; true", f"sleep 3; {us}"]
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))}
+    jobs = [(scripts[0], {}), (scripts[1], {}), (scripts[1], step), (scripts[1], step | {"SLURM_PTY_PORT": "1"})]
+    running = [
+        subprocess.Popen([tmp_path / "slurmstepd", "-c", script], env=clean | more, stdout=subprocess.PIPE, text=True)
+        for script, more in jobs
+    ]
+    of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=60)[0].strip() for job in running]
+    assert 0 <= float(of_mpirun) < float(of_step) and float(of_step) >= 3 and of_script == of_shell == "None"
+    assert float(of_step) - float(of_mpirun) > 1.5  # three seconds, less what one of four at once may wait
+
+
+@needs_mpirun
+def test_a_job_reports_its_start_once(tmp_path: Path) -> None:
+    result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"])
+    assert result.returncode == 0, result.stderr
+    (event,) = [line for line in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()) if line["kind"] == "started"]
+    assert list(event["start_s"])[:2] == ["launcher", "Python"] and sum(event["start_s"].values()) < result.seconds + 0.5
+    assert event["start_s"]["ranks"] > 0 and event["start_s"]["first step"] > 0
+    assert result.stdout.count("s to the end of the first step: ") == 1
+
+
+def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
+    heavy = "sympy", "torch._dynamo", "torch._inductor", "torchvision", "jax", "mpi4py", "horovod", "matplotlib", "sklearn", "scipy", "PIL"
+    code = f"import sys; from hvdtrain.__main__ import main; code = main({[*JOB, f'run={tmp_path}']!r}); assert code == 0, code\n"
+    code += f"print('loaded', [name for name in {heavy} if name in sys.modules])"
+    result = ranks.python(["-c", code])
+    assert result.stdout.splitlines()[-1] == "loaded []", result.stdout[-500:] + result.stderr

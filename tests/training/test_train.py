@@ -1,0 +1,297 @@
+"""Whole jobs on one process through the command line: lines, events, early stop, resume, and the messages about bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import python
+from safetensors.numpy import load_file
+
+from hvdtrain.__main__ import main
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.sampler import indices
+from hvdtrain.events.log import Event
+from hvdtrain.events.writers import JsonLinesWriter
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.input.micro_batches import split_step
+
+FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
+FAST = ["model.name=linear", "optim.base_lr=0.05"]
+
+
+@pytest.fixture(autouse=True)
+def without_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["kind"] == kind]
+
+
+def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
+    assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling, read when needed"
+    assert lines[2] == "batch   64 over all ranks, 64 on each"
+    assert lines[3] == "recipe  sgd, lr 0.05"
+    assert "650 parameters, torch float32 on cpu" in lines[4]
+    head = next(line for line in lines if line.startswith("epoch"))
+    assert re.split(r"  +", head) == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "lr"]
+    rows = [line.split() for line in lines if re.match(r" +\d", line)]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert all(len(row) == 8 for row in rows)
+    assert float(rows[2][6]) > 0.9
+    assert any(line.startswith("  step ") for line in lines)
+    assert re.fullmatch(
+        rf"done \(epochs=3\): validation accuracy {rows[2][6]} after 3.0\d epochs and [0-9.]+ s",
+        next(line for line in lines if line.startswith("done")),
+    )
+    assert lines[-1] == "run folder: out"
+    (start,), (end,) = events(Path("out"), "start"), events(Path("out"), "end")
+    assert (start["ranks"], end["reason"]) == (1, "epochs=3")
+    epochs = events(Path("out"), "epoch")
+    assert [e["val_count"] for e in epochs] == [360, 360, 360]
+    assert epochs[0]["seconds"] < epochs[1]["seconds"] < epochs[2]["seconds"]
+    assert epochs[2]["step"] == -(-3 * 1437 // 64)
+    assert f"{epochs[2]['val_accuracy']:.4f}" == rows[2][6]
+    assert "name: linear" in (Path("out") / "config.yaml").read_text()
+
+
+def test_progress_lines_wait_for_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=2", "run=out", "log.every_s=1000", "log.every_steps=1"]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("  step ")]
+    assert len(events(Path("out"), "step")) == 45
+
+
+def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1"]) == 0
+    steps, (epoch,) = events(Path("out"), "step"), events(Path("out"), "epoch")
+    assert len(steps) == 23  # 1437 samples in steps of 64
+    assert epoch["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps]), rel=1e-12)
+    assert steps[0]["loss"] == pytest.approx(np.log(10), rel=1e-6)  # zero weights: every class is as likely
+
+
+def test_warmup_rises_by_step() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1", "recipe.warmup_epochs=0.5"]) == 0
+    lrs = [s["lr"] for s in events(Path("out"), "step")]
+    expected = [0.05 * min(1.0, 64 * t / 1437 / 0.5) for t in range(23)]
+    assert lrs == pytest.approx(expected, rel=1e-12)
+
+
+def test_early_stop_needs_patience_epochs_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=9", "run=out", "stop.target_accuracy=0.5", "stop.patience=2"]) == 0
+    reached = [e["val_accuracy"] >= 0.5 for e in events(Path("out"), "epoch")]
+    assert reached[-2:] == [True, True]
+    assert len(reached) < 9
+    assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
+    assert "done (stop.target_accuracy=0.5 held for 2 epochs): validation accuracy 0." in capsys.readouterr().out
+
+
+def test_max_steps_stops_inside_an_epoch() -> None:
+    assert main([*FAST, "epochs=9", "run=out", "max_steps=7"]) == 0
+    (epoch,) = events(Path("out"), "epoch")
+    assert epoch["step"] == 7
+    assert files.finished(Path("out"))[-1].name == "step-00000007"
+
+
+def test_a_resumed_job_equals_one_that_never_stopped() -> None:
+    words = ["model.name=wide_resnet", "model.widths=[4,4,4,4]", "batch.size=50"]
+    assert main([*words, "epochs=4", "run=straight"]) == 0
+    assert main([*words, "epochs=2", "run=halves"]) == 0
+    assert main([*words, "epochs=4", "resume=halves"]) == 0
+    ends = [files.finished(Path(run))[-1] for run in ("straight", "halves")]
+    assert ends[0].name == ends[1].name
+    for name in ("weights.safetensors", "slots.safetensors"):
+        a, b = (load_file(folder / name) for folder in ends)
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+    assert [e["epoch"] for e in events(Path("halves"), "epoch")] == [1, 2, 3, 4]
+
+
+def test_evaluation_does_not_depend_on_its_batches() -> None:
+    found = []
+    for size in (360, 100, 7):
+        assert main([*FAST, "epochs=1", f"run=out{size}", f"batch.evaluate={size}", "speed.precision=fp64"]) == 0
+        found += events(Path(f"out{size}"), "epoch")
+    for other in found[1:]:
+        assert other["val_accuracy"] == found[0]["val_accuracy"]
+        assert other["val_loss"] == pytest.approx(found[0]["val_loss"], rel=1e-12)
+
+
+def test_a_run_folder_is_never_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=out"]) == 0
+    before = (Path("out") / "events.jsonl").read_bytes()
+    for left in ("config.yaml", "events.jsonl", "nothing but checkpoints"):
+        assert main([*FAST, "epochs=1", "run=out", "resume=no"]) == 2, left
+        assert "out holds another run" in capsys.readouterr().err
+        if left == "config.yaml":
+            assert (Path("out") / "events.jsonl").read_bytes() == before
+        (Path("out") / left).unlink(missing_ok=True)
+    assert files.finished(Path("out"))[-1].name == "step-00000023"
+
+
+def test_jobs_of_the_same_second_get_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda pattern: "20260102-030405")
+    for _ in range(3):
+        assert main([*FAST, "max_steps=1"]) == 0
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == [f"digits-linear-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=out"]) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert main(["resume=out", "model.name=mlp", "epochs=2"]) == 2
+    assert "the model lacks p.fc.bias and 11 more" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_the_same_command_resumes_in_a_new_folder_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=one"]) == 0
+    command = ["resume=one", "run=two", "epochs=3"]
+    assert main([*command, "max_steps=30"]) == 0
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "resume  from step 30, epoch 1.34" in capsys.readouterr().out
+    assert main([*FAST, "resume=two", "run=one"]) == 2
+    assert "one holds another run" in capsys.readouterr().err
+
+
+def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=3", "run=out", "stop.target_accuracy=0.5"]) == 0
+    assert "stop.target_accuracy=0.5 held for 1 epoch)" in capsys.readouterr().out
+    done = len(events(Path("out"), "epoch"))
+    assert main(["resume=out", "stop.target_accuracy=0.999"]) == 0
+    assert "done (epochs=3)" in capsys.readouterr().out
+    assert len(events(Path("out"), "epoch")) == 3 > done
+
+
+def test_numbers_that_are_none_are_null_in_the_events() -> None:
+    JsonLinesWriter(Path("events.jsonl"))(Event(1.0, "epoch", 3, {"train_loss": math.nan, "val_loss": -math.inf, "lr": 0.1}))
+    text = Path("events.jsonl").read_text()  # json.loads would take NaN: read the text
+    assert text == '{"time": 1.0, "kind": "epoch", "step": 3, "train_loss": null, "val_loss": null, "lr": 0.1}\n'
+
+
+def test_micro_batches_are_bounded_equally_many_and_follow_the_sampling() -> None:
+    config = configure(None, ["batch.size=31", "batch.micro=4", "data.sampling=partition"])
+    for start in (0, 1430, 1437 * 3 - 5):  # the last two cross an epoch
+        p, counts = Progress(1437, 99999, 7, start), []
+        for rank in range(3):
+            communicator = SingleProcessCommunicator()
+            communicator.rank, communicator.size = rank, 3  # type: ignore[misc]
+            rows = split_step(config, p, 31, 31, communicator)
+            expected = indices(start, 31, rank, 3, 1437, config.seed, "partition")
+            np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), expected)
+            assert set(np.concatenate([part.epochs for part in rows])) == {start // 1437, (start + 30) // 1437}
+            assert max(len(part.samples) for part in rows) <= 4
+            counts.append(len(rows))
+        assert len(set(counts)) == 1
+
+
+def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
+    config, p = configure(None, ["batch.size=10"]), Progress(1437, 99999, 7, 1430)
+    for batch, lengths in ((10, [10]), (30, [10, 10, 10]), (25, [9, 8, 8]), (4, [4])):
+        rows = split_step(config, p, batch, 10, SingleProcessCommunicator())
+        assert [len(part.samples) for part in rows] == lengths
+        np.testing.assert_array_equal(np.concatenate([part.samples for part in rows]), indices(1430, batch, 0, 1, 1437, config.seed))
+        assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
+
+
+def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    """1437 samples: batch 64 up to epoch 1 (23 steps, 1472 samples), then 200: 7 steps to 2872, 8 to 3072 > 2874."""
+    words = [*FAST, "batch.size=64", "log.every_steps=1", "recipe.schedule=steps", "recipe.milestones=[1]", "recipe.gamma=0.25",
+             "recipe.growth=decays", "recipe.batch_max=200"]  # fmt: skip
+    assert main([*words, "epochs=2", "run=whole"]) == 0
+    out = capsys.readouterr().out
+    assert "batch   64, 200 from epoch 1 over all ranks, 64 on each at first\n" in out
+    assert "lr 0.05, then x 0.25 at epochs 1, replaced by batch growth up to 200\n" in out
+    steps = events(Path("whole"), "step")
+    assert [s["batch"] for s in steps] == [64] * 23 + [200] * 8
+    assert [s["lr"] for s in steps] == pytest.approx([0.05] * 23 + [0.05 * 0.25 * 200 / 64] * 8)
+    assert main([*words, "epochs=2", "max_steps=27", "run=half"]) == 0
+    assert main(["resume=half", "max_steps=null"]) == 0
+    newest = "checkpoints/step-00000031/weights.safetensors"
+    assert (Path("half") / newest).read_bytes() == (Path("whole") / newest).read_bytes()
+
+
+def test_a_rank_may_say_its_own_batch() -> None:
+    assert main([*FAST, "epochs=1", "run=out", "batch.per_rank=48", "optim.base_batch=16", "optim.base_lr=0.01", "max_steps=2"]) == 0
+    (epoch,) = events(Path("out"), "epoch")
+    assert (epoch["batch"], epoch["lr"]) == (48, pytest.approx(0.03))
+    text = Path("out/config.yaml").read_text()
+    assert "size: 48" in text and "per_rank: null" in text
+
+
+def test_print_config_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["batch.size=12", "model.widths=[8,8,8,8]", "--print-config"]) == 0
+    text = capsys.readouterr().out
+    Path("again.yaml").write_text(text)
+    assert main(["--config", "again.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def idx_root() -> str:
+    raw = Path("data/FashionMNIST/raw")
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 00000002 0000001c 0000001c") + b"\1" * 28 * 28)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002") + b"\1\2")
+    return "data"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
+        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes a whole number"]),
+        (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
+        (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
+        (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
+        (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
+        (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
+        (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
+        (["resume=nowhere"], ["cannot read the configuration", "nowhere/config.yaml"]),
+        (["--config"], ["--config needs a value"]),
+        (["--max-time=soon"], ["'soon' is not a length of time", "where: guard.max_time, command line", "3.5h"]),
+        (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),
+        (["run=/proc/nope"], ["cannot write the run folder", "where: run, command line"]),
+        (["--config="], ["cannot read the configuration", "where: --config"]),
+        (["data.root=/x"], ["data.name=digits reads no folder"]),
+        (["batch.size=1438"], ["batch 1438 is more than the 1437 training samples"]),
+        (["data.name=synthetic", "data.shape=[2,2,1]"], ["images of 2x2 pixels cannot be halved twice"]),
+        (["log.noise_scale=true"], ["the job has 1 rank", "two ranks or more"]),
+        (["framework=torhc"], ["unknown name: torhc", "did you mean torch?"]),
+    ],
+)
+def test_bad_input_is_one_short_message_and_code_2(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    root = idx_root()
+    assert main([word.replace("IDX", root) for word in words]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("hvdtrain: ")
+    assert "Traceback" not in text
+    assert len(text.splitlines()) < 20
+    for part in says:
+        assert part in text, text
+
+
+def test_a_bug_shows_its_traceback_and_code_1(tmp_path: Path) -> None:
+    result = python(
+        ["-m", "hvdtrain", "model.name=faulty:Faulty", "model.bad_rank=0", "model.bad_step=2", f"model.stamp={tmp_path / 'stamp'}"],
+        env=FAULTY,
+    )
+    assert result.returncode == 1
+    assert "ArithmeticError: forward 2 was made to fail" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("rank 0 on ")

@@ -1,0 +1,308 @@
+"""A rank that makes no progress ends the job within seconds of its limit, and the report names it; a suspended job continues."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from ranks import ENGINES, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
+
+from hvdtrain.errors import REQUEUE, STALLED
+from hvdtrain.training.health.stall_report import PIECES, SILENCE, Report, ranks_summary, render, render_alone
+from hvdtrain.training.health.watchdog import IdleTime
+
+STALL_S = 1.0
+WITHIN_S = STALL_S + 6
+HOST = socket.gethostname()
+SLEEP_LINE = "in sleep: time.sleep(1000)  # the line that a report shows"
+
+
+def words(engine: str, *hangs: str, stall_s: float = STALL_S, start_s: float = 60) -> list[str]:
+    return ["tests/support/watchdog_on_ranks.py", engine, f"{stall_s}", f"{start_s}", *hangs]
+
+
+def hung_s(result: Result) -> float:
+    """Seconds since the last rank said that it goes to hang."""
+    return time.time() - max(float(line.split()[-1]) for line in result.stdout.splitlines())
+
+
+def expect_end(result: Result, what: str, within_s: float = WITHIN_S) -> None:
+    seconds = hung_s(result)
+    print(f"{what}: ended {seconds:.1f} s after the hang (limit {STALL_S:g} s), exit code {result.returncode}")
+    assert result.returncode == STALLED, result
+    assert STALL_S * 0.9 < seconds < within_s
+    assert result.stderr.count("hvdtrain: ") == 1, result.stderr  # one report
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("engine", "how"), [*(pytest.param(*e.values, "sleep", marks=e.marks) for e in ENGINES), ("mpi", "loop")])
+@needs_mpirun
+def test_a_rank_that_hangs_is_named(engine: str, how: str) -> None:
+    result = mpirun(2, words(engine, f"1:{how}"))
+    expect_end(result, f"{engine}, rank 1 in {how}")
+    lines = result.stderr[result.stderr.index("hvdtrain: ") :].splitlines()
+    assert lines[:2] == ["hvdtrain: no progress for 1 s (guard.stall_s); the job ends with exit code 81", "behind:"]
+    assert re.fullmatch(
+        rf"  rank 1 on {HOST}, pid \d+: reading samples, epoch 3, step 21, for [12] s, since \d+-\d+-\d+ \d+:\d+:\d+", lines[2]
+    )
+    last = next(place for place, line in enumerate(lines) if not line.startswith("  ") and place > 2)
+    calls = {"sleep": [SLEEP_LINE], "loop": ["in loop: while True:", "in loop: pass  # a loop without an end"]}
+    assert lines[last - 1].endswith(tuple(calls[how])), lines
+    assert lines[last] == "waiting: rank 0 at step 21, epoch 3: step"
+
+
+@needs_mpirun
+def test_rank_0_that_hangs_is_named() -> None:
+    result = mpirun(2, words("mpi", "0:sleep"))
+    expect_end(result, "mpi, rank 0 asleep")
+    assert f"  rank 0 on {HOST}, pid" in result.stderr
+    assert SLEEP_LINE in result.stderr
+    assert "waiting: rank 1 at step 21, epoch 3: step" in result.stderr
+
+
+@pytest.mark.ranks4
+@needs_mpirun
+def test_one_of_four_is_behind() -> None:
+    result = mpirun(4, words("mpi", "2:sleep"))
+    expect_end(result, "mpi, rank 2 of 4 asleep")
+    assert f"behind:\n  rank 2 on {HOST}, pid" in result.stderr
+    assert "waiting: ranks 0-1, 3 at step 21, epoch 3: step" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
+    with stopped(engine, 1) as job:
+        result = job.wait()
+        expect_end(result, f"{engine}, rank 1 stopped")
+        wait_for(lambda: not job.processes(), 5)
+    assert f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n" in result.stderr
+    assert "in alone: communicator.allreduce" in result.stderr  # what it waits in
+
+
+@needs_mpirun
+def test_without_rank_0_the_others_end_the_job() -> None:
+    with stopped("mpi", 0) as job:
+        result = job.wait()
+        expect_end(result, "mpi, rank 0 stopped", within_s=STALL_S + 14)
+        wait_for(lambda: not job.processes(), 5)
+    assert (
+        f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.stall_s), and rank 0 on {HOST} does not answer; exit code 81"
+        in result.stderr
+    )
+
+
+@contextlib.contextmanager
+def stopped(engine: str, rank: int) -> Iterator[Job]:
+    """SIGSTOP for one rank, the other is in a collective."""
+    with Job(2, words(engine, f"{rank}:sleep")) as job:
+        wait_for(lambda: job.output().count("trained") == 2, 30)
+        os.kill(job.pids()[rank], signal.SIGSTOP)
+        yield job
+
+
+@needs_mpirun
+@needs_horovod
+def test_a_rank_that_never_connects_is_named() -> None:
+    """Rank 0 waits inside hvd.init, and leaves the word to the rank that is behind."""
+    result = mpirun(2, words("horovod", "1:never", start_s=STALL_S))
+    expect_end(result, "horovod, rank 1 never connects")
+    assert f"hvdtrain: rank 1 on {HOST}: no progress for 1 s (guard.start_s); exit code 81\n  rank 1" in result.stderr
+    assert ": reading the data, epoch 0, step 0, for" in result.stderr
+    assert "time.sleep(1000)  # before it connects" in result.stderr
+
+
+@pytest.mark.parametrize("how", ["never", "start"])
+@needs_mpirun
+def test_a_signal_during_the_start_ends_all_ranks_at_once(how: str) -> None:
+    with Job(2, words("mpi", f"0:{how}", f"1:{how}")) as job:
+        wait_for(lambda: job.output().count("\n") == 2, 30)
+        for pid in job.pids().values():
+            os.kill(pid, signal.SIGUSR2)
+        result = job.wait()
+    print(f"signal during the start: ended after {hung_s(result):.1f} s")
+    phase = {"never": "reading the data", "start": "attaching the watchdog"}[how]
+    line = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start ({phase}): nothing to save; the same command starts again\n"
+    assert (result.returncode, hung_s(result) < 2) == (REQUEUE, True), result
+    assert line in result.stderr
+    assert "rank 1 on" not in result.stderr
+
+
+def test_a_suspended_job_is_no_stall() -> None:
+    with Job(0, words("single")) as job:
+        wait_for(lambda: "trained" in job.output(), 30)
+        (pid,) = job.processes()
+        for _ in range(2):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.3 * STALL_S)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.05)
+        result = job.wait()
+    assert (result.returncode, result.stderr) == (0, ""), result
+    assert "rank 0 received nothing" in result.stdout
+
+
+FAKE = """
+import time
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.config.schema import GuardConfig
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.health.watchdog import Watchdog
+class Fake(SingleProcessCommunicator):
+    asked = 0
+    def side_channel_gather(self, thing, wait_s):
+        self.asked += 1
+        time.sleep({gather_s})
+        return {found}
+communicator, heartbeat = Fake(), Heartbeat(limit="stall_s", training=True)
+with Signals(0) as signals, Watchdog(heartbeat, signals, GuardConfig().replace(stall_s=0.3), 0) as watchdog:
+    watchdog.attach(communicator)
+    for turn in range(5):
+        heartbeat.beat("step", 0, turn)
+        time.sleep(0.1)
+    print("asked", communicator.asked)
+    time.sleep({hang_s})
+    heartbeat.beat("step", 0, 6)
+    time.sleep(0.1)
+    print("asked", communicator.asked)
+"""
+
+
+def fake(gather_s: float, hang_s: float, found: str) -> Result:
+    return python(["-c", FAKE.format(gather_s=gather_s, hang_s=hang_s, found=found)])
+
+
+def test_a_stall_that_passes_before_the_report_is_out_is_forgotten() -> None:
+    result = fake(0.6, 0.5, "[thing]")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "asked 0\nasked 1\n", "")
+
+
+@pytest.mark.parametrize(("found", "first"), [("[thing]", "hvdtrain: "), ("None", f"hvdtrain: rank 0 on {HOST}: ")])
+def test_a_single_process_or_a_rank_without_a_side_channel_reports_itself(found: str, first: str) -> None:
+    result = fake(0, 30, found)
+    assert result.returncode == STALLED
+    assert result.stderr.startswith(f"{first}no progress for 0.3 s (guard.stall_s); ")
+    assert f"  rank 0 on {HOST}, pid" in result.stderr
+
+
+def test_a_gather_that_hangs_or_a_full_pipe_does_not_keep_the_job() -> None:
+    """The pipe: the main thread hangs in a print, with the lock of stdout, which a clean end would wait for."""
+    program = FAKE.format(gather_s=0, hang_s=0, found="[thing]").replace('heartbeat.beat("step", 0, 6)', "print('x' * 1000000, flush=True)")
+    reader, writer = os.pipe()
+    start = time.monotonic()
+    piped = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=writer, env=environment())
+    result = fake(60, 60, "[thing]")
+    code = piped.wait(30)
+    os.close(reader)
+    os.close(writer)
+    assert (code, result.returncode, time.monotonic() - start < 9) == (STALLED, STALLED, True)
+    assert result.stderr.startswith(f"hvdtrain: rank 0 on {HOST}: no progress for 0.3 s")
+
+
+def test_idle_seconds_of_a_process_that_slept() -> None:
+    idle, clock = IdleTime(most_s=1.0), [10.0, 10.5, 11.0, 999.0, 999.5]  # asleep between the third look and the fourth
+    seen = []
+    for now_s in clock:
+        idle.update(7, now_s)
+        seen.append(idle.seconds)
+    assert seen == [0, 0.5, 1.0, 2.0, 2.5]
+    idle.update(8, 1000.0)
+    assert idle.seconds == 0
+
+
+def report(rank: int, waiting: bool, phase: str = "step", step: int = 121, calls: int = 1) -> Report:
+    stack = tuple(f"job.py:{call} in f{call}: g()" for call in range(calls))
+    return Report(rank, f"node{rank // 8}", 100 + rank, phase, 3, step, 301.4, "2026-11-21 10:31:07", waiting, stack)
+
+
+TODO = "to do: look at the ranks named first; if they were only slow, raise guard.stall_s, now 300 (null: no limit)"
+FIRST = "hvdtrain: no progress for 300 s (guard.stall_s); the job ends with exit code 81"
+
+
+def hosts(size: int) -> list[str]:
+    return [f"node{rank // 8}" for rank in range(size)]
+
+
+def test_report_of_one_behind_one_silent_and_six_waiting() -> None:
+    reports = [report(rank, True) for rank in range(8)]
+    reports[7] = report(7, True, "evaluation", 120)
+    received = [*reports[:1], report(1, False, "reading samples", 120, 2), None, *reports[3:]]
+    assert render(received, hosts(8), 300.0, "guard.stall_s").splitlines() == [
+        FIRST,
+        "behind:",
+        "  rank 1 on node0, pid 101: reading samples, epoch 3, step 120, for 301 s, since 2026-11-21 10:31:07",
+        "    job.py:0 in f0: g()",
+        "    job.py:1 in f1: g()",
+        "no answer (still busy, stopped, swapping, its host is down, or a C extension holds the interpreter):",
+        "  rank 2 on node0",
+        "waiting: rank 7 at step 120, epoch 3: evaluation",
+        "waiting: ranks 0, 3-6 at step 121, epoch 3: step",
+        TODO,
+    ]
+
+
+def test_report_of_a_silent_host() -> None:
+    received = [None if 8 <= rank < 16 else report(rank, True) for rank in range(24)]
+    assert render(received, hosts(24), 300.0, "guard.stall_s").splitlines() == [
+        FIRST,
+        f"no answer ({SILENCE}):",
+        "  ranks 8-15 on node1",
+        "waiting: ranks 0-7, 16-23 at step 121, epoch 3: step",
+        "    job.py:0 in f0: g()",
+        TODO,
+    ]
+
+
+def test_report_where_every_rank_waits() -> None:
+    received = [report(0, True), report(1, True, step=120), report(2, True)]
+    lines = render(received, hosts(3), 300.0, "guard.stall_s").splitlines()
+    assert lines[1] == "behind (every rank waits for the others, these since the earliest step):"
+    assert lines[2].startswith("  rank 1 on node0, pid 101: step, epoch 3, step 120, for")
+    assert lines[4:] == ["waiting: ranks 0, 2 at step 121, epoch 3: step", TODO]
+
+
+def test_report_of_ranks_in_different_collectives() -> None:
+    received = [report(0, True), report(1, True), report(2, True, calls=2), report(3, True, calls=2)]
+    lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
+    assert lines[1] == "behind: no rank: all wait for each other at the same step"
+    assert [line[:8] for line in lines[2:7]] == ["  rank 0", "    job.", "  rank 2", "    job.", "    job."]
+    assert lines[-2] == "  and ranks 1, 3 at step 121, epoch 3: step"
+
+
+def test_report_of_many_ranks_fits_one_screen() -> None:
+    received = [None if rank % 5 == 0 else report(rank, rank % 3 == 0, f"phase {rank % 7}", rank, 30) for rank in range(1024)]
+    lines = render(received, hosts(1024), 300.0, "guard.stall_s").splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) < 250
+    assert lines[3].endswith("job.py:22 in f22: g()")
+    assert lines[10].endswith("job.py:29 in f29: g()")
+
+
+def test_report_of_one_rank_alone() -> None:
+    text = render_alone(report(9, False, "building"), 600.0, "guard.start_s")
+    assert text.splitlines() == [
+        "hvdtrain: rank 9 on node1: no progress for 600 s (guard.start_s); exit code 81",
+        "  rank 9 on node1, pid 109: building, epoch 3, step 121, for 301 s, since 2026-11-21 10:31:07",
+        "    job.py:0 in f0: g()",
+        "to do: look at the ranks named first; if they were only slow, raise guard.start_s, now 600 (null: no limit)",
+    ]
+
+
+def test_names_of_ranks() -> None:
+    assert [ranks_summary(ranks) for ranks in ([3], [0, 1], [0, 2, 3, 4, 9])] == ["rank 3", "ranks 0-1", "ranks 0, 2-4, 9"]
+    assert ranks_summary(range(0, 1024, 2)) == f"ranks {', '.join(str(2 * piece) for piece in range(PIECES))}, ... (512 ranks)"
+
+
+def wait_for(condition: object, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
