@@ -19,6 +19,7 @@ from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
+# A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi"}
 PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
@@ -98,7 +99,7 @@ class MpiCommunicator:
             self.local_rank, self.local_size = host.rank, host.size
         self.features = frozenset(FEATURES)
         self._comm_thread: CommThread | None = None
-        # On one host a sum in memory keeps a core busy that computes anyway: there the caller makes it.
+        # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
             self._comm_thread, self._thread_comm = CommThread(), world.Dup()
             self.features |= {"asynchronous"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; device scalars during a step
+# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; device scalars during a step. At a sync point also:
+# "nonfinite" steps; "stop.signal", "stop.time" and "save", the flags of ranks (training/health/monitor.py); "phase.*", "rank.*" and
+# "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise_scale.py).
 Sums = dict[str, Any]
 
 

@@ -65,10 +65,11 @@ def run_steps(job: Job, now: TrainState) -> Window:
 
 
 def synchronize(job: Job, window: Window) -> Sums:
-    """Makes the buffers of all ranks equal, and adds up over ranks the sums of training, the flags and the telemetry."""
+    """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums, flags and telemetry over ranks."""
     p = window.progress
     job.heartbeat.beat("synchronizing", p.epoch, p.step)
     job.learner.sync_buffers(job.communicator)
+    # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
     sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums()
     return allreduce_sums(job.communicator, sums, "train.sums")  # the host waits for the device here
 
@@ -124,7 +125,7 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
     for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
         job.heartbeat.beat("evaluation", p.epoch, p.step)
         job.telemetry.energy.keep_up()
-        if index % STOP_CHECK_BATCHES == 0 and job.health.stop_requested():
+        if index % STOP_CHECK_BATCHES == 0 and job.health.agree_to_stop():
             return None
         if batch is not None:
             sums = add_sums(sums, job.learner.evaluate(batch))

@@ -75,7 +75,7 @@ def test_the_deadline_gets_the_longest_interval_and_the_longest_save() -> None:
     here.deadline = past = PastDeadline()  # type: ignore[assignment]
     assert not here.stop_request
     longest_s = here.longest_s
-    assert here.stop_requested()
+    assert here.agree_to_stop()
     assert past.calls == [(longest_s, 2.0)]
     assert here.stop_request == "guard.max_time=1h"
 

@@ -70,7 +70,7 @@ class TorchLearner:
         if self.skips_nonfinite or self.scale.tensors:
             self.buffers.save()
 
-        sums = self.strategy.run(micro, hyper.batch, self._one_pass)
+        sums = self.strategy.run(micro, hyper.batch, self._one_pass)  # which calls _one_pass for each micro-batch
 
         self.stopwatch.enter("communication")
         self.strategy.reduce()
@@ -81,7 +81,7 @@ class TorchLearner:
         return sums
 
     def _one_pass(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
-        """Forward and backward of one micro-batch: p.grad grows by the gradient of its losses' sum over `divisor`."""
+        """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its losses) / divisor."""
         if is_last:
             self.meter.last_pass()
         self.stopwatch.enter("forward")
@@ -100,6 +100,7 @@ class TorchLearner:
         self.scale.unscale_(self.parameters)
         bad = any_nonfinite(self.parameters)  # before clipping hides it
         overflowed = self.scale.update(bad)
+        # ranks with the same gradient each report a share, so that the sum over ranks counts the step once
         sums: Sums = {"nonfinite": bad.double() * (not overflowed) / self.strategy.equal_ranks}
         sums |= zero_where(bad, self.meter.read(hyper, count))
         if overflowed or (self.skips_nonfinite and bad):  # the host waits for the device here

@@ -45,7 +45,7 @@ class Checkpoints:
             self.saver.save(now, self._learner)
 
     def save_if_due(self, now: TrainState) -> None:
-        """The same, where due() said so and after an evaluation."""
+        """The same, where due() chose this step, or where this step was just evaluated."""
         if self.saver:
             self.saver.save_if_due(now, self._learner)
 

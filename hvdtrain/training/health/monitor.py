@@ -64,8 +64,8 @@ class HealthMonitor:
         elif sums["stop.time"]:
             self.stop_request = self.deadline.reason if self.deadline else "the time limit that rank 0 knows of"
 
-    def stop_requested(self) -> bool:
-        """Whether to stop, by an allreduce of its own: for long work between two sync points. Every rank calls it."""
+    def agree_to_stop(self) -> bool:
+        """Whether any rank asks to stop, by an allreduce of its own: for long work between two sync points. Every rank calls it."""
         flags = self.flags()
         total = self.communicator.allreduce(np.array([flags[name] for name in _FLAGS]), "guard.flags")
         self.update(dict(zip(_FLAGS, total.tolist(), strict=True)))
@@ -77,7 +77,7 @@ class HealthMonitor:
         self.heartbeat.limit = "stall_s"
 
     def handle_nonfinite(self, now: TrainState, bad_steps: int) -> TrainState:
-        """What guard.nonfinite says, after so many steps that were not finite; returns `now` with them, or one rollback, counted.
+        """Applies guard.nonfinite to `bad_steps` steps; returns `now` with its count raised by bad_steps (skip) or by 1 (rollback).
 
         stop and a count above guard.nonfinite_limit raise Diverged, the same on every rank; rollback loads the newest checkpoint.
         """

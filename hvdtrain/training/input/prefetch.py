@@ -121,7 +121,7 @@ class Prefetcher:
         return f"{self.readers} reader{'s' * (self.readers > 1)}, {self.ahead} steps ahead"
 
     def _read_ahead(self, progress: Progress) -> None:
-        """Keeps the `ahead` steps after the one that follows `progress` in the queue, up to the end of the job."""
+        """Fills the queue with the next `ahead` steps after `progress`, up to the end of the job."""
         last = self._queue[-1].progress if self._queue else progress
         while len(self._queue) < self.ahead:
             last = last.advance(self._recipe.at(last).batch)

@@ -1,4 +1,4 @@
-"""Gradients in flat buffers, whose allreduces overlap with backward, in the weights' own number type or half of it."""
+"""Gradients in flat buffers, whose allreduces overlap with backward, in the weights' own number type or in that of comm.compression."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Bucket:
         self._handle: Handle | None = None
 
     def take(self, p: torch.nn.Parameter) -> None:
-        """Moves p.grad into the buffer."""
+        """Copies p.grad into the buffer; p.grad becomes that memory where the optimizer can read it."""
         index = self._index[p]
         assert p.grad is not None
         self._views[index].copy_(p.grad)
@@ -124,7 +124,7 @@ class _Bucket:
     def start(self, communicator: Communicator, op: Op) -> None:
         """Starts the allreduce."""
         for p, view, taken in zip(self.parameters, self._views, self._taken, strict=True):
-            if not taken:  # the last pass did not reach it: what passes before it left, or nothing
+            if not taken:  # no gradient in the last micro-batch: send what earlier micro-batches accumulated, else 0
                 view.zero_() if p.grad is None else view.copy_(p.grad)
         self._taken = [False] * len(self.parameters)
         self._handle = communicator.start_allreduce(self._flat, self.name, op)
