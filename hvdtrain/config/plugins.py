@@ -67,7 +67,7 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise UserError(f"no module named {error.name}", where, "add its folder to PYTHONPATH, or mend the name") from None
+            raise UserError(f"no module named {error.name}", where, "add its folder to PYTHONPATH, or correct the name") from None
         raise
     found = getattr(module, attribute, None)
     if found is None:
@@ -85,14 +85,16 @@ def of_python(name: str) -> bool:
 
 
 def _check_own(found: Callable[..., Any], name: str, where: str) -> None:
-    """Refuses another module's name for something of Python's own, and what does not tell its parameters."""
+    """Refuses another module's name for something of Python's own, and a callable without a readable signature."""
     origin = f"{getattr(found, '__module__', '')}" if isinstance(found, type) or inspect.isroutine(found) else ""
     if origin and of_python(origin):
         raise UserError(f"{name} is {origin}.{found.__name__}, a part of Python", where, "give a class or function of your own")
     try:
         inspect.signature(found)
     except (TypeError, ValueError):
-        raise UserError(f"{name} does not tell its parameters", where, "give a class or function of your own that calls it") from None
+        raise UserError(
+            f"{name} has no signature that Python can read", where, "give a class or function of your own that calls it"
+        ) from None
 
 
 def _nearest_of(attribute: str, module: ModuleType) -> str:

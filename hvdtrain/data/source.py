@@ -49,7 +49,7 @@ class ArraySource:
 
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
-            raise UserError(f"images are {_describe(self.x)}, expected uint8 (n, H, W, C), none of them 0", self.where)
+            raise UserError(f"images are {_describe(self.x)}, expected uint8 (n, H, W, C) with no dimension 0", self.where)
         if self.y.dtype != np.int64 or self.y.shape != self.x.shape[:1]:
             raise UserError(f"labels are {_describe(self.y)}, expected int64 ({len(self.x)},), one for each image", self.where)
         wrong = np.flatnonzero((self.y < 0) | (self.y >= self.classes))

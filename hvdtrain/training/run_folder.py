@@ -18,7 +18,7 @@ def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
         if config.run is not None:
             run = Path(config.run).expanduser()
             if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
-                fix = f"resume=auto or resume={run} goes on with it; or give another run="
+                fix = f"resume=auto or resume={run} resumes it; or give another run="
                 raise UserError(f"{run} holds another run", config.where("run"), fix)
             run.mkdir(parents=True, exist_ok=True)
             return run

@@ -205,7 +205,7 @@ def test_a_pipe_or_device_is_not_read(tmp_path: Path) -> None:
 def test_names_of_parts_of_python_are_refused() -> None:
     for name, what in (
         ("test_fuzz:system", "test_fuzz:system is posix.system, a part of Python"),
-        ("test_fuzz:Bare", "test_fuzz:Bare does not tell its parameters"),
+        ("test_fuzz:Bare", "test_fuzz:Bare has no signature that Python can read"),
         ("a" + ".b" * 2000, "(4001 characters) names no class"),
     ):
         with pytest.raises(UserError, match=re.escape(what)):

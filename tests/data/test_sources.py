@@ -69,7 +69,7 @@ def test_a_constant_channel_has_deviation_one() -> None:
     [
         (np.zeros((2, 4, 4, 1), np.float32), np.zeros(2, np.int64), "images are float32 (2, 4, 4, 1), expected uint8 (n, H, W, C)"),
         (np.zeros((2, 4, 4), np.uint8), np.zeros(2, np.int64), "images are uint8 (2, 4, 4), expected"),
-        (np.zeros((0, 4, 4, 1), np.uint8), np.zeros(0, np.int64), "none of them 0"),
+        (np.zeros((0, 4, 4, 1), np.uint8), np.zeros(0, np.int64), "no dimension 0"),
         (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(2, np.int32), "labels are int32 (2,), expected int64 (2,)"),
         (np.zeros((2, 4, 4, 1), np.uint8), np.zeros(3, np.int64), "labels are int64 (3,), expected int64 (2,)"),
         (np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 3]), "label 3 of sample 1 is outside 0..2"),

@@ -135,7 +135,7 @@ def test_a_learner_with_counts_in_its_groups_goes_on() -> None:
 
 MADE_BY = "its optimizer was "
 ADAM, RMSPROP = "torch.optim.adam.Adam", "torch.optim.rmsprop.RMSprop"
-CANNOT = f"{ADAM} cannot go on from this state: KeyError: 'max_exp_avg_sq'"
+CANNOT = f"{ADAM} cannot resume from this state: KeyError: 'max_exp_avg_sq'"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ CANNOT = f"{ADAM} cannot go on from this state: KeyError: 'max_exp_avg_sq'"
         ("sgd", "torch.optim.Adam", f"{MADE_BY}one of the rules, this one is {ADAM}"),
         ("torch.optim.Adam", "adam", f"{MADE_BY}{ADAM}, this one is one of the rules"),
         ("torch.optim.Adam", "torch.optim.Adam optim.amsgrad=true", CANNOT),
-        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot go on from this state: KeyError: "),
+        ("torch.optim.RMSprop", "torch.optim.RMSprop optim.momentum=0.5", f"{RMSPROP} cannot resume from this state: KeyError: "),
         ("torch.optim.Adam", "torch.optim:Adam optim.eps=1e-3", ""),
         ("torch.optim.Adam optim.amsgrad=true", "torch.optim.Adam", ""),
     ],

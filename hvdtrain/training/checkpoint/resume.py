@@ -22,13 +22,13 @@ _NOT_COMPARED = ("run", "resume")  # where a job is, not what it is
 class ResumePoint(NamedTuple):
     """What a job goes on from, as rank 0 has found it."""
 
-    resumed: Path | None  # the run folder; None where the job begins anew
+    resumed: Path | None  # the run folder; None for a new job
     train_state: TrainState
     notes: list[str]  # lines for the user
 
 
 def find_resume_point(config: Config, identity: Identity, total: int, limit_bytes: int) -> tuple[ResumePoint, Arrays | None]:
-    """On rank 0: the state to go on from and its arrays, None where the job begins anew; `total` samples are the whole job.
+    """On rank 0: the state to resume from and its arrays, None for a new job; `total` samples are the whole job.
 
     Raises UserError where no checkpoint is good, or the newest good one is of another job.
     """
@@ -71,7 +71,7 @@ def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[s
         except Damaged as error:
             notes.append(f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}")
     if notes:
-        fix = f"mend or remove {run / 'checkpoints'}; without it the job begins anew"
+        fix = f"repair or remove {run / 'checkpoints'}; without it the job starts over"
         raise UserError(f"no checkpoint of {run} is good: {notes[0]}", str(run / "checkpoints"), fix)
     raise UserError(f"no checkpoint in {run}", "resume", "give the run folder: it has a folder checkpoints/step-...")
 
@@ -81,7 +81,7 @@ def check_identity(found: Checkpoint, identity: Identity) -> None:
     theirs = _flat(found.identity)
     for name, value in _flat(identity).items():
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
-            fix = "give the data and seed that the run folder's config.yaml names; or begin another job: run=ANOTHER resume=no"
+            fix = "give the data and seed that the run folder's config.yaml names; or start another job: run=ANOTHER resume=no"
             what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
             raise UserError(what, str(found.folder), fix)
 

@@ -43,8 +43,8 @@ def explain(tables: list[dict[str, int]], hosts: list[str], step: int) -> Diverg
     if 2 * majority <= len(tables):
         where += "; there is no majority, so which of them is wrong is not known"
     fix = (
-        "the newest checkpoint is older: start the same command again; if it comes back, that host's memory or a model that is not the "
-        "same on all ranks (a random number, a clock, a rank in its forward) is the cause"
+        "the newest checkpoint is older: start the same command again; if ranks differ again, the cause is that host's memory, or a "
+        "model that is not the same on all ranks: its forward depends on a random number, a clock or the rank"
     )
     return Diverged(f"ranks differ after step {step}: {name}{f' and {others} more' if others else ''}", where, fix)
 

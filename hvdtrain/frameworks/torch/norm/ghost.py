@@ -80,7 +80,7 @@ class GhostBatchNorm(_BatchNorm):
         if not self.training or samples <= ghost:
             return super().forward(x)
         if len(x) % samples:
-            what = f"a batch norm gets {len(x)} rows from {samples} samples, so their ghosts are not known"
+            what = f"a batch norm gets {len(x)} rows from {samples} samples, so it cannot be split into ghosts"
             raise UserError(what, "norm.kind=ghost", "norm.kind=sync or norm.kind=batch")
         rows = len(x) // samples
         full, rest = divmod(samples, ghost)  # ghosts, samples of a smaller last one

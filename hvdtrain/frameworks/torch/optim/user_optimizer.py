@@ -143,7 +143,7 @@ def try_step(group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch
     """
     error = _error_of_step(group, p, load)
     if error and not _error_of_step(group, p, lambda *_: None):  # where this one fails too, it says nothing about the state
-        what = f"{group['construction'].path} cannot go on from this state: {type(error).__name__}: {error}"
+        what = f"{group['construction'].path} cannot resume from this state: {type(error).__name__}: {error}"
         raise UserError(what, "state of the optimizer", FIX) from error
 
 

@@ -51,11 +51,13 @@ class Ddp:
     def reduce(self) -> None:
         """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.
 
-        DDP reduces no bucket whose gradients are not all there, so a parameter that no loss reaches is a UserError.
+        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the loss is a UserError.
         """
         if missing := [name for name, p in self._named if p.grad is None]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise UserError(f"no loss reaches {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto")
+            raise UserError(
+                f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto"
+            )
         torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self.equal_ranks)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
