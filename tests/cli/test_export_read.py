@@ -41,12 +41,12 @@ def test_newest_best_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert step_of(capsys, "--checkpoint", "best") == (2, unknown)
     assert step_of(capsys, "--checkpoint=step-00000003") == (3, unknown)
     (Path("run/checkpoints/step-00000005/weights.safetensors")).write_bytes(b"")
-    (Path("run/checkpoints/step-00000002/slots.safetensors")).unlink()
+    (Path("run/checkpoints/step-00000002/optimizer.safetensors")).unlink()
     (Path("run/checkpoints/step-00000001/progress.json")).write_text("{")
     checksum = "weights.safetensors: it has no header of safetensors"
     assert step_of(capsys) == (4, [f"damaged step-00000005 is skipped: {checksum}", *unknown])
     step, notes = step_of(capsys, "--checkpoint", "best")
-    assert (step, notes[1:]) == (3, ["damaged step-00000002 is skipped: slots.safetensors: No such file or directory", *unknown])
+    assert (step, notes[1:]) == (3, ["damaged step-00000002 is skipped: optimizer.safetensors: No such file or directory", *unknown])
     assert notes[0].startswith("damaged step-00000001 is skipped: progress.json: ")
     assert f"the checkpoint is damaged: {checksum}\n  where: run/checkpoints/step-00000005" in refused(
         "run", "--to", "n.pt", "--checkpoint", "step-00000005"
@@ -75,7 +75,7 @@ def test_names_that_no_model_has(names: list[str], message: str) -> None:
     assert "fix: hvdtrain writes no such checkpoint: do not trust this run folder" in text
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "slots.safetensors", "progress.json", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS"])
 def test_a_pipe_does_not_block(name: str) -> None:
     path = save(1) / name
     path.unlink()

@@ -94,7 +94,7 @@ def ended(job: Job, run: Path, hosts: list[str]) -> None:
 
 def same(run: Path, other: Path) -> None:
     """Final weights and slots, and the loss at every meeting and epoch."""
-    for name in ("weights", "slots"):
+    for name in ("weights", "optimizer"):
         found, wanted = (load_file(path / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors") for path in (run, other))
         assert found.keys() == wanted.keys() and wanted
         for key, array in wanted.items():

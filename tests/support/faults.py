@@ -119,10 +119,9 @@ def newest(run: Path) -> int:
 def outcome(run: Path) -> Tree:
     """What must not depend on interruptions: the last checkpoint, the loss at every sync point, and every epoch."""
     folder = run / "checkpoints" / f"step-{newest(run):08d}"
-    train_state = json.loads((folder / "progress.json").read_text())[
-        "standing"
-    ]  # its sums are empty after the last evaluation, full before
-    arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "slots.safetensors")}
+    numbers = json.loads((folder / "progress.json").read_text())
+    train_state = numbers["train_state"]  # its sums are empty after the last evaluation, full before
+    arrays = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("weights.safetensors", "optimizer.safetensors")}
     losses = {(e["kind"], e["step"]): [e.get(key) for key in _LOSSES] for e in events(run) if e["kind"] in ("step", "epoch")}
     return arrays | {key: train_state[key] for key in ("progress", "nonfinite", "lr", "batch")} | {"losses": losses}
 

@@ -20,7 +20,7 @@ from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.progress.train_state import TrainState
 
 IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5]}}
-FILES = ["SHA256SUMS", "progress.json", "slots.safetensors", "weights.safetensors"]
+FILES = ["SHA256SUMS", "optimizer.safetensors", "progress.json", "weights.safetensors"]
 ROOM = 2**20
 
 
@@ -85,7 +85,7 @@ def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{name}: OK" for name in ("weights.safetensors", "slots.safetensors", "progress.json")]
+    assert done.stdout.splitlines() == [f"{name}: OK" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json")]
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_leftovers_of_a_write_that_was_cut_off_are_removed(tmp_path: Path) -> No
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    (save(tmp_path, 3) / "slots.safetensors").unlink()
+    (save(tmp_path, 3) / "optimizer.safetensors").unlink()
     assert read(save(tmp_path, 3, 2.5))["p.w"][0, 0] == 2.5
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Pat
     assert notes[0].startswith("damaged step-00000003 is skipped: "), notes
     if damage in ("missing", "folder"):
         assert name in notes[0]
-    (good / "slots.safetensors").write_bytes(b"")
+    (good / "optimizer.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint of .* is good: damaged step-00000003 is skipped"):
         resume.newest_good(tmp_path, ROOM)
 
@@ -195,7 +195,7 @@ def rewrite(folder: Path, change: dict) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     rewrite(folder, {"format": 99})
-    with pytest.raises(Damaged, match="format 99, this version reads 2"):
+    with pytest.raises(Damaged, match="format 99, this version reads 3"):
         read(folder)
 
 
@@ -222,12 +222,12 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 )
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path, key: str, value: object) -> None:
     folder = save(tmp_path, 3)
-    rewrite(folder, {f"standing.{key}": value})
+    rewrite(folder, {f"train_state.{key}": value})
     with pytest.raises(Damaged, match="the checkpoint is damaged: progress.json: "):
         read(folder)
 
 
-ODD_TREES = ["[]", "3", "{}", '{"format": 2}', '{"format": 2, "identity": 3, "names": {}, "standing": {}}', "[" * 100000]
+ODD_TREES = ["[]", "3", "{}", '{"format": 3}', '{"format": 3, "identity": 3, "names": {}, "train_state": {}}', "[" * 100000]
 
 
 @pytest.mark.parametrize("text", ODD_TREES)

@@ -22,7 +22,7 @@ from ranks import Job, environment, mpirun_path, needs_horovod, needs_mpirun, py
 from hvdtrain.errors import DONE, USER
 
 pytestmark = pytest.mark.faults
-FILES = ("weights.safetensors", "slots.safetensors", "progress.json", "SHA256SUMS")
+FILES = ("weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS")
 NUMPY = Command("mpi", 2, ("checkpoint.keep_last=20",), framework="numpy")
 
 
@@ -39,7 +39,7 @@ def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Pa
     assert calls["whole"][0] == "mkdir .step-00000012.unfinished"
     on_the_disk_before_the_rename(calls["new"])
     numbers = json.loads((tmp_path / "straight" / "checkpoints" / "step-00000012" / FILES[2]).read_text())
-    assert numbers["standing"]["evaluated"] == 12  # the one at an epoch's end is written after its evaluation, which keep_best goes by
+    assert numbers["train_state"]["evaluated"] == 12  # the one at an epoch's end is written after its evaluation, which keep_best goes by
     seconds = (time.monotonic() - start) / len(trials)
     record(
         Row("single", 1, f"SIGKILL before each of {len(trials) - 3} calls of a checkpoint", [seconds] * (len(trials) - 3), 4, True, [-9])

@@ -197,25 +197,25 @@ def test_the_table(matrix: Matrix) -> None:
 
 
 def moved(stopped: Path, run: Path, **changes: Any) -> Path:
-    """The newest checkpoint in a new run folder, with other arrays or another standing."""
+    """The newest checkpoint in a new run folder, with other arrays or another state of training."""
     newest = files.finished(stopped)[-1]
     found, arrays = files.read_numbers(newest), changes.pop("arrays", files.read_arrays(newest, ROOM))
     files.write(run, replace(found.train_state, **changes), arrays, found.identity)
     return run
 
 
-def test_the_comparison_notices_slots_that_are_lost_and_samples_that_are_read_twice(tmp_path: Path) -> None:
+def test_the_comparison_notices_lost_optimizer_state_and_samples_that_are_read_twice(tmp_path: Path) -> None:
     def run(folder: Path, stop: Stop | None = None) -> Run:
         return read_run(folder, do(Work(str(folder), f"{LINEAR} framework=numpy", stop), SingleProcessCommunicator()))
 
     straight, stopped = run(tmp_path / "straight"), run(tmp_path / "stopped", Stop("train", 7, 0))
-    no_slots = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
-    cases = {"whole": {}, "slots": {"arrays": no_slots}, "samples": {"progress": Progress(157, 471, 8, 278)}}
+    no_state = {name: array * (not name.startswith("s.")) for name, array in stopped.arrays.items()}
+    cases = {"whole": {}, "optimizer state": {"arrays": no_state}, "samples": {"progress": Progress(157, 471, 8, 278)}}
     cells = {name: Cell(straight, stopped, run(moved(tmp_path / "stopped", tmp_path / name, **changes))) for name, changes in cases.items()}
     check_same(cells["whole"])
-    assert difference(cells["slots"]) > 1e-3
+    assert difference(cells["optimizer state"]) > 1e-3
     assert difference(cells["samples"]) > 1e-3
-    assert {name: reads_the_rest(cell) for name, cell in cells.items()} == {"whole": True, "slots": True, "samples": False}
+    assert {name: reads_the_rest(cell) for name, cell in cells.items()} == {"whole": True, "optimizer state": True, "samples": False}
 
 
 def test_the_first_step_comes_as_soon_after_a_million_steps(tmp_path: Path) -> None:

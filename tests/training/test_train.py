@@ -114,7 +114,7 @@ def test_a_resumed_job_equals_one_that_never_stopped() -> None:
     assert main([*words, "epochs=4", "resume=halves"]) == 0
     ends = [files.finished(Path(run))[-1] for run in ("straight", "halves")]
     assert ends[0].name == ends[1].name
-    for name in ("weights.safetensors", "slots.safetensors"):
+    for name in ("weights.safetensors", "optimizer.safetensors"):
         a, b = (load_file(folder / name) for folder in ends)
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[key], b[key]) for key in a)

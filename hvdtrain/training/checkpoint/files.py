@@ -17,8 +17,8 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
-FORMAT = 2
-ARRAYS = ("weights.safetensors", "slots.safetensors")
+FORMAT = 3
+ARRAYS = ("weights.safetensors", "optimizer.safetensors")
 PROGRESS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -54,7 +54,7 @@ def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity
             sync(run)
             sync(run.parent)
         unfinished.mkdir()
-        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "standing": to_json(train_state)}
+        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "train_state": to_json(train_state)}
         _write_files(unfinished, arrays, numbers)
         for name in (*ARRAYS, PROGRESS, CHECKSUMS):
             sync(unfinished / name)
@@ -107,7 +107,7 @@ def read_numbers(folder: Path) -> Checkpoint:
             raise TypeError("identity or names are no mapping")
         if not all(isinstance(name, str) for name in tree["names"].values()):
             raise TypeError("names are no strings")
-        return Checkpoint(folder, from_json(tree["standing"]), tree["identity"], tree["names"])
+        return Checkpoint(folder, from_json(tree["train_state"]), tree["identity"], tree["names"])
     except (OSError, *_PARSE_ERRORS) as error:
         raise _damaged(folder, PROGRESS, error) from None
 
