@@ -26,7 +26,7 @@ def in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 class Net(torch.nn.Module):
-    """What somebody writes in a notebook."""
+    """A class as in a notebook."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, hidden: int = 8) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_single_steps_and_a_folder_of_the_home(monkeypatch: pytest.MonkeyPatch, 
 
 
 def command(said: str, head: str) -> list[str]:
-    """The words of a line of the footer, as a shell takes them."""
+    """The arguments of a line of the footer, as a shell parses them."""
     return shlex.split(next(line for line in said.splitlines() if line.startswith(head)).removeprefix(head))
 
 

@@ -37,9 +37,9 @@ def file_of(page: Path, name: str) -> Block:
 
 @needs_mpirun
 @pytest.mark.slow
-def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
-    told = failures(TUTORIAL, run_page(TUTORIAL, tmp_path, timeout_s=150))
-    assert not told, "\n".join(told)
+def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
+    messages = failures(TUTORIAL, run_page(TUTORIAL, tmp_path, timeout_s=150))
+    assert not messages, "\n".join(messages)
 
 
 @needs_mpirun
@@ -47,8 +47,8 @@ def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     results = run_page(FROM_HOROVOD, tmp_path, timeout_s=150)
-    told = failures(FROM_HOROVOD, results)
-    assert not told, "\n".join(told)
+    messages = failures(FROM_HOROVOD, results)
+    assert not messages, "\n".join(messages)
     script, job = (results[block.number].output for block in blocks(FROM_HOROVOD) if block.text.startswith("mpirun "))
     by_script, by_job = float(script.split()[-1]), float(re.findall(r"^done .* accuracy ([0-9.]+)", job, re.MULTILINE)[0])
     assert len(re.findall(r"^epoch \d", script, re.MULTILINE)) == len(re.findall(r"^ +\d+ .* 0\.1$", job, re.MULTILINE)) == 8
@@ -57,7 +57,7 @@ def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     assert "engine horovod" in job
 
 
-def test_the_model_file_is_short_and_the_script_calls_what_the_table_names() -> None:
+def test_the_model_file_is_short_and_the_table_names_lines_of_the_script() -> None:
     script = file_of(FROM_HOROVOD, "horovod_digits.py").text
     assert len(file_of(FROM_HOROVOD, "mymodel.py").text.splitlines()) <= 20
     assert len(file_of(FROM_HOROVOD, "digits.yaml").text.splitlines()) <= 16
@@ -68,7 +68,7 @@ def test_the_model_file_is_short_and_the_script_calls_what_the_table_names() -> 
         assert f"hvd.{call}(" in script
 
 
-def test_what_the_table_says_of_samplers() -> None:
+def test_the_claims_about_samplers() -> None:
     def dealt(count: int, ranks: int, epoch: int | None = None) -> list[list[int]]:
         samplers = [DistributedSampler(TensorDataset(torch.zeros(count)), num_replicas=ranks, rank=rank) for rank in range(ranks)]
         if epoch is not None:
@@ -83,7 +83,7 @@ def test_what_the_table_says_of_samplers() -> None:
     assert dealt(1437, 2) == train != dealt(1437, 2, epoch=1)  # the same order unless set_epoch is called
 
 
-def test_the_accuracy_that_the_script_prints_is_of_no_number_of_right_answers() -> None:
+def test_the_accuracy_that_the_script_prints_corresponds_to_no_number_of_right_answers() -> None:
     text = FROM_HOROVOD.read_text()
     printed = re.findall(r"^epoch 8 .* ([0-9.]+)$", text, re.MULTILINE)[0]
     said, right = re.findall(r"([0-9.]+) corresponds to no whole number of right answers among 360 \(([0-9.]+)\)", text)[0]
@@ -93,7 +93,7 @@ def test_the_accuracy_that_the_script_prints_is_of_no_number_of_right_answers() 
 
 
 @needs_horovod
-def test_what_the_table_says_of_optimizers() -> None:
+def test_the_claims_about_optimizers() -> None:
     done = python(["-c", _FACTS], timeout_s=60)
     assert done.returncode == 0, done.stderr
     shrunk, rate, optimizer_state, left = done.stdout.split()
@@ -103,7 +103,7 @@ def test_what_the_table_says_of_optimizers() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_point_to_existing_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     assert links
     assert not [link for link in links if not (page.parent / link).exists()]
@@ -126,7 +126,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         ("first", "", False),
     ],
 )
-def test_what_is_shown_is_compared_with_what_is_printed(shown: str, printed: str, alike: bool) -> None:
+def test_shown_output_is_compared_with_printed_output(shown: str, printed: str, alike: bool) -> None:
     assert bool(differences(shown, printed)) != alike
 
 
@@ -134,22 +134,22 @@ def test_a_failure_names_its_block_its_line_and_its_error(tmp_path: Path) -> Non
     page = tmp_path / "page.md"
     fences = ["```python\nx = 6\nprint(x * 7, 0.5)\n```\n```text\n43 ...\n```", "```sh\ncat two.txt\n```", "```txt two.txt\nno\n```"]
     page.write_text("# A page\n" + "\n".join(fences))
-    told = failures(page, run_page(page, tmp_path, timeout_s=30))
-    assert len(told) == 2
-    assert told[0].startswith("page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was printed:\n42 0.5")
-    assert told[1].startswith("page.md, block 3 (sh, line 10) failed:\nexit code 1\n")
-    assert "two.txt" in told[1]
+    messages = failures(page, run_page(page, tmp_path, timeout_s=30))
+    assert len(messages) == 2
+    assert messages[0].startswith("page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was printed:\n42 0.5")
+    assert messages[1].startswith("page.md, block 3 (sh, line 10) failed:\nexit code 1\n")
+    assert "two.txt" in messages[1]
     page.write_text("\n\n```python two.py\ny = 1\n```\n```python\nimport two\n\nassert two.y == x\n```\n```sh\ntrue\n```\n")
-    told = failures(page, run_page(page, tmp_path, timeout_s=30))
-    assert [text.partition("\n")[0] for text in told] == [
+    messages = failures(page, run_page(page, tmp_path, timeout_s=30))
+    assert [text.partition("\n")[0] for text in messages] == [
         "page.md, block 2 (python, line 7) failed:",
         "page.md, block 3 (sh, line 12) did not run",
     ]
-    assert f'File "{page}", line 9, in <module>' in told[0]
-    assert "NameError: name 'x' is not defined" in told[0]
+    assert f'File "{page}", line 9, in <module>' in messages[0]
+    assert "NameError: name 'x' is not defined" in messages[0]
 
 
-def test_a_page_that_ends_its_process_is_told_with_the_block_before(tmp_path: Path) -> None:
+def test_a_page_that_ends_its_process_is_reported_with_the_block_before(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nimport os\n```\n```python\nos._exit(3)\n```\n")
     with pytest.raises(AssertionError, match=r"page.md: exit code 3 behind block 1"):

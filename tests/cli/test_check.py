@@ -173,7 +173,7 @@ def test_a_launcher_that_contradicts_itself() -> None:
 
 @needs_mpirun
 def test_a_rank_that_cannot_start_or_never_connects(tmp_path: Path) -> None:
-    """A rank that fails prints its error; where a rank never connects, rank 0 reports that and no rank waits for ever."""
+    """A rank that fails prints its error; where a rank never connects, rank 0 reports that and no rank waits forever."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text("raise ImportError('not on this host')\n")
     result = mpirun(

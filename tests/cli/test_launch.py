@@ -339,8 +339,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """`launch ARGUMENTS` without variables that a launcher reads: the command line alone must do on this machine."""
-    settled = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
-    env = {name: value for name, value in environment().items() if not name.startswith(settled)}
+    preset = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
+    env = {name: value for name, value in environment().items() if not name.startswith(preset)}
     code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
     command = ["timeout", "-k", "5", "90", sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, needs_mpirun]
 needs_torchdist = pytest.mark.skipif(not importlib.util.find_spec("hvdtrain.comm.torchdist"), reason="no torchdist engine here")
 ENGINES = ("mpi", pytest.param("horovod", marks=needs_horovod), pytest.param("torchdist", marks=needs_torchdist))
 
-# 300 steps, and a checkpoint at every second meeting; a batch of 24 is shared out to 8 ranks, to 4 and to 3.
+# 300 steps, and a checkpoint at every second sync point; a batch of 24 divides among 8, 4 and 3 ranks.
 DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=1440", "data.val_samples=48", "batch.size=24", "batch.evaluate=12"]
 JOB = [
     "-m",
@@ -40,7 +40,7 @@ JOB = [
     "guard.equal_steps=50",
 ]
 STEPS = 300
-# mpirun and its daemons notice a dead wire after time + probes x intvl seconds, here 5, and take the ranks with them
+# mpirun and its daemons notice a broken connection after time + probes x intvl seconds, here 5, and end the ranks
 KEEPALIVE = {f"PRTE_MCA_oob_tcp_keepalive_{key}": value for key, value in {"time": "3", "intvl": "1", "probes": "2"}.items()}
 PROBE = """
 import os, socket, sys, json, numpy
@@ -64,7 +64,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def one_host(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of the job on 8 ranks of one host, which nothing interrupted."""
+    """The run folder of an uninterrupted job on 8 ranks of one host."""
     run = tmp_path_factory.mktemp("one") / "run"
     with hosts.mpirun("n1:8", [*JOB, *of("mpi"), f"run={run}"]) as job:
         ended(job, run, ["n1"])
@@ -80,20 +80,20 @@ def whole(hosts: Hosts) -> Iterator[None]:
 
 
 def of(engine: str) -> list[str]:
-    """The words of an engine; numpy where the engine imports no torch either: 8 ranks start in 2 s instead of 17."""
+    """The arguments for an engine; numpy where the engine imports no torch either: 8 ranks start in 2 s instead of 17."""
     return [f"comm.engine={engine}", f"framework={'numpy' if engine == 'mpi' else 'torch'}"]
 
 
 def ended(job: Job, run: Path, hosts: list[str]) -> None:
     """The job went to its last step, on these hosts."""
-    result, told = job.wait(), events(run)
-    assert (result.returncode, told[-1]["kind"], told[-1]["step"]) == (0, "end", STEPS), result
-    assert [event["hosts"] for event in told if event["kind"] == "start"][-1] == hosts
+    result, emitted = job.wait(), events(run)
+    assert (result.returncode, emitted[-1]["kind"], emitted[-1]["step"]) == (0, "end", STEPS), result
+    assert [event["hosts"] for event in emitted if event["kind"] == "start"][-1] == hosts
     assert re.search(r"^run folder: ", result.stdout, re.MULTILINE)
 
 
 def same(run: Path, other: Path) -> None:
-    """Final weights and slots, and the loss at every meeting and epoch."""
+    """Final weights and optimizer state, and the loss at every sync point and epoch."""
     for name in ("weights", "optimizer"):
         found, wanted = (load_file(path / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors") for path in (run, other))
         assert found.keys() == wanted.keys() and wanted
@@ -104,7 +104,7 @@ def same(run: Path, other: Path) -> None:
 
 
 def local_ranks(hosts: Hosts) -> dict[str, dict[int, int]]:
-    """{host: {rank: local rank}}, by what each process that runs there was told."""
+    """{host: {rank: local rank}}, by the environment of each process that runs there."""
     found: dict[str, dict[int, int]] = {}
     for name in hosts.names:
         for pid in hosts.pids(name):
@@ -117,7 +117,7 @@ def local_ranks(hosts: Hosts) -> dict[str, dict[int, int]]:
 
 
 def ranks_left(hosts: Hosts) -> set[int]:
-    """The processes that are left, but for mpirun and its daemons."""
+    """The processes that are left, except mpirun and its daemons."""
     found = set()
     for pid in hosts.pids():
         with suppress(OSError):
@@ -137,7 +137,7 @@ def gone(left: Callable[[], set[int]], limit_s: float = 25.0) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_uneven_hosts(hosts: Hosts, engine: str) -> None:
-    """One rank here, two there: each knows its host, its place among the ranks of that host, and all others."""
+    """One rank on n1, two on n2: each knows its host, its local rank, and the size of the job."""
     with hosts.mpirun("n1:1,n2:2", ["-c", PROBE, engine]) as job:
         result = job.wait()
     assert result.returncode == 0, result
@@ -165,15 +165,15 @@ def test_through_sshd(one_host: Path, tmp_path: Path) -> None:
 
 
 def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
-    """On the hosts that PBS names; after a signal, and after the loss of a host, it submits itself again, and ends as if nothing had been.
+    """On the hosts that PBS names. After a signal, and after the loss of a host, the script submits itself again; the result is the same.
 
-    PBS itself is not here: its variables are set by hand, and qsub is a program that writes down what it was asked.
+    PBS is faked: the test sets its variables, and qsub is a script that records its arguments.
     """
-    run, asked, nodes = tmp_path / "run", tmp_path / "asked", tmp_path / "nodes"
+    run, submitted, nodes = tmp_path / "run", tmp_path / "submitted", tmp_path / "nodes"
     nodes.write_text("n1\nn1\nn2\nn2\n")
     qsub = tmp_path / "bin" / "qsub"
     qsub.parent.mkdir()
-    qsub.write_text(f'#!/bin/sh\necho "$RESTARTS $RUN $*" >> {asked}\n')
+    qsub.write_text(f'#!/bin/sh\necho "$RESTARTS $RUN $*" >> {submitted}\n')
     qsub.chmod(0o755)
     env = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(ROOT), "PYTHON": sys.executable, "RESTARTS": "3"}
     env |= {
@@ -188,7 +188,7 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
         os.kill(script, signal.SIGUSR2)
         result = job.wait()
     assert (result.returncode, events(run)[-1]["kind"]) == (REQUEUE, "stop"), result
-    assert asked.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh\n"
+    assert submitted.read_text() == f"2 {run} -q long -v PYTHON,RUN,MAX_TIME,RESTARTS,CONTAINER,ARGUMENTS,QSUB jobs/pbs.sh\n"
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env | KEEPALIVE) as job:
         before = reached(run)
         wait_for(job, lambda: reached(run) >= before + 20)
@@ -200,12 +200,12 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
     with hosts.start("n1", ["bash", "jobs/pbs.sh"], env=env) as job:
         ended(job, run, ["n1"])
     same(run, one_host)
-    assert len(asked.read_text().splitlines()) == 2 and not hosts.pids()
+    assert len(submitted.read_text().splitlines()) == 2 and not hosts.pids()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
-    """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host alone goes on to the same end."""
+    """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host alone resumes to the same result."""
     run = tmp_path / "run"
     words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=8"]  # ranks without MPI outlive their daemon until then
     ranks = 4 if engine == "mpi" else 2  # on each host; torch takes 2 s of a core to start
@@ -225,7 +225,7 @@ def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: st
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_lost_host_is_reported(hosts: Hosts, tmp_path: Path, engine: str) -> None:
-    """Where mpirun notices nothing, the watch of hvdtrain does: it names host and ranks, and ends the ranks on both sides."""
+    """Where mpirun notices nothing, hvdtrain's watchdog reports host and ranks, and ends the ranks on both sides."""
     run = tmp_path / "run"
     words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=3"]
     with hosts.mpirun("n1:2,n2:2", words, timeout_s=60) as job:

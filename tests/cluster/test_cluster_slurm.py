@@ -68,13 +68,13 @@ def state(slurm: Slurm, number: str, wanted: set[str], limit_s: float) -> dict[s
 
 
 def tasks(slurm: Slurm) -> set[int]:
-    """What runs on the hosts beside the daemons."""
+    """The processes on the hosts, except the daemons."""
     assert slurm.hosts
     return {pid for pid in slurm.hosts.pids() if not name_of(pid).startswith(("slurmctld", "slurmd", "slurmscriptd", "munged"))}
 
 
 def emptied(slurm: Slurm) -> float:
-    """Seconds until nothing runs on the hosts beside the daemons."""
+    """Seconds until only the daemons run on the hosts."""
     since_s = time.monotonic()
     while left := tasks(slurm):
         assert time.monotonic() < since_s + 15, [name_of(pid) for pid in left]
@@ -91,10 +91,10 @@ def name_of(pid: int) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
-    """Each rank knows its host, its place there, and all others.
+    """Each rank knows its host, its local rank, and the size of the job.
 
     Of Horovod's starts under this SLURM 22.05 with Open MPI 5.0.11 some hang in MPI_Comm_dup (docs/clusters.md); guard.start_s
-    ends such a job, as the next test shows. Here a start that hung is made again, twice at most; any other failure is one.
+    ends such a job, as the next test shows. Here a start that hung is repeated, twice at most; any other failure fails the test.
     """
     words = ["srun", "--mpi=pmix", *SHARES, WRAPPER, sys.executable, "-c", PROBE, engine]
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
 
 
 def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
-    """One rank never gets to MPI: the others end after guard.start_s, and srun with them."""
+    """One rank never starts MPI: the others end after guard.start_s, and so does srun."""
     late = 'if [ "$SLURM_PROCID" = 3 ]; then exec sleep 1000; else exec "$@"; fi'
     words = [sys.executable, "-m", "hvdtrain", *JOB, "guard.start_s=4", f"run={tmp_path / 'run'}"]
     ran = slurm.run("srun", "--mpi=pmix", "--kill-on-bad-exit=1", *SHARES, "sh", "-c", late, "sh", *words, timeout_s=40)
@@ -116,7 +116,7 @@ def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_srun_without_pmi(slurm: Slurm) -> None:
-    """Four jobs of one rank are refused, by name; torchdist needs no MPI."""
+    """Four jobs of one rank are an error that names the cause; torchdist needs no MPI."""
     ran = slurm.run("srun", "--mpi=none", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, "run=/nonexistent/run")
     assert ran.returncode == USER, ran
     assert "srun started 4 processes, but the mpi engine sees only itself (size 1)" in ran.stderr and "fix: srun --mpi=pmix" in ran.stderr
@@ -130,19 +130,19 @@ def test_pmi_is_picked(slurm: Slurm) -> None:
 
 
 def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:
-    """SLURM's own signal before the time limit stops the job, which queues again, and goes on to the end of a job that nobody stopped."""
+    """SLURM's signal before the time limit stops the job, which is requeued and resumed; its result is that of a job without a stop."""
     straight = tmp_path / "straight"
     slurm.must("srun", "--mpi=pmix", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, f"run={straight}", env=ENV, timeout_s=90)
     number = submit(slurm, tmp_path, ["--time=1", "--signal=USR2@15"], [*JOB, "model.pass_s=0.05"])
     job = state(slurm, number, {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"}, 200)
-    log, told = (tmp_path / "log").read_text(), events(tmp_path / "run")
+    log, emitted = (tmp_path / "log").read_text(), events(tmp_path / "run")
     print(log)
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log + slurm.logs()
-    stops = [(event["reason"], event["step"]) for event in told if event["kind"] == "stop"]
-    starts = [event["step"] for event in told if event["kind"] == "start"]
+    stops = [(event["reason"], event["step"]) for event in emitted if event["kind"] == "stop"]
+    starts = [event["step"] for event in emitted if event["kind"] == "start"]
     assert stops and {reason for reason, _ in stops} == {"SIGUSR2"} and int(job["Restarts"]) >= len(stops), (stops, job)
     assert starts == [0, *(step for _, step in stops)] and 0 < starts[1] < STEPS
-    assert all(event["hosts"] == ["n1", "n2"] for event in told if event["kind"] == "start")
+    assert all(event["hosts"] == ["n1", "n2"] for event in emitted if event["kind"] == "start")
     assert outcome(tmp_path / "run") == outcome(straight)
     assert re.search(r"^0: run folder: ", log, re.MULTILINE) and not tasks(slurm)
 
@@ -161,7 +161,7 @@ def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
-    """The last stop ends the job with 75, and says how it goes on."""
+    """The last stop ends the job with 75, and prints how to resume it."""
     words = [*DATA, "comm.engine=mpi", "framework=numpy", "model.name=linear", "--max-time", "3", "epochs=9000"]
     job = state(slurm, submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], words), {"FAILED", "COMPLETED"}, 60)
     log = (tmp_path / "log").read_text()
@@ -170,7 +170,7 @@ def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_nodes_on_loopback() -> None:
-    """Without hosts of their own the two nodes are one machine to MPI."""
+    """Without separate hosts the two nodes are one machine for MPI."""
     with Slurm(None) as slurm:
         table = slurm.must("srun", "--mpi=pmix", *SHARES, sys.executable, "-c", PROBE, "mpi")
     assert table.count("1111.0") == 4
@@ -204,5 +204,5 @@ def test_wrapper_pins_cores() -> None:
 
     half = len(mine) // 2
     assert cores(SLURM_LOCALID="0") == mine[:half] and cores(SLURM_LOCALID="1") == mine[half : 2 * half]
-    assert cores(SLURM_LOCALID="1", SLURM_CPU_BIND_TYPE="mask_cpu:") == mine  # SLURM did
+    assert cores(SLURM_LOCALID="1", SLURM_CPU_BIND_TYPE="mask_cpu:") == mine  # SLURM has pinned it
     assert cores(SLURM_LOCALID="1", SLURM_CPUS_ON_NODE="1") == mine  # others may be here

@@ -68,8 +68,12 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
         "n1", 29500, job="hvdtrain/7/0"
     )
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
-    met = find_rendezvous(SRUN, slurm, None)
-    assert met is not None and (met.host, met.peer, met.job) == ("n1", "n2", "hvdtrain/12/0/0") and met.port in PORTS
+    rendezvous = find_rendezvous(SRUN, slurm, None)
+    assert (
+        rendezvous is not None
+        and (rendezvous.host, rendezvous.peer, rendezvous.job) == ("n1", "n2", "hvdtrain/12/0/0")
+        and rendezvous.port in PORTS
+    )
     ports = {m.port for step in range(20) if (m := find_rendezvous(SRUN, slurm | {"SLURM_STEP_ID": str(step)}, None))}
     assert len(ports) > 17, "steps of one job have different ports"
     assert find_rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
@@ -265,7 +269,7 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("number", "whom", "codes"),
+    ("number", "target", "codes"),
     [
         (signal.SIGUSR2, "launcher", (errors.REQUEUE,)),
         (signal.SIGKILL, 1, KILLED),
@@ -274,20 +278,20 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
         (signal.SIGSTOP, 1, (errors.STALLED,)),
     ],
 )
-def test_spawned_ranks_end_together(tmp_path: Path, number: signal.Signals, whom: int | str, codes: tuple[int, ...]) -> None:
+def test_spawned_ranks_end_together(tmp_path: Path, number: signal.Signals, target: int | str, codes: tuple[int, ...]) -> None:
     with Job(0, [*LONG, f"run={tmp_path / 'run'}"], timeout_s=90) as job:
         wait_for(lambda: (tmp_path / "run" / "checkpoints").exists() and len(job.pids()) == 2, 60)
         pids = job.pids()
         parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
         began = time.monotonic()
-        os.kill(parent if whom == "launcher" else pids[int(whom)], number)
+        os.kill(parent if target == "launcher" else pids[int(target)], number)
         result = job.wait()
         wait_for(lambda: not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()], 5)
     assert time.monotonic() - began < 30, result
     assert not codes or result.returncode in codes, result
     if errors.STALLED in codes:
         assert "no answer" in result.stderr and f"rank 1 on {socket.gethostname()}" in result.stderr, result.stderr
-    if (number, whom) == (signal.SIGKILL, 1):
+    if (number, target) == (signal.SIGKILL, 1):
         assert "the connection to another rank broke" in result.stderr, result.stderr
 
 

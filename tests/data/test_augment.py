@@ -97,7 +97,7 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
     assert d.flipped.mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
     others = augment.mixup_partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
     each = np.column_stack([d.shift, d.flipped, d.cutout_box[:, ::2], d.mixup_weight, abs(d.mixup_weight - 0.5), others])
-    assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "no draw tells of another"
+    assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "random numbers are independent"
 
 
 def test_cutout_boxes_have_their_centre_on_any_pixel_and_are_clipped_at_the_border() -> None:

@@ -227,7 +227,7 @@ def test_validation_of_another_size_than_train(tmp_path: Path) -> None:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A header that claims so many pixels, and no more."""
+    """A header that claims so many pixels, without pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")

@@ -159,9 +159,9 @@ def test_without_a_network_the_error_comes_at_once(tmp_path: Path) -> None:
 from pathlib import Path
 from hvdtrain.data.datasets import cifar, idx
 from hvdtrain.errors import UserError
-for leaf, name in ((idx, "mnist"), (cifar, "cifar10")):
+for plugin, name in ((idx, "mnist"), (cifar, "cifar10")):
     try:
-        leaf.build(name, Path({str(tmp_path)!r}), "val")
+        plugin.build(name, Path({str(tmp_path)!r}), "val")
     except UserError as error:
         print(error)
 """

@@ -164,11 +164,11 @@ def test_datasets_import_no_framework_and_describe_their_options() -> None:
 import sys, typing, inspect
 from hvdtrain.data.datasets import cifar, digits, folder, idx, synthetic
 print([name for name in ("torch", "torchvision", "sklearn", "PIL") if name in sys.modules])
-for leaf in (cifar, digits, folder, idx, synthetic):
-    typing.get_type_hints(leaf.build)
-    for option, parameter in inspect.signature(leaf.build).parameters.items():
+for plugin in (cifar, digits, folder, idx, synthetic):
+    typing.get_type_hints(plugin.build)
+    for option, parameter in inspect.signature(plugin.build).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            assert f"\\n    {option}: " in leaf.build.__doc__, (leaf, option)
+            assert f"\\n    {option}: " in plugin.build.__doc__, (plugin, option)
 """
     ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")

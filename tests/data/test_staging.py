@@ -93,7 +93,7 @@ def test_changes_of_the_source_are_copied(root: Path, capsys: pytest.CaptureFixt
 
 
 def flip(path: Path) -> None:
-    """One bit, and the times as they were: only the checksum can tell."""
+    """One bit, and the times as they were: only the checksum shows it."""
     seen, content = path.stat(), bytearray(path.read_bytes())
     content[500] ^= 1
     path.write_bytes(content)

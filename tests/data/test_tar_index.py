@@ -117,7 +117,7 @@ def test_compressed_archives_and_pipes_are_errors(tmp_path: Path) -> None:
 
 
 def test_headers_of_negative_or_huge_sizes(tmp_path: Path) -> None:
-    """A size that is negative would have the same header read for ever; one long name behind the other exhausts the stack."""
+    """A size that is negative would make the reader read the same header forever; one long name behind the other exhausts the stack."""
     path = tmp_path / "train-0.tar"
     for size in ("-512", "-1024", "-99999999999999", "9" * 30, str(2**62)):
         with tarfile.open(path, "w") as tar:

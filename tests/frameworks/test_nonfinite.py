@@ -36,7 +36,7 @@ FRAMEWORKS = ["torch", "numpy", "jax"]
 
 
 class Twice(SingleProcessCommunicator):
-    """Two equal ranks: every sum doubles. Notes what met."""
+    """Two equal ranks: every sum doubles. Records the names of collectives."""
 
     name, size = "twice", 2
 
@@ -336,7 +336,7 @@ def test_a_loss_of_one_rank_makes_all_ranks_skip(engine: str, case: str) -> None
     assert [one["nonfinite"] for one in each] == [[0.0, 0.5, 0.0]] * 2
     assert [one["kept"] for one in each] == [True, True], "the second step changed something, or another one nothing"
     assert [one["as if it had not been"] for one in each] == [True, True]
-    assert each[0]["learned"] == each[1]["learned"] and each[0]["settled"] == each[1]["settled"]
+    assert each[0]["learned"] == each[1]["learned"] and each[0]["synchronized"] == each[1]["synchronized"]
     distributed = engine == "horovod" and case.startswith("torch") and "buckets" not in case
     assert ("hvd.DistributedOptimizer" in each[0]["model"]) == distributed, each[0]["model"]
 
@@ -348,4 +348,4 @@ def test_a_loss_of_one_rank_is_counted_by_all(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ranks.ENGINES)
 def test_buffers_of_every_kind_settle(engine: str) -> None:
-    assert [one["wrong"] for one in found(engine)["settled"]] == [[], []]
+    assert [one["wrong"] for one in found(engine)["synchronized"]] == [[], []]

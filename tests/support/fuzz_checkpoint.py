@@ -110,8 +110,8 @@ def other_header(rng: Generator, data: bytes) -> bytes:
     """Of safetensors: 8 bytes of length, JSON, numbers."""
     (length,) = struct.unpack("<Q", data[:8])
     header = json.dumps(harmed(rng, json.loads(data[8 : 8 + length]))).encode()
-    told = len(header) if chance(rng, 0.9) else pick(rng, (0, 1, 2**31, 2**40, 2**63, 2**64 - 1))
-    return struct.pack("<Q", told) + header + data[8 + length :]
+    length_field = len(header) if chance(rng, 0.9) else pick(rng, (0, 1, 2**31, 2**40, 2**63, 2**64 - 1))
+    return struct.pack("<Q", length_field) + header + data[8 + length :]
 
 
 def go_on(run: Path) -> None:

@@ -48,7 +48,7 @@ def read_names(rng: Generator, home: Path) -> Callable[[], None]:
 
 
 def check_dotted(name: str) -> None:
-    """A model is nothing of Python itself, and tells its parameters."""
+    """A model is nothing of Python itself, and has a readable signature."""
     config = configure(None, [f"model.name={name}"])
     plugins.check_names(config)
     found = plugins.load_dotted(config.model.name, "model.name")

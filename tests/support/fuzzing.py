@@ -124,10 +124,10 @@ def one(name: str, reader: Reader, seed: int, number: int, watch: Watchdog, scra
     home = scratch / "input"
     home.mkdir()
     os.chdir(home)
-    told = io.StringIO()
+    captured = io.StringIO()
     read = reader(generator(name, seed, number), home)
     try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+        with contextlib.redirect_stderr(captured), contextlib.redirect_stdout(captured):
             watch.on = True
             try:
                 read()
@@ -148,7 +148,7 @@ def check_refusal(error: UserError) -> tuple[str, str]:
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     if any(isinstance(cause, (MemoryError, Forbidden)) for cause in causes):
-        return "finding", f"out of memory, told as: {error}"
+        return "finding", f"out of memory, reported as: {error}"
     if not error.what or not error.where or len(str(error)) > LIMIT_TEXT or CANARY in str(error):
         return "finding", f"a message of {len(str(error))} characters, or with a secret: {str(error)[:300]!r}"
     return "refused", ""

@@ -117,10 +117,10 @@ def skipped(communicator: Communicator, words: str, passes: int = 1) -> dict[str
     found["as if it had not been"] = same(state, straight.state())
     found["learned"] = digest({name: array for name, array in state.items() if not name.startswith("b.")})
     one.sync_buffers(communicator)
-    return found | {"settled": digest(one.state()), "model": one.describe()}
+    return found | {"synchronized": digest(one.state()), "model": one.describe()}
 
 
-def settled(communicator: Communicator) -> dict[str, Any]:
+def synchronized_buffers(communicator: Communicator) -> dict[str, Any]:
     """How many buffers are not what a formula in rank and size says."""
     model, first = AllKinds(communicator.rank), AllKinds(0)
     Buffers(model, torch.device("cpu")).sync_buffers(communicator)
@@ -139,7 +139,7 @@ def cases(communicator: Communicator) -> dict[str, dict[str, Any]]:
         "torch, small buckets": skipped(communicator, "comm.reduce=bucket comm.bucket_mb=0.001 optim.name=lamb"),
         "numpy": skipped(communicator, "framework=numpy model.name=linear"),
         "jax": skipped(communicator, "framework=jax model.name=linear"),
-        "settled": settled(communicator),
+        "synchronized": synchronized_buffers(communicator),
     }
     one = learner(communicator, "model.name=linear", "guard.nonfinite=stop")
     data = batch(7, communicator.rank) | ({"w": np.full(7, math.nan)} if communicator.rank == communicator.size - 1 else {})

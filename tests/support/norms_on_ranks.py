@@ -2,7 +2,7 @@
 
 python tests/support/norms_on_ranks.py ENGINE OUT.json
 
-Every case computes on all ranks before anything is judged, so that a wrong number on one of them keeps nobody waiting.
+Every case computes on all ranks before results are compared, so that a wrong number on one rank lets no other rank wait.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a block that was run."""
+    """The outcome of a block that was run."""
 
     number: int
     output: str  # standard output
@@ -61,7 +61,7 @@ class Result:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All of them, in page order."""
+    """All blocks, in page order."""
     found: list[Block] = []
     opened: tuple[int, str, str] | None = None
     lines = page.read_text().splitlines()
@@ -77,7 +77,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path, folder: Path, timeout_s: float) -> dict[int, Result]:
-    """What the blocks of a page that are run did, by number, up to the first that failed; in a process of its own."""
+    """Runs a page in a process of its own, up to the first block that fails; returns the outcome of each block by its number."""
     done = python([__file__, str(page.resolve()), str(folder)], timeout_s=timeout_s)
     path = folder / RESULTS
     results = [Result(**fields) for fields in map(json.loads, path.read_text().splitlines() if path.exists() else ())]
@@ -87,30 +87,30 @@ def run_page(page: Path, folder: Path, timeout_s: float) -> dict[int, Result]:
 
 
 def failures(page: Path, results: dict[int, Result]) -> list[str]:
-    """A text for each block that failed, did not run, or printed something else than the page says."""
-    told: list[str] = []
+    """A message for each block that failed, did not run, or printed something else than the page shows."""
+    found_failures: list[str] = []
     before: Block | None = None
     for block in blocks(page):
         if block.language == "text":
             assert before and block.text.strip(), f"{page.name}:{block.line}: output of nothing, or no output"
             result = results.get(before.number)
             if result and not result.error:
-                told += [f"{page.name}, output of {before.name}: {one}" for one in differences(block.text, result.output)]
+                found_failures += [f"{page.name}, output of {before.name}: {one}" for one in differences(block.text, result.output)]
         elif not block.file:
             before = block
             if block.number not in results:
-                told.append(f"{page.name}, {block.name} did not run")
+                found_failures.append(f"{page.name}, {block.name} did not run")
             elif error := results[block.number].error:
-                told.append(f"{page.name}, {block.name} failed:\n{error}")
-    return told
+                found_failures.append(f"{page.name}, {block.name} failed:\n{error}")
+    return found_failures
 
 
 def differences(shown: str, output: str) -> list[str]:
-    """A text for each line of a page that has no equal among the lines printed, in their order.
+    """A message for each line of the page that is not among the lines printed, in the same order.
 
-    Times are not compared, losses and accuracies (numbers of four places or more) to TOLERANCE, all else as it is written but for blanks.
+    Times are not compared; losses and accuracies (numbers with four decimals or more) up to TOLERANCE; the rest exactly, except blanks.
     """
-    told: list[str] = []
+    found_failures: list[str] = []
     printed = output.splitlines()
     place = 0
     for line in filter(str.strip, shown.splitlines()):
@@ -119,10 +119,10 @@ def differences(shown: str, output: str) -> list[str]:
         found = next((at for at in range(place, len(printed)) if _alike(line, printed[at])), None)
         if found is None:
             rest = "\n".join(printed[place:])
-            told.append(f"no line like\n  {line}\nin what was printed{' after the line before it' * bool(place)}:\n{rest}")
+            found_failures.append(f"no line like\n  {line}\nin what was printed{' after the line before it' * bool(place)}:\n{rest}")
         else:
             place = found + 1
-    return told
+    return found_failures
 
 
 def _alike(shown: str, printed: str) -> bool:
@@ -146,7 +146,7 @@ def _run(page: Path, folder: Path) -> None:
     os.chdir(folder)
     sys.path[0] = str(folder)
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main  # so that a class of the page is __main__:Net, as in a notebook
+    sys.modules["__main__"] = main  # a class of the page is then __main__:Net, as in a notebook
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     with Path(RESULTS).open("w", buffering=1) as log:
         for block in blocks(page):

@@ -28,12 +28,12 @@ def record(folder: Path) -> None:
     """One file for this process."""
     folder.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
-    told = {"host": host, "environ": {key: neutral(key, value) for key, value in sorted(os.environ.items()) if KEPT.match(key)}}
-    (folder / f"{host}-{os.getpid()}.json").write_text(json.dumps(told), encoding="utf-8")
+    recorded = {"host": host, "environ": {key: neutral(key, value) for key, value in sorted(os.environ.items()) if KEPT.match(key)}}
+    (folder / f"{host}-{os.getpid()}.json").write_text(json.dumps(recorded), encoding="utf-8")
 
 
 def neutral(key: str, value: str) -> str:
-    """A value as anyone may read it."""
+    """A value without secrets, addresses and paths."""
     if SECRET.search(key) or len(value) > LONGEST:
         return "..."
     value = re.sub(r"\d+\.\d+\.\d+\.\d+", "127.0.0.1", value)
@@ -41,23 +41,23 @@ def neutral(key: str, value: str) -> str:
 
 
 def merge(folder: Path, out: Path, version: str, command: str) -> None:
-    """One file for the launcher: what all processes were told alike, and each one's own, in the order of their ranks."""
+    """One file for the launcher: the variables that are equal in all processes, and those of each process, in rank order."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from hvdtrain.comm.placement import placement
 
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    places = [placement(one["environ"]) for one in told]
-    told = [one for _, one in sorted(zip(places, told, strict=True), key=lambda pair: (pair[0].rank, pair[1]["host"]))]
+    recorded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    places = [placement(one["environ"]) for one in recorded]
+    recorded = [one for _, one in sorted(zip(places, recorded, strict=True), key=lambda pair: (pair[0].rank, pair[1]["host"]))]
     places.sort(key=lambda place: place.rank)
-    hosts = list(dict.fromkeys(one["host"] for one in told))
-    alike = {key: value for key, value in told[0]["environ"].items() if all(one["environ"].get(key) == value for one in told)}
+    hosts = list(dict.fromkeys(one["host"] for one in recorded))
+    alike = {key: value for key, value in recorded[0]["environ"].items() if all(one["environ"].get(key) == value for one in recorded)}
     processes = [
         {
             "host": f"h{hosts.index(one['host'])}",
             "place": [place.rank, place.size, place.local_rank, place.local_size],
             "environ": {key: _rename(value, hosts) for key, value in one["environ"].items() if key not in alike},
         }
-        for one, place in zip(told, places, strict=True)
+        for one, place in zip(recorded, places, strict=True)
     ]
     whole = {
         "version": version,
