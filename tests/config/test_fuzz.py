@@ -50,7 +50,7 @@ def faults(rng: Generator, home: Path) -> dict[str, Callable[[], object]]:
         "follows": lambda: (home / "link").symlink_to(home.parent / "outside") or (home / "link").write_text(""),
         "removes": lambda: os.rename(home.parent / "now", home / "now"),
         "looks": lambda: Path("/etc/passwd").read_text(),
-        "tells": lambda: refuse(os.environ["SECRET"]),
+        "prints_secret": lambda: refuse(os.environ["SECRET"]),
         "floods": lambda: refuse("x" * 9999),
         "dies": lambda: os.kill(os.getpid(), 9),
     }
@@ -70,7 +70,7 @@ def hides_memory() -> None:
 SEEN = {
     **dict.fromkeys(("starts", "shells", "runs", "calls", "writes", "follows", "removes", "looks"), "Forbidden"),
     **{"raises": "ValueError", "hangs": "Timeout (0:00:02)!", "eats": "MemoryError", "hides": "out of memory", "dies": "ended with -9"},
-    **{"tells": "or with a secret", "floods": "a message of"},
+    **{"prints_secret": "or with a secret", "floods": "a message of"},
 }
 
 

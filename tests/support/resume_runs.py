@@ -51,7 +51,7 @@ def difference(cell: Cell) -> float:
     """The largest over all arrays, relative to the largest number of each, and over all numbers of events, relative to each."""
     straight, stopped, resumed = cell
     assert (straight.code, stopped.code, resumed.code) == (DONE, REQUEUE, DONE)
-    assert Counter([*stopped.events, *resumed.events]) == Counter([*straight.events]), "each step and epoch is told once"
+    assert Counter([*stopped.events, *resumed.events]) == Counter([*straight.events]), "each step and epoch has one event"
     assert straight.arrays.keys() == resumed.arrays.keys()
     pairs: list[tuple[Any, Any]] = [(straight.arrays[name], array) for name, array in resumed.arrays.items()]
     pairs += [(straight.events[key][name], number) for key, numbers in resumed.events.items() for name, number in numbers.items()]

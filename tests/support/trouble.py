@@ -19,7 +19,7 @@ for _method in vars(torch.optim.Optimizer).values():  # saves each rank of each 
 
 
 class Trouble(nn.Module):
-    """Buffers, slots and dropout; rank `rank` does `fault` in training pass `at` of its process, unless the file `once` is there already.
+    """Buffers, optimizer state, dropout. Rank `rank` does `fault` in training pass `at` of its process, unless the file `once` exists.
 
     `once` gets the time of the fault, so the same command goes on without it. fault=build: while it is made; evaluate: slow evaluations.
     """

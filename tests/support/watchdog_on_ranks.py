@@ -55,7 +55,7 @@ def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> No
         heartbeat.beat("attaching the watchdog", 0, 0)
         watchdog.attach(communicator)
         if hangs.get(place.rank) == "start":
-            say(place.rank, "builds for ever")
+            say(place.rank, "builds endlessly")
             HOW["sleep"](communicator)
         heartbeat.training, heartbeat.limit = True, "stall_s"
         for step in range(HANGS_AT + 1):

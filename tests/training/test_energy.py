@@ -59,7 +59,7 @@ class FakeNvml:
 
 
 class Fake(SingleProcessCommunicator):
-    """One rank of several: it hears its own claim, and those of the others as they are given."""
+    """One rank of several: its allgather returns its own value and the given values of the others."""
 
     def __init__(self, rank: int, others: dict[int, Claim]) -> None:
         self.rank, self.size, self._others = rank, len(others) + 1, others  # type: ignore[misc]
@@ -301,7 +301,7 @@ def test_a_counter_that_is_no_number(tmp_path: Path) -> None:
     )
 
 
-def test_a_counter_that_fails_in_mid_run_is_nan_for_ever(tmp_path: Path) -> None:
+def test_a_counter_that_fails_in_mid_run_stays_nan(tmp_path: Path) -> None:
     folder, nvml, clock = zone(tmp_path, "intel-rapl:0", "package-0", 0), FakeNvml(a=0), Clock()
     meter = find_counters(SingleProcessCommunicator(), "GPU-a", powercap=tmp_path, nvml=nvml, clock=clock)
     was = (folder / "energy_uj").read_text()

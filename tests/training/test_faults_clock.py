@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.faults, needs_mpirun]
 DAY_S = 86400
 LIMIT_S = 12.0
 
-# The time of day, plus the seconds that the file $CLOCK_JUMP tells, from the moment when it is there.
+# The time of day, plus the seconds in the file $CLOCK_JUMP once that file exists.
 SHIM = """
 #include <fcntl.h>
 #include <stdlib.h>

@@ -98,13 +98,13 @@ def end_badly(command: Command, run: Path, link: Link) -> Row:
     return Row(command.engine, command.size, link.what, [seconds], max(0, reached(run, begun) - newest(run)), None, [result.returncode])
 
 
-def harm(job: Job, name: str, whom: str, bad: int) -> None:
-    os.kill(launcher(job) if whom == "mpirun" else job.pids()[bad], getattr(signal, name))
+def harm(job: Job, name: str, target: str, bad: int) -> None:
+    os.kill(launcher(job) if target == "mpirun" else job.pids()[bad], getattr(signal, name))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: str) -> None:
-    """Step 25, by rank 1: noticed at the meeting at 30, the checkpoint of 20 is loaded, and training goes on with the data after 30."""
+    """Rank 1, step 25: noticed at the sync point of step 30; the checkpoint of 20 is loaded; training continues with the data after 30."""
     words = "guard.nonfinite=rollback", "model.fault=infinite", f"model.once={tmp_path / 'once'}", "epochs=2"
     result = Command(engine, 2, words).finish(tmp_path / "run")
     assert result.stdout.count("step 30: a loss or gradient was not finite: rollback, 1 in all") == 1, result.stdout

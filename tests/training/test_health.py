@@ -111,8 +111,8 @@ def test_guard_nonfinite_stops_skips_or_rolls_back_up_to_its_limit() -> None:
 def test_sync_points_follow_from_the_configuration_and_the_step() -> None:
     config = configure(None, ["log.every_steps=4", "checkpoint.every_steps=6", "max_steps=21"])
     before = TrainState(Progress(1000, 9000))
-    met = [step for step in range(1, 30) if is_sync_point(config, before, Progress(1000, 9000, step, step))]
-    assert met == [4, 6, 8, 12, 16, 18, 20, 21, 24, 28]
+    sync_points = [step for step in range(1, 30) if is_sync_point(config, before, Progress(1000, 9000, step, step))]
+    assert sync_points == [4, 6, 8, 12, 16, 18, 20, 21, 24, 28]
     assert is_sync_point(config, before, Progress(1000, 9000, 5, 1000)), "the end of an epoch"
     assert not is_sync_point(config, TrainState(Progress(1000, 9000), epoch=1), Progress(1000, 9000, 5, 1000))
 

@@ -20,7 +20,7 @@ def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
 
 
 GROUPS = [pytest.param(communicator, size, id=f"{communicator}-{size}", marks=marks(communicator, size)) for communicator, size in SIZES]
-SAME = [  # jobs that compute the same numbers, whatever the framework and the way gradients meet
+SAME = [  # jobs that compute the same numbers, with any framework and any way to reduce gradients
     [name for name in JOBS if "softmax" in name],
     [name for name in JOBS if "least squares" in name],
     [name for name in JOBS if "mlp" in name and "RMSprop" not in name],

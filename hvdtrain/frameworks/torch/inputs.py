@@ -44,7 +44,7 @@ class Inputs:
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
-        """Whether the set is on the device from now on: as wanted, or where it takes no more than SHARE of a GPU's free memory.
+        """Whether the set is on the device from now on: as data.resident says, or where it takes at most SHARE of a GPU's free memory.
 
         Raises UserError where it is wanted of a data set that is read sample by sample.
         """
