@@ -58,7 +58,10 @@ def find(folder: str, name: str, where: str) -> Path:
 
 
 def load_dotted(name: str, where: str) -> Callable[..., Any]:
-    """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH)."""
+    """What `package.module:Class` means: the user's own code, found as every import is (PYTHONPATH).
+
+    Raises UserError where the name, its module or its attribute is not found or cannot be called.
+    """
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     fix = "write package.module:Class"
     if len(name) > MOST_NAME or not all(part.isidentifier() for part in [*module_name.split("."), attribute]):

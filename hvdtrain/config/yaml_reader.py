@@ -59,7 +59,7 @@ class Loader(yaml.SafeLoader):
         return node
 
     def refuse(self, node: yaml.Node) -> None:
-        """A type that is not one of yaml_constructors."""
+        """A type that is not one of yaml_constructors. Raises yaml.MarkedYAMLError."""
         tag = short(node.tag.replace("tag:yaml.org,2002:", "!!"))
         raise yaml.MarkedYAMLError(problem=f"{tag} is not a text, number, truth value, list or mapping", problem_mark=node.start_mark)
 

@@ -116,6 +116,7 @@ class NumpyLearner:
         return None
 
     def profile(self, path: Path) -> NoReturn:
+        """Raises NotImplementedError: numpy has no profiler."""
         raise NotImplementedError(f"numpy has no profiler to write {path}")  # training/conflicts.py refuses profile.steps
 
     def _forward(self, batch: DeviceBatch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:

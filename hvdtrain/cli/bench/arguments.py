@@ -20,6 +20,7 @@ class BenchParser(argparse.ArgumentParser):
         self.add_argument("--json")
 
     def error(self, message: str) -> NoReturn:
+        """Raises UserError: the message, and how to see the help."""
         raise UserError(message, f"command line of {self.prog}", "python -m hvdtrain bench --help")
 
 

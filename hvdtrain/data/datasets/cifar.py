@@ -60,6 +60,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
+
+    Raises UserError for another name, and where files are missing or damaged.
     """
     if name not in _EDITIONS:
         raise UserError(f"{name} is not a CIFAR data set", "data.name", f"one of {', '.join(_EDITIONS)}")

@@ -18,6 +18,8 @@ def build(name: str, root: Path | None, split: Split) -> Source:
     """1797 digits, 8x8x1, 10 classes: 1437 training and 360 validation images, the same ones in every run.
 
     scikit-learn's values 0..16 become v * 255 // 16: 0 stays 0, 16 is 255.
+
+    Raises UserError where data.root is set, and without scikit-learn.
     """
     if root is not None:
         raise UserError("data.name=digits reads no folder", "data.root", "leave data.root out, or choose another data.name")

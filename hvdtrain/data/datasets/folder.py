@@ -42,6 +42,8 @@ def build(
     channels: 3 for colour, 1 for grey
     packed: false: no array files are written, each image is decoded whenever it is read (true or false)
     cache: folder of the array files (none: $XDG_CACHE_HOME/hvdtrain/folders, or ~/.cache/hvdtrain/folders)
+
+    Raises UserError without a root, and where images cannot be listed or decoded.
     """
     if root is None:
         raise UserError("data.name=folder needs data.root", "data.root", "data.root=DIR, with images in DIR/train/<class>/")

@@ -47,6 +47,8 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     $XDG_CACHE_HOME/hvdtrain/data, or ~/.cache/hvdtrain/data.
 
     download: fetch missing files, by one process on a machine while the others wait (true or false)
+
+    Raises UserError for another name, and where files are missing, damaged or do not belong together.
     """
     if name not in _FAMILY:
         raise UserError(f"{name} is not of the MNIST family", "data.name", f"one of {', '.join(_FAMILY)}")

@@ -43,6 +43,8 @@ def build(
     val_samples: validation images
     shape: height, width, channels of an image (pixels)
     classes: classes, equally frequent
+
+    Raises UserError where data.root is set, and for a shape or number of classes that is impossible.
     """
     if root is not None:
         raise UserError("data.name=synthetic reads no folder", "data.root", "leave data.root out, or choose another data.name")

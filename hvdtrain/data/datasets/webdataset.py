@@ -50,6 +50,8 @@ def build(
     classes: number of classes (none: train's largest label plus 1)
     packed: true: decode every image once, into array files, as data.name=folder does (true or false)
     cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or ~/.cache/hvdtrain/webdataset)
+
+    Raises UserError without a root, and where an archive is damaged.
     """
     if root is None:
         fix = "data.root=DIR, with archives DIR/train/*.tar and DIR/val/*.tar"

@@ -116,7 +116,7 @@ def _user_folder(folder: str, source: Path, where: str) -> Path:
 
 @functools.cache  # training and validation data are built one after the other: a process compares source and copy once
 def ensure_staged(name: str, source: Path, target: Path, where: str) -> bool:
-    """Brings target/files up to date with the source. False where the source has no files."""
+    """Brings target/files up to date with the source. False where the source has no files. Raises UserError where there is no room."""
     try:
         asked_s = time.time()
         target.mkdir(mode=0o700, exist_ok=True)

@@ -58,7 +58,10 @@ def start_threads(jax: Any, communicator: Communicator) -> None:
 
 
 def pick_device(jax: Any, config: Config, communicator: Communicator) -> Any:
-    """The device of this rank's local rank among those that JAX prefers, or the CPU."""
+    """The device of this rank's local rank among those that JAX prefers, or the CPU.
+
+    Raises UserError where speed.device=cuda finds none.
+    """
     devices = jax.local_devices(backend="cpu") if config.speed.device == "cpu" else jax.local_devices()
     if config.speed.device == "cuda" and devices[0].platform != "gpu":
         fix = "speed.device=cpu, or a jax built for this GPU: pip install 'jax[cuda12]'"

@@ -11,6 +11,8 @@ def init_classifier(model: nn.Module, classes: int, std: float, where: str) -> N
     """Draws the weights of the last linear layer with `classes` outputs from N(0, std^2), and sets its bias to 0.
 
     Goyal 2017, arXiv:1706.02677, 5.1: std 0.01. Last is by the order in which the model's layers were made.
+
+    Raises UserError where the model has no such layer.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.out_features == classes]
     if not layers:

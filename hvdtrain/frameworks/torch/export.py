@@ -10,7 +10,7 @@ from hvdtrain.core.arrays import Arrays
 
 
 def save(weights: Arrays, path: Path) -> None:
-    """OSError where the file cannot be written, as on a full disk."""
+    """Raises OSError where the file cannot be written, as on a full disk."""
     tensors = {name: torch.from_numpy(array).contiguous() for name, array in weights.items()}
     try:
         with path.open("wb") as file:  # a file of Python's: for a path, torch's writer would not say why it failed

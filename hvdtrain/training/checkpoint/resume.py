@@ -62,7 +62,10 @@ def _resumed(run: Path) -> str:
 
 
 def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[str]]:
-    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not."""
+    """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not.
+
+    Raises UserError where there is none.
+    """
     notes: list[str] = []
     for folder in reversed(files.finished(run)):
         try:

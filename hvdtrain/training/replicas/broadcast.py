@@ -30,6 +30,8 @@ def broadcast_state(communicator: Communicator, learner: Learner, restored: Arra
 
     Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state, would change the weights.
     A rank holds one host copy of the state at most: rank 0 what it restored, the others what they receive.
+
+    Raises RuntimeError where digests differ after that.
     """
     if communicator.rank:
         learner.load(_receive(communicator))

@@ -14,6 +14,8 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
 
     widths: channels of each convolution
+
+    Raises UserError for widths below 1.
     """
     if min(widths, default=0) < 1:
         raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")

@@ -15,6 +15,8 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     """Images flattened, hidden layers, logits.
 
     widths: neurons of each hidden layer
+
+    Raises UserError for widths below 1.
     """
     if min(widths, default=1) < 1:
         raise UserError(f"widths {widths} make no network", "model.widths", "widths of 1 or more")

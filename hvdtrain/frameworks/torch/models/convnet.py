@@ -21,6 +21,8 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
 
     widths: channels of each convolution
     norm: true: a batch norm after each convolution; false: none, so that any number of ranks computes the same
+
+    Raises UserError for widths below 1.
     """
     if min(widths, default=0) < 1:
         raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")

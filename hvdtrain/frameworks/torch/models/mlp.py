@@ -17,6 +17,8 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
 
     widths: neurons of each hidden layer
     dropout: share of hidden activations dropped in training, 0 to 1
+
+    Raises UserError for widths below 1 and a dropout outside of 0 to 1.
     """
     if min(widths, default=1) < 1 or not 0 <= dropout < 1:
         raise UserError(

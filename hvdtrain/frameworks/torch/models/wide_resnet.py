@@ -63,6 +63,8 @@ def build(
 
     widths: channels of the stem and of the three pairs of blocks
     dropout: share of activations dropped between the two convolutions of a block, 0 to 1
+
+    Raises UserError for widths below 1, a dropout outside of 0 to 1, and images too small to be halved twice.
     """
     if min(widths) < 1 or not 0 <= dropout < 1:
         raise UserError(

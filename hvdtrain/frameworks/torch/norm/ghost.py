@@ -76,6 +76,7 @@ class GhostBatchNorm(_BatchNorm):
         self.ghosts, self.statistics = ghosts, statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, C, ...), normalized. Raises UserError where the rows of x do not split evenly among the samples."""
         samples, ghost = self.ghosts.samples or len(x), self.ghosts.ghost
         if not self.training or samples <= ghost:
             return super().forward(x)

@@ -111,7 +111,7 @@ def runs(parameters: Parameters, run_bytes: int) -> Iterator[Parameters]:
 
 
 def dense(p: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of a parameter."""
+    """The gradient of a parameter. Raises UserError for a sparse one."""
     assert p.grad is not None, tuple(p.shape)
     if p.grad.layout != torch.strided:
         fix = "build the model without it (nn.Embedding: sparse=False), or optim.name=torch.optim.SparseAdam"

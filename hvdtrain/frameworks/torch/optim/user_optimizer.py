@@ -114,7 +114,10 @@ def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
 def load_entries(
     entries: dict[str, Any], live: dict[str, torch.Tensor], arrays: dict[str, np.ndarray], device: torch.device, counts_on_host: bool
 ) -> None:
-    """Copies arrays into the `live` ones of entries, makes those that are missing, and removes those that the arrays lack."""
+    """Copies arrays into the `live` ones of entries, makes those that are missing, and removes those that the arrays lack.
+
+    Raises UserError where the optimizer cannot take an array.
+    """
     for key in live.keys() - arrays.keys():
         del entries[name_of(key)]
     for key, array in arrays.items():
