@@ -1,12 +1,15 @@
-# make train | test | test-slow | test-faults | test-cluster | check | test-4 | clean. Each target installs what it needs, also on a fresh machine.
+# make train | test | test-slow | test-faults | test-cluster | check | test-4 | test-debian-13 | lock | clean. Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
+#   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
+#   make lock ARGS="--upgrade-package rich"              constraints.txt anew
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 2
 LIMIT_S ?= 1800
 ARGS ?=
 PY := .venv/bin/python
-PIP := $(PY) -m pip
+ACCEPT ?=
+INSTALL := $(PY) install.py $(if $(ACCEPT),--accept $(ACCEPT))
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 THREADS := $(shell cores=$$(nproc); echo $$(( cores > $(RANKS) ? cores / $(RANKS) : 1 )))
 
@@ -35,8 +38,9 @@ export PRTE_MCA_hwloc_default_binding_policy ?= none
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_mpi_yield_when_idle ?= 1
 export OMP_NUM_THREADS ?= $(THREADS)
-# two test files at a time: many tests wait for processes that they start; make test PARALLEL= runs them one after the other
-PARALLEL ?= -n 2 --dist loadfile
+# Several test files at a time: many tests wait for processes that they start. make test PARALLEL= runs them one after the other.
+PARALLEL ?= --dist loadfile --no-loadscope-reorder
+workers = $(if $(strip $(PARALLEL)),-n $(1) $(PARALLEL))
 # seconds for each test; pytest-timeout reads it
 export PYTEST_TIMEOUT ?= 300
 ifeq ($(shell id -u),0)
@@ -44,23 +48,26 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train test test-slow test-faults test-cluster check test-4 clean no-compiler
+.PHONY: train test test-slow test-faults test-cluster check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 test: .venv/.test $(HOROVOD)
-	$(PY) -m pytest $(PARALLEL) -m "not slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(call workers,4) -m "not slow and not faults and not cluster" $(ARGS)
 
 test-slow: .venv/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
-	$(PY) -m pytest $(PARALLEL) -m "slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(call workers,3) -m "slow and not faults and not cluster" $(ARGS)
 
 test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
-	$(PY) -m pytest $(PARALLEL) -m faults $(ARGS)
+	$(PY) -m pytest $(call workers,2) -m faults $(ARGS)
 
 test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
-	$(PY) -m pytest -m cluster $(ARGS)
+	$(PY) -m pytest $(call workers,3) -m "cluster and not slow" $(ARGS)
+
+test-debian-13: .venv/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
+	$(PY) -m pytest -m "cluster and slow" $(ARGS)
 
 test-4: .venv/.test $(HOROVOD)  ## only the tests that start four ranks
 	$(PY) -m pytest -m ranks4 $(ARGS)
@@ -71,6 +78,10 @@ check: .venv/.test  ## format, lint, types, floors
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_floors.py
 
+lock: .venv/.python  ## constraints.txt from setup.cfg: versions and sha256 of every file; ARGS are options of `uv pip compile`
+	$(PY) install.py --packages-only --extras lock
+	$(PY) install.py --lock $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
@@ -78,22 +89,19 @@ clean:
 	$(PYTHON) -m venv .venv
 	touch $@
 
-.venv/.ready-with-mpi-wheel: .venv/.python setup.cfg pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[horovod,mpi]'
+.venv/.ready-with-mpi-wheel: .venv/.python install.py setup.cfg pyproject.toml constraints.txt
+	$(INSTALL) --extras horovod mpi notebook
 	touch $@
 
-# mpi4py is compiled against the site's MPI; its PyPI wheels support only MPICH's and Open MPI's interfaces. No cache: pip would reuse a build
-# for another MPI. The generated C file is huge: -O1 without debug symbols takes 1.5 minutes instead of 3.7.
-.venv/.ready-with-site-mpi: .venv/.python setup.cfg pyproject.toml constraints.txt
+# mpi4py is compiled against the site's MPI; its PyPI wheels support only MPICH's and Open MPI's interfaces. The generated C file is huge: -O1
+# without debug symbols takes 1.5 minutes instead of 3.7.
+.venv/.ready-with-site-mpi: .venv/.python install.py setup.cfg pyproject.toml constraints.txt
 	@echo "using this site's MPI: $(SITE_MPICC)"
-ifdef COMPILER
-	CFLAGS="-O1 -g0 $$CFLAGS" $(PIP) install -c constraints.txt --no-cache-dir --no-binary mpi4py mpi4py
-endif
-	$(PIP) install -c constraints.txt -e '.[horovod]'
+	CFLAGS="-O1 -g0 $$CFLAGS" $(INSTALL) $(if $(COMPILER),--source mpi4py) --extras horovod notebook
 	touch $@
 
 .venv/.test: $(READY)
-	$(PIP) install -c constraints.txt -e '.[test]'
+	$(INSTALL) --extras test
 	touch $@
 
 .venv/.horovod: $(READY)

@@ -59,6 +59,19 @@ def ratio(trainer: Trainer, part: Part, rounds: int, steps: int) -> dict[str, An
     }
 
 
+def in_turn(blocks: dict[str, Callable[[int], float]], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a block of each in each round, after a round that warms up; each round begins with another one."""
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    names = list(blocks)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = blocks[name](steps)
+            if number > 0:
+                times[name].append(seconds)
+    return times
+
+
 def microseconds(call: Callable[[], Any], calls: int = 2000) -> dict[str, Any]:
     """Microseconds of one call, measured in LOOPS loops. Every rank calls it where the call is a collective."""
     call()

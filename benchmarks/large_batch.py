@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--config", "configs/fashion_mnist_small_batch.yaml"]
 NAIVE = [*SMALL, "batch.size=4096"]
-WARM = [*NAIVE, "recipe.warmup_epochs=3"]
+WARM = [*NAIVE, "recipe.warmup=3"]
 
 RECIPES: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the line above
     "batch 128": SMALL,
@@ -31,7 +31,7 @@ RECIPES: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the
     "+ warm-up": WARM,
     "+ LARC": [*WARM, "optim.name=larc"],
     "+ ghost batch norm": ["--config", "configs/fashion_mnist_large_batch.yaml"],
-    "+ three times the epochs": ["--config", "configs/fashion_mnist_large_batch.yaml", "epochs=36", "recipe.warmup_epochs=9"],
+    "+ three times the epochs": ["--config", "configs/fashion_mnist_large_batch.yaml", "epochs=36", "recipe.warmup=9"],
     "batch 4096, LAMB": ["--config", "configs/fashion_mnist_lamb.yaml"],
     "batch 4096, NovoGrad": ["--config", "configs/fashion_mnist_novograd.yaml"],
     "batch growing from 128 to 4096": ["--config", "configs/fashion_mnist_growth.yaml"],

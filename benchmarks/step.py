@@ -12,6 +12,7 @@ Before the timing, hvdtrain and the loop by hand must give the same loss from th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from blocks import Trainer, spread
+from blocks import Trainer, in_turn, spread
 from torch import nn
 from torch.nn import functional
 
@@ -151,20 +152,18 @@ def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
 
 def compare(blocks: dict[str, Callable[[int], float]], batch: int, rounds: int, steps: int) -> dict[str, Any]:
     """images/s of each loop, and the ratios to "textbook" and "by hand" within a round; each round starts with another loop."""
-    times: dict[str, list[float]] = {name: [] for name in blocks}
-    names = list(blocks)
-    for number in range(rounds + 1):  # the first round warms up
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            allocator.keep(name not in REFERENCES)  # a setting of the whole process
-            times[name].append(blocks[name](steps))
+
+    def block(name: str, steps: int) -> float:
+        allocator.keep(name not in REFERENCES)  # a setting of the whole process
+        return blocks[name](steps)
+
+    times = in_turn({name: functools.partial(block, name) for name in blocks}, rounds, steps)
     rows: dict[str, Any] = {}
-    for name in names:
-        seconds = times[name][1:]
+    for name, seconds in times.items():
         rows[name] = {"images_per_s": round(batch * steps / statistics.median(seconds), 1)}
-        for other in names:
+        for other in times:
             if other != name and other in REFERENCES:
-                median, quartiles = spread([b / a for a, b in zip(seconds, times[other][1:], strict=True)], 3)
+                median, quartiles = spread([b / a for a, b in zip(seconds, times[other], strict=True)], 3)
                 rows[name][f"to {other}"] = [median, *quartiles]
     return rows
 

@@ -32,10 +32,11 @@ from blocks import Part, Trainer, changed, ratio
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
+from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Event, Log, Sink
-from hvdtrain.events.progress_display import ProgressDisplay
 from hvdtrain.events.rank_log import rank_log
+from hvdtrain.events.terminal import terminal_sink
 from hvdtrain.events.trackers import mlflow, tensorboard, wandb
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.stopwatch import PHASES
@@ -82,7 +83,7 @@ class Watching:
         if self.is_rank_0:
             for plugin in (tensorboard, mlflow, wandb):
                 tracker = plugin.build(config, folder)  # type: ignore[attr-defined]
-                self.trackers.append(BackgroundSink(tracker, plugin.__name__, print, step_interval_s=TRACKED_S))
+                self.trackers.append(BackgroundSink(tracker, f"log.trackers {plugin.__name__}", print, step_interval_s=TRACKED_S))
         self.json = JsonLinesWriter(folder / "events.jsonl")
         self.out = terminal()
         self.start = Event(time.time(), "start", 0, {"lines": [], "samples": trainer.job.prefetcher.samples, "max_steps": None})
@@ -109,13 +110,13 @@ class Watching:
 
     @contextlib.contextmanager
     def displayed(self, sinks: list[Sink], on: bool) -> Iterator[None]:
-        display = ProgressDisplay(self.out) if on and self.is_rank_0 else None
+        display = terminal_sink(self.out, LogConfig(display="live")) if on and self.is_rank_0 else None
         if display:
             display(self.start)
         with self.logging_to([*sinks, *([display] if display else [])]):
             yield
         if display:
-            display.close(0)
+            display.close(30.0)
 
     @contextlib.contextmanager
     def step_times(self, on: bool) -> Iterator[None]:

@@ -24,6 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
+try:
+    import pytest  # noqa: F401 - the hosts are those of the tests
+except ModuleNotFoundError:
+    sys.exit("wire.py needs the packages of the tests: python install.py --extras test")
 from cluster_hosts import Hosts  # noqa: E402
 from faults import events, wait_for  # noqa: E402
 from ranks import Job  # noqa: E402
@@ -71,7 +75,7 @@ def measure(job: Job, run: Path) -> list[float]:
     while len(found := steps(run)[first:]) < SYNC_POINTS:
         assert time.monotonic() < end_s and job.processes(), job.output()
         time.sleep(0.05)
-    return [event["images_per_s"] / event["batch"] for event in found[:SYNC_POINTS]]
+    return [event["samples_per_s"] / event["batch"] for event in found[:SYNC_POINTS]]
 
 
 def result_of_rate(rate: str, speeds: dict[str, list[float]], parameters: int, options: argparse.Namespace) -> dict[str, Any]:

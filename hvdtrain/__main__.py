@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from hvdtrain.errors import DONE, UserError
-from hvdtrain.training.failure import discard_stdout, end_every_rank
+from hvdtrain.core.early_signals import REMEMBERED, EarlySignals
+from hvdtrain.errors import DONE, UserError, closest, short
 from hvdtrain.version import __version__
 
 COMMANDS = {  # each is the function of its name in that module
@@ -19,52 +21,97 @@ COMMANDS = {  # each is the function of its name in that module
     "launch": "hvdtrain.cli.launch.command",
     "bench": "hvdtrain.cli.bench.command",
     "export": "hvdtrain.cli.export.command",
+    "evaluate": "hvdtrain.cli.evaluate.command",
+    "predict": "hvdtrain.cli.evaluate.predict",
+    "sample": "hvdtrain.cli.sample.command",
+    "drill": "hvdtrain.cli.drill.command",
+    "replay": "hvdtrain.cli.replay.command",
     "schema": "hvdtrain.cli.schema",
 }
-OWN_HELP = ("export", "launch", "bench", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole program on one rank; returns the exit code."""
-    is_process = argv is None
-    if is_process:
-        _escape_letters()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _take_over_process(starts_job(arguments))
     try:
-        return run_command(list(sys.argv[1:] if argv is None else argv))
+        code = run_command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a disk that is full is noticed here
+        return code
     except UserError as error:
+        from hvdtrain.training.failure import end_every_rank
+
         return end_every_rank(error, None)
-    except BrokenPipeError:  # `hvdtrain --help | head`: the reader has closed the pipe
-        discard_stdout()
-        return DONE
+    except (ImportError, MemoryError, RuntimeError) as error:
+        from hvdtrain.training.failure import end_every_rank, limit_reached
+
+        if limit_reached(error) is None:
+            raise
+        return end_every_rank(error, None)
+    except KeyboardInterrupt:  # of a command that saves nothing, or before a job can listen
+        return 128 + signal.SIGINT
     finally:
-        if is_process:
+        if argv is None:
+            from hvdtrain.training.failure import discard_unwritten_output
+
+            discard_unwritten_output()
             _ignore_checkpoint_signals()
+
+
+def starts_job(arguments: Sequence[str]) -> bool:
+    """Whether they train, here or on ranks that they start."""
+    name = arguments[0] if arguments else ""
+    is_other = name in ("list", "--version") or "--print-config" in arguments or (name in COMMANDS and name not in ("train", "launch"))
+    return not is_other and not {"-h", "--help"} & set(arguments)
+
+
+def script() -> int:
+    """The command `hvdtrain`: imports modules of the current folder first, as `python -m hvdtrain` does."""
+    if not sys.flags.safe_path:
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed
+            sys.path[0] = os.getcwd()
+    return main()
 
 
 def run_command(arguments: list[str]) -> int:
     """Runs the command that the arguments name, training where they name none. Raises UserError, or what the command raises."""
     name = arguments[0] if arguments else ""
-    if name in OWN_HELP:
+    if name in COMMANDS and name != "train":
         return _call(name, arguments[1:])
     from hvdtrain.config import help
 
     help_index = next((index for index, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
     if help_index is not None:
-        topic = arguments[help_index + 1] if len(arguments) > help_index + 1 else None
+        topic = arguments[help_index + 1] if len(arguments) > help_index + 1 else name if name in ("train", "list") else None
+        if topic in COMMANDS:
+            return _call(topic, ["--help"])
+        if topic is None and help_index:
+            _check_command(name)
         print(help.help_text(topic))
     elif arguments == ["--version"]:
         print(f"hvdtrain {__version__}")
-    elif arguments == ["list"]:
+    elif name == "list" and not arguments[1:]:
         print(help.list_text())
-    elif name in ("plan", "check", "schema"):
-        return _call(name, arguments[1:])
     elif any(argument.startswith(("--num-nodes", "--node-id", "--num-gpus")) for argument in arguments):
         from hvdtrain.cli.launch.spawn import spawn
 
         return spawn(arguments)
     else:
+        _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)
     return DONE
+
+
+def _check_command(name: str) -> None:
+    """Raises UserError where the first argument resembles the name of a command, and is neither an option nor key=value."""
+    commands = [*COMMANDS, "list"]
+    meant = None if "=" in name or name.startswith("-") or name in COMMANDS else closest(name, commands)
+    if meant == name:
+        raise UserError(f"{name} takes no arguments", "command line", f"hvdtrain {name}")
+    if meant is not None:
+        raise UserError(f"there is no command {short(name)}", "command line", f"did you mean {meant}? commands: {', '.join(commands)}")
 
 
 def _call(name: str, arguments: list[str]) -> int:
@@ -72,16 +119,23 @@ def _call(name: str, arguments: list[str]) -> int:
     return command(arguments)
 
 
-def _escape_letters() -> None:
-    """Letters that the encoding of the standard output does not have are written as \\u65e5, as on the standard error."""
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+def _take_over_process(is_job: bool) -> None:
+    """What a process needs before anything else: first of all a job must not be killed by a signal that asks for a checkpoint."""
+    early_signals = EarlySignals()
+    early_signals.install()
+    if not is_job:
+        early_signals.remove()
+    from hvdtrain.cli.standard_output import open_standard_output
+
+    standard_output = open_standard_output()
+    if standard_output is not None:
+        standard_output.is_job = is_job
 
 
 def _ignore_checkpoint_signals() -> None:
     """The process is about to end: a signal that asks for a checkpoint comes too late, and must not kill a process that ends by itself."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(number) is signal.SIG_DFL:
+    for number in REMEMBERED:
+        if signal.getsignal(number) is signal.SIG_DFL or isinstance(signal.getsignal(number), EarlySignals):
             signal.signal(number, signal.SIG_IGN)
 
 

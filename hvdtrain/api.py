@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from hvdtrain.training.failure import RankFailed
 if TYPE_CHECKING:
     import pandas
 
+    from hvdtrain.config.given import Given
+
 
 @dataclass(frozen=True)
 class Run:
@@ -25,29 +28,56 @@ class Run:
     rank: int  # of this process; 0 without a launcher. All else but `seconds` is equal on all ranks
     code: int  # 0: done; 75: stopped before its end, the same call with run=folder goes on
     why: str  # it ended
-    accuracy: float  # of the last evaluation; NaN without one
-    best_accuracy: float
+    objective: str  # the metric that the next two are of: "accuracy"
+    last: float  # of the last evaluation; NaN without one
+    best: float
     epochs: float  # done
     steps: int
     seconds: float  # spent, over all its runs
 
 
-def train(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Run:
-    """Trains, as `python -m hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
+def train(
+    config: Mapping[str, Any] | str | Path | None = None,
+    *arguments: str,
+    model: Any = None,
+    train_data: Any = None,
+    val_data: Any = None,
+    loss: Callable[..., Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    objective: str | None = None,
+) -> Run:
+    """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
 
-    config: the keys of `python -m hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
+    config: the keys of `hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
     import path; or a YAML file. `arguments` are key=value, and win over it. Every rank calls it with the same. On one process an error
     is raised (UserError: a mistake in what was given); where one of several ranks fails, its error is printed and all ranks end.
+
+    The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
+    model: a torch module, which is trained from rank 0's weights and has the new ones afterwards; its class, a function that makes it
+        (parameters as those of model.name's), its import path; or a pair (init, apply) of JAX
+    train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
+    loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
+        batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
+    metrics: {"mae": (function, "min")}: of (outputs, batch) a value of each sample, (n,), or (sum, count); or an OwnMetric
+    objective: the metric that stop.target, checkpoint.keep_best and log.targets speak of
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
+    from hvdtrain.data.own.worker import end_script_of_worker
     from hvdtrain.training.run_rank import run_rank
 
+    end_script_of_worker()
     config_file = str(config) if isinstance(config, (str, Path)) else None
-    if isinstance(config, Mapping):
-        arguments = (*_assignments(config, ""), *arguments)
     try:
-        result = run_rank(config_file, arguments, from_script=True)
+        if isinstance(config, Mapping):
+            arguments = (*_assignments(config, ""), *arguments)
+        given = _given(model, train_data, val_data, loss, metrics, objective)
+        names = [f"{section}.name={one.name}" for section, one in given.items() if one.name is not None]
+        if model is not None and "model" not in given:
+            names.append(f"model.name={_yaml('model.name', model)}")
+        result = run_rank(config_file, [*arguments, *names], from_script=True, given=given)
+        if "model" in given and hasattr(given["model"].make, "give_back"):
+            given["model"].make.give_back()
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
         raise
@@ -59,12 +89,34 @@ def train(config: Mapping[str, Any] | str | Path | None = None, *arguments: str)
         rank=placement(os.environ).rank,
         code=result.code,
         why=result.reason,
-        accuracy=now.accuracy,
-        best_accuracy=now.best,
+        objective=now.objective,
+        last=now.last,
+        best=now.best,
         epochs=now.progress.epochs,
         steps=now.progress.step,
         seconds=now.seconds,
     )
+
+
+def _given(
+    model: Any, train_data: Any, val_data: Any, loss: Any, metrics: Mapping[str, Any] | None, objective: str | None
+) -> dict[str, Given]:
+    """What of it is objects, by section. Raises UserError for what is not what train() takes."""
+    from hvdtrain.training.given import given_data, given_model, given_task
+
+    given: dict[str, Given] = {}
+    if model is not None and not isinstance(model, str) and not _has_path(model):
+        given["model"] = given_model(model)
+    if train_data is not None or val_data is not None:
+        given["data"] = given_data(train_data, val_data)
+    if loss is not None or metrics or objective is not None:
+        given["task"] = given_task(loss, metrics, objective)
+    return given
+
+
+def _has_path(thing: Any) -> bool:
+    """Whether it is a class or a function at the top of a module, which other processes can import."""
+    return callable(thing) and not inspect.ismethod(thing) and not set("<.") & set(getattr(thing, "__qualname__", "<"))
 
 
 def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame:
@@ -72,10 +124,11 @@ def read(run: Run | str | Path, *, step_times: bool = False) -> pandas.DataFrame
 
     With step_times those of single steps (log.step_times) too. The job may run, be over, or have been killed.
     """
+    from hvdtrain.config.read import expand
     from hvdtrain.report.dataframe import to_dataframe
     from hvdtrain.report.run import read_run
 
-    folder = run.folder if isinstance(run, Run) else Path(os.path.expanduser(run))
+    folder = run.folder if isinstance(run, Run) else expand(run, "hvdtrain.read()")
     return to_dataframe(read_run(folder, step_times))
 
 
@@ -108,4 +161,6 @@ def _yaml(key: str, value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         fix = "texts, numbers, truth values, None, lists, mappings, or a class (not one of its objects)"
+        if key in ("model.name", "data.name", "task.name"):
+            fix += "; objects as hvdtrain.train(config, model=..., train_data=..., loss=...)"
         raise UserError(f"{key} is an object of {type(value).__name__}", "hvdtrain.train()", fix) from None

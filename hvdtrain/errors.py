@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ MEMORY = 83
 LOST = 84  # where the launcher ends the job first, its code is seen instead: 128 + signal
 
 MEANINGS = {  # as in --help and in the README
-    DONE: "done: last epoch, max_steps or target reached",
+    DONE: "done: last epoch or step, stop.time or target reached",
     BUG: "an unexpected error: traceback, rank and host on the standard error",
     USER: "an error that you can fix: the message says what, where and how",
     REQUEUE: "stopped by a signal or a time limit after a checkpoint: the same command with run=DIR resumes the job",
@@ -30,6 +29,9 @@ ADVICE = {
     MEMORY: "out of memory: batch.micro=N bounds one forward pass (gradients accumulate); batch.evaluate=N one of evaluation",
     LOST: "the connection to another rank broke: look for the first error of another rank or host; the same command resumes the job",
 }
+
+
+MOST_LISTED = 24  # names in the list of a message
 
 
 class UserError(Exception):
@@ -97,11 +99,27 @@ _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "CUDA out of memory", "RESOU
 _GLOO_CONNECTION_MESSAGES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out")
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The fix for a misspelt name: the nearest known one, or all of them."""
-    last = word.rsplit(".", maxsplit=1)[-1]
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6) or [name for name in known if name.split(".")[-1] == last]
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+def nearest(word: str, known: Sequence[str], listed: Sequence[str] | None = None) -> str:
+    """The fix for a misspelt name: the nearest known one, or some of them. `listed`: what to list instead of all known ones."""
+    close = closest(word, known)
+    if close is not None:
+        return f"did you mean {close}?"
+    names = known if listed is None else listed
+    more = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return f"known: {', '.join(names[:MOST_LISTED])}{more}"
+
+
+def closest(word: str, known: Sequence[str]) -> str | None:
+    """The known name that a misspelt one resembles, whatever its case; or that ends with it: batch.size for `size`."""
+    import difflib  # 5 ms, and only a message needs it
+
+    by_plain = {name.lower(): name for name in reversed(known)}
+    plain = word.lower()
+    close = difflib.get_close_matches(plain, by_plain, n=1, cutoff=0.6)
+    if close:
+        return by_plain[close[0]]
+    last = plain.rsplit(".", maxsplit=1)[-1]
+    return next((name for name in known if name.lower().split(".")[-1] == last), None)
 
 
 def short(value: object, most: int = 200) -> str:

@@ -7,7 +7,19 @@
 #PBS -l select=2:ncpus=4:mpiprocs=4
 #PBS -l walltime=04:00:00
 #PBS -j oe
+# ---- your site: remove the first # of the lines that it needs, and write its names ------------------
+##PBS -A NAME
+##PBS -q NAME
+#module load openmpi                         # the MPI that mpi4py was built with
+#source /shared/venv/bin/activate            # a folder that every node sees; or PYTHON=/shared/venv/bin/python
+# -----------------------------------------------------------------------------------------------------
 set -euo pipefail
+
+if [[ -z ${PBS_JOBID:-} || -z ${PBS_NODEFILE:-} ]]; then
+    echo "pbs.sh: this is no PBS job: PBS_JOBID or PBS_NODEFILE is not set" >&2
+    echo "  fix: ARGUMENTS='key=value ...' qsub -v ARGUMENTS jobs/pbs.sh; without PBS: hvdtrain launch -np 4 -- key=value ..." >&2
+    exit 2
+fi
 cd "${PBS_O_WORKDIR:-.}"
 
 PYTHON=${PYTHON:-python3}                   # of the environment with hvdtrain, on every node
@@ -35,7 +47,7 @@ done
 [[ -z $MAX_TIME ]] || arguments+=(--max-time "$MAX_TIME")
 "$PYTHON" -m hvdtrain launch --hostfile "$PBS_NODEFILE" ${CONTAINER:+--container "$CONTAINER"} -- run="$RUN" "${arguments[@]}" "$@" &
 launcher=$!
-trap 'kill -USR2 "$launcher" 2>/dev/null || true' USR1 USR2 TERM # the launcher forwards USR2; TERM would end the ranks at once
+trap 'kill -USR2 "$launcher" 2>/dev/null || true' USR1 USR2 TERM # launch passes it on to the ranks
 code=0
 wait "$launcher" || code=$?
 while kill -0 "$launcher" 2>/dev/null; do # a trapped signal ends `wait`, not the launcher

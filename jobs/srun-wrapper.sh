@@ -2,14 +2,20 @@
 # Runs between srun and each rank: gives the rank a GPU and cores of its own where SLURM did not, and starts the container.
 #   srun --mpi="$(jobs/srun-wrapper.sh --pmi)" jobs/srun-wrapper.sh python3 -m hvdtrain key=value ...
 # PYTHON: the interpreter whose MPI --pmi looks at. CONTAINER=image.sif: started by apptainer or singularity; APPTAINER_BIND adds folders.
-set -euo pipefail
+set -Eeuo pipefail
+trap 'echo "srun-wrapper.sh: failed on $(hostname), line $LINENO: $BASH_COMMAND" >&2' ERR
+
+# Prints what is wrong, and ends.
+refuse() {
+    echo "srun-wrapper.sh: $1" >&2
+    exit 2
+}
 
 container=()
 if [[ -n ${CONTAINER:-} ]]; then
-    runtime=$(command -v apptainer || command -v singularity) || {
-        echo "srun-wrapper.sh: CONTAINER=$CONTAINER, but $(hostname) has neither apptainer nor singularity" >&2
-        exit 2
-    }
+    runtime=$(command -v apptainer || command -v singularity || true)
+    [[ -n $runtime ]] || refuse "CONTAINER=$CONTAINER, but $(hostname) has neither apptainer nor singularity"
+    [[ -r $CONTAINER ]] || refuse "no image $CONTAINER on $(hostname)"
     container=("$runtime" exec --pwd "$PWD")
     [[ ! -e /dev/nvidiactl ]] || container+=(--nv)
     container+=("$CONTAINER")
@@ -17,29 +23,32 @@ fi
 
 # Prints the value of srun's --mpi= for the MPI of mpi4py. With another value srun starts N jobs of one rank, or none.
 pick_pmi() {
-    local listed library wanted
-    listed=$(srun --mpi=list 2>&1)
-    library=$("${container[@]}" "${PYTHON:-python3}" -c '
-import mpi4py
-mpi4py.rc(initialize=False)
-from mpi4py import MPI
-print(MPI.Get_library_version().replace("\0", "").splitlines()[0])' 2>/dev/null) || library="" # no MPI: comm.engine=torchdist needs none
+    local listed library wanted python=${PYTHON:-python3}
+    listed=$(srun --mpi=list 2>&1) || refuse "srun --mpi=list failed on $(hostname), which must be a node of SLURM: $listed"
+    library=$("${container[@]}" "$python" -c '
+import sys
+try:
+    import mpi4py
+    mpi4py.rc(initialize=False)
+    from mpi4py import MPI
+    print(MPI.Get_library_version().replace("\0", "").splitlines()[0])
+except (ImportError, RuntimeError) as error:  # comm.engine=torchdist needs no MPI
+    print(f"srun-wrapper.sh: no MPI in {sys.executable} ({error}), so --mpi=none, for comm.engine=torchdist", file=sys.stderr)
+') || refuse "${container[*]} $python does not run on $(hostname): set PYTHON= to that of the environment with hvdtrain"
     case $library in
         "") wanted=none ;;
         *"Open MPI"*) wanted=pmix ;;
         *) wanted=pmi2 ;; # MPICH, Intel MPI
     esac
-    if ! grep -qw "$wanted" <<<"$listed"; then
-        echo "srun-wrapper.sh: $library needs srun --mpi=$wanted, which this SLURM lacks; use mpirun in the job, or PMI=..." >&2
-        exit 2
-    fi
+    grep -qw "$wanted" <<<"$listed" ||
+        refuse "$library needs srun --mpi=$wanted, which this SLURM lacks; use mpirun in the job, or PMI=..."
     echo "$wanted"
 }
 
 # One GPU for this rank, where each rank of the node sees several. With --gpus-per-task or --gpu-bind srun has already assigned one.
 pin_gpu() {
     local -a gpus
-    local all=${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' | tr -dc '0-9\n' | sort -n | paste -sd,)}
+    local all=${CUDA_VISIBLE_DEVICES-$(compgen -G '/dev/nvidia[0-9]*' | tr -dc '0-9\n' | sort -n | paste -sd, || true)}
     [[ -z ${SLURM_GPUS_PER_TASK:-} ]] || return 0
     IFS=, read -ra gpus <<<"$all"
     ((${#gpus[@]} <= 1)) || export CUDA_VISIBLE_DEVICES=${gpus[SLURM_LOCALID % ${#gpus[@]}]}
@@ -70,6 +79,7 @@ if [[ ${1:-} == --pmi ]]; then
     pick_pmi
     exit
 fi
+[[ $# -gt 0 ]] || refuse "no program to run, as in: srun --mpi=pmix jobs/srun-wrapper.sh python3 -m hvdtrain key=value ..."
 if [[ -n ${SLURM_LOCALID:-} ]]; then
     pin_gpu
     pin_cores

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import mpirun, needs_mpirun
+from ranks import mpirun, needs_mpirun, python
 
 import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.core.program import command_line
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,12 @@ class Net(torch.nn.Module):
         return self.two(torch.relu(self.one(x.flatten(1))))
 
 
+def test_dir_shows_what_is_not_imported_yet() -> None:
+    listed = python(["-c", "import sys, hvdtrain; print(*dir(hvdtrain)); print('hvdtrain.api' in sys.modules)"], timeout_s=30)
+    names, imported = listed.stdout.splitlines()
+    assert {"train", "read", "Run", "UserError"} <= set(names.split()) and imported == "False", listed.stderr
+
+
 def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "epochs": 2,
@@ -51,7 +58,7 @@ def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest
     one, two = hvdtrain.read(run), hvdtrain.read("two")
     epochs = one[one.kind == "epoch"]
     assert epochs.val_accuracy.tolist() == two[two.kind == "epoch"].val_accuracy.tolist()
-    assert epochs.val_accuracy.iloc[-1] == run.accuracy and run.best_accuracy == epochs.val_accuracy.max()
+    assert epochs.val_accuracy.iloc[-1] == run.last and run.best == epochs.val_accuracy.max()
     assert one.attrs["config"]["optim.base_lr"] == 1e-05 and one.attrs["config"]["batch.size"] == 32
     assert (one.kind == "target").sum() == 1
     assert 0 < run.seconds < 60
@@ -60,7 +67,7 @@ def test_a_mapping_trains_as_the_command_line_does_and_reads_back(capsys: pytest
 
 def test_a_class_is_a_model_and_a_yaml_file_a_configuration() -> None:
     run = hvdtrain.train({"model": {"name": Net, "hidden": 3}, "max_steps": 3, "run": "one"})
-    assert run.steps == 3 and run.why == "max_steps=3"
+    assert run.steps == 3 and run.why == "stop.steps=3"
     assert "model.name" in hvdtrain.read(run).attrs["config"]
     assert hvdtrain.read(run).attrs["config"]["model.name"] == f"{__name__}:Net"
     Path("c.yaml").write_text("max_steps: 2\nmodel: {name: linear}\n")
@@ -97,15 +104,16 @@ def test_numbers_of_numpy_are_numbers_and_what_has_no_name_is_no_model() -> None
 def test_a_run_that_is_over_says_that_nothing_was_trained_and_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     first = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
-    assert f"resume   python -m hvdtrain resume=one model.name={__name__}:Net max_steps=8\n" in said and "nothing was trained" not in said
+    assert f"resume   {command_line()} resume=one model.name={__name__}:Net stop.steps=8\n" in said and "nothing was trained" not in said
     assert re.search(r"^start   [0-9.]+ s to the end of the first step(?!.*Python)", said, re.MULTILINE), (
         "the process is older than the job"
     )
-    again = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one", "optim.base_lr": 0.5})
+    with pytest.raises(hvdtrain.UserError, match="one is over .*: optim.base_lr is 0.02 there, 0.5 here"):
+        hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one", "optim.base_lr": 0.5})
+    again = hvdtrain.train({"model.name": Net, "max_steps": 4, "run": "one"})
     said = capsys.readouterr().out
-    assert "changed optim.base_lr: 0.02 -> 0.5" in said
     assert "nothing was trained: one has a job that was over before; another run=, or more epochs= than it has" in said
-    assert again.accuracy == first.accuracy
+    assert again.last == first.last
     further = hvdtrain.train({"resume": "one", "model.name": Net}, "max_steps=8")
     assert further.steps == 8 and "nothing was trained" not in capsys.readouterr().out
 
@@ -138,14 +146,26 @@ def test_commands_are_for_a_shell_whatever_the_folder_is_called(
     run = "sp ace'q;$(x)"
     hvdtrain.train({"model.name": Net, "max_steps": 4, "run": run})
     said = capsys.readouterr().out
-    python = ["python", "-m", "hvdtrain"]
-    assert command(said, "resume   ") == [*python, f"resume={run}", f"model.name={__name__}:Net", "max_steps=8"]
-    assert command(said, "report   ") == [*python, "report", run]
-    assert main(command(said, "resume   ")[3:]) == 0
+    program = shlex.split(command_line())
+    assert command(said, "resume   ") == [*program, f"resume={run}", f"model.name={__name__}:Net", "stop.steps=8"]
+    assert command(said, "report   ") == [*program, "report", run]
+    assert main(command(said, "resume   ")[len(program) :]) == 0
     assert f"run folder: {run}\n" in capsys.readouterr().out
     assert hvdtrain.read(run).step.max() == 8
     assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "resume": "no", "run": f"{run}2"}).code == 75  # at once
     assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [f"run={run}2", "resume=auto"]
+    assert hvdtrain.train({"model.name": "linear", "guard.max_time": "2s", "run": f"{run}3"}).code == 75
+    assert "\nthe same command resumes the job\n" in capsys.readouterr().out, "it names the folder"
+    unnamed = hvdtrain.train({"model.name": "linear", "guard.max_time": "2s"})
+    assert command(capsys.readouterr().out, "the same command resumes the job, with ") == [f"run={unnamed.folder}"]
+
+
+def test_the_command_of_a_report_takes_a_folder_that_looks_like_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    hvdtrain.train({"model.name": "linear", "framework": "numpy", "max_steps": 2, "run": "-dash"})
+    report = command(capsys.readouterr().out, "report   ")
+    words = report[len(shlex.split(command_line())) :]
+    assert words == ["report", "./-dash"] and main(words) == 0
+    assert main(["report", "-dash"]) == 2 and "fix: write ./-dash" in capsys.readouterr().err
 
 
 def test_letters_that_the_output_has_not_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +184,7 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
         "    def __init__(self, classes): super().__init__(64, classes)\n"
         "    def forward(self, x): return super().forward(x.flatten(1))\n"
         "run = hvdtrain.train({'model.name': Net, 'epochs': 1, 'run': sys.argv[1], 'comm.engine': 'mpi'})\n"
-        "sys.stderr.write(f'{run.steps} {run.accuracy:.4f}\\n')\n"
+        "sys.stderr.write(f'{run.steps} {run.last:.4f}\\n')\n"
         "hvdtrain.train({'batch.size': 1, 'comm.engine': 'mpi'})\n"
         "print('never')\n"
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ROOT, python
+from ranks import ROOT, mpirun, needs_mpirun, python
+
+from hvdtrain.data.source import NamedArrays
 
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py")) + sorted((ROOT / "benchmarks" / "peers").glob("*.py"))
 
@@ -33,6 +36,7 @@ def test_every_script_has_a_docstring(path: Path) -> None:
     assert len(docstring.splitlines()[0]) > 30
 
 
+@pytest.mark.slow
 def test_gpu_script_runs_without_a_gpu(fashion: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick"], timeout_s=200)
@@ -52,6 +56,7 @@ def test_watching_measures_every_part(tmp_path: Path) -> None:
     assert all(row["quartiles"][0] <= row["images_per_s_ratio"] <= row["quartiles"][1] for row in rows)
 
 
+@pytest.mark.slow
 def test_guard_measures_every_part(tmp_path: Path) -> None:
     """Each part is switched off by an attribute of the job: one that is renamed must not be missed."""
     out = tmp_path / "out.jsonl"
@@ -62,3 +67,102 @@ def test_guard_measures_every_part(tmp_path: Path) -> None:
         *("nothing", "heartbeat, watchdog", "flags on the sums", "non-finite check", "nonfinite=skip", "digests", "sync_buffers")
     ]
     assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_token_baselines_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 tokens; training windows 0 0 1 and 1 1 1, so that 0 is followed by 0, 1; 1 by 1, 1. The validation window is 0 1 2."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import token_baselines
+
+    train, val = (NamedArrays({"tokens": np.array(rows)}, {"tokens": 3}) for rows in ([[0, 0, 1], [1, 1, 1]], [[0, 1, 2]]))
+    pairs = [token_baselines.counts(source, 3, 1) for source in (train, val)]
+    assert pairs[0].tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]] and pairs[1].tolist() == [[0, 1, 0], [0, 0, 1], [0, 0, 0]]
+    assert token_baselines.nats(*pairs) == pytest.approx(-(math.log(2 / 5) + math.log(1 / 5)) / 2, rel=1e-15)
+    alone = [each.sum(0, keepdims=True) for each in pairs]
+    assert token_baselines.nats(*alone) == pytest.approx(-(math.log(4 / 7) + math.log(1 / 7)) / 2, rel=1e-15)
+    assert token_baselines.counts(train, 3, 2).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]], "before the first place is the first token"
+
+
+def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 16 numbers for each of its width's: its input and those of two norms, of three linear layers with 1, 4 and 4, queries, keys,
+    values and what attention makes of them; and a few for each token and head."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import recompute
+
+    sizes = {"layers": 4, "heads": 2, "width": 64, "context": 32, "vocabulary": 9, "batch": 5}
+    tokens, number = 5 * 32, 4 / recompute.MB
+    one = tokens * 64 * number
+    few = tokens * (2 + 2 + 2) * number  # mean and deviation of two norms, and of each head the logarithm of a sum
+    found = {which: recompute.kept(recompute.Step(sizes, which))["blocks"] for which in ("none", "2", "all")}
+    assert found["all"] == pytest.approx([one] * 4, abs=1e-4)
+    assert found["none"] == pytest.approx([16 * one + few] * 4, abs=1e-4)
+    assert found["2"] == pytest.approx([16 * one + few, one, 16 * one + few, one], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_recompute_measures_each_way(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    sizes = ["--layers", "2", "--context", "64", "--width", "32", "--vocabulary", "33", "--which", "none,all"]
+    done = python(["benchmarks/recompute.py", *sizes, "--rounds", "2", "--json", str(out)], timeout_s=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    row = json.loads(out.read_text())
+    assert row["all"]["kept"]["all"] < row["none"]["kept"]["all"] / 3 and row["all"]["tensors"]["total"] < row["none"]["tensors"]["total"]
+    assert row["all"]["to none"][0] > 1
+
+
+@pytest.mark.slow
+def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ["--rounds", "2", "--steps", "2", "--draws", "2", "--json", str(out), "model.layers=1", "data.side=4"]
+    done = python(["benchmarks/gpt.py", *arguments], timeout_s=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    row = json.loads(out.read_text())
+    assert row["training"]["quartiles"][0] <= row["training"]["hvdtrain_to_by_hand"] <= row["training"]["quartiles"][1]
+    assert row["drawing"]["positions"] == 16 and row["drawing"]["times_as_fast"] > 1
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_shards_compares_stages_and_fsdp2_on_the_same_job(tmp_path: Path) -> None:
+    """Without the same losses there is nothing to compare: that only hvdtrain takes optim.momentum, Adam's beta1, must be noticed."""
+    out = tmp_path / "out.jsonl"
+    arguments = ["benchmarks/shards.py", "--rounds", "3", "--steps", "2", "--json", str(out), "model.widths=[16]"]
+    done = mpirun(2, [*arguments, "--trainers", "torchdist/0,torchdist/2,mpi/1,fsdp2", "--to", "fsdp2"], timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = json.loads(out.read_text())
+    assert list(row["rows"]) == ["torchdist/0", "torchdist/2", "mpi/1", "fsdp2"] and row["largest_difference_of_losses"] < 1e-5
+    losses = row["rows"]["fsdp2"]["losses"]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    done = mpirun(2, [*arguments, "--trainers", "torchdist/0,fsdp2", "optim.momentum=0.5"], timeout_s=200)
+    assert done.returncode != 0 and "the trainers do not train the same" in done.stdout + done.stderr
+
+
+@needs_mpirun
+def test_dense_schemes_sends_the_bytes_that_are_counted_by_hand(tmp_path: Path) -> None:
+    """Of 2 ranks with 6 samples and a layer of 32 x 32, in float32: own rows, half of the neurons of all rows, and both back again; and how
+    many rows a rank has. Data parallel: once the weights and biases, which is 2 (ranks - 1) / ranks of them."""
+    out = tmp_path / "out.jsonl"
+    arguments = ["benchmarks/dense_schemes.py", "--width", "32", "--samples", "6", "--rounds", "2", "--json", str(out)]
+    done = mpirun(2, arguments, timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["way"]: row for row in map(json.loads, out.read_text().splitlines())}
+    own = 6 * 32 * 4
+    assert [rows[way]["bytes"] for way in "abc"] == [2 * own + 2 * own + 8] * 3
+    assert rows["data parallel"]["bytes"] == (32 * 32 + 32) * 4
+    assert [rows[way]["bytes_of_rows_forward"] for way in "abc"] == [own] * 3 == [rows[way]["bytes_of_rows_backward"] for way in "abc"]
+    assert [rows[way]["bytes_most_in_a_turn"] for way in "abc"] == [own, own, own // 2]
+
+
+def test_shards_refuses_trainers_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import shards
+
+    for trainers, message in {
+        "mpi/3,torchdist/3": "mpi/3 goes with stages of mpi alone",
+        "mpi/1,fsdp2": "others need a stage of torchdist beside them",
+        "mpi/4": "no trainer mpi/4; there are mpi/0, mpi/1",
+    }.items():
+        monkeypatch.setattr("sys.argv", ["shards.py", "--trainers", trainers])
+        with pytest.raises(SystemExit):
+            shards.parse()
+        assert message in capsys.readouterr().err

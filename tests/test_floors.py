@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import resource
 import subprocess
 import sys
@@ -15,11 +16,23 @@ ROOT = Path(__file__).parent.parent / "hvdtrain"
 FILES = sorted(ROOT.rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 
+TASKS_IN_TORCH = [name for name in NAMES if name.startswith("tasks/") and name.endswith("/torch.py")]
+TASKS_IN_JAX = [name for name in NAMES if name.startswith("tasks/") and name.endswith("/jax.py")]
 ALLOWED = {  # the only files that may import these
-    "torch": ("core/import_torchvision.py", "comm/horovod.py", "comm/half_sums.py", "comm/torchdist.py", "frameworks/torch/"),
+    "torch": (
+        "core/import_torchvision.py",
+        "comm/horovod.py",
+        "comm/half_sums.py",
+        "comm/meeting.py",
+        "comm/torchdist.py",
+        "comm/process_group.py",
+        "frameworks/torch/",
+        *TASKS_IN_TORCH,
+        "tasks/functions/torch_loss.py",
+    ),
     "torchvision": ("core/import_torchvision.py",),
     "horovod": ("comm/horovod.py", "frameworks/torch/parallel/"),
-    "jax": ("frameworks/jax/",),
+    "jax": ("frameworks/jax/", *TASKS_IN_JAX),
     "mpi4py": ("comm/mpi.py", "comm/horovod.py"),
     "matplotlib": ("report/figures/",),
     "rich": ("events/progress_display.py",),
@@ -29,7 +42,7 @@ ALLOWED = {  # the only files that may import these
     "mlflow": ("events/trackers/mlflow.py",),
     "wandb": ("events/trackers/wandb.py",),
     "pynvml": ("training/telemetry/energy.py",),
-    "pickle": (),
+    "pickle": ("data/own/worker_pool.py", "data/own/worker.py"),  # between a rank and its own workers, through a pipe
 }
 BANNED_FILES = {"utils", "helpers", "common", "base", "misc", "manager"}
 
@@ -40,6 +53,10 @@ def test_imports_point_down() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     assert import_graph.circle(import_graph.arrows()) == []
+
+
+def test_no_package_imports_itself_through_others() -> None:
+    assert import_graph.circle(import_graph.package_arrows(top=False)) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -64,14 +81,15 @@ def test_every_file_has_a_docstring() -> None:
 def test_help_is_fast_and_imports_no_framework() -> None:
     heavy = "numpy", "torch", "jax", "mpi4py", "horovod", "sklearn", "yaml", "torchvision"
     code = "import sys; from hvdtrain.__main__ import main; main(['--help']); main(['list']); main(['--help', 'model'])\n"
-    code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded"
+    code += f"loaded = [m for m in {heavy} if m in sys.modules]\nassert not loaded, loaded\nprint(len(sys.modules))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # a user's has none
     best = 9.0
     for _ in range(3):
-        start = sum(
-            resource.getrusage(resource.RUSAGE_CHILDREN)[:2]
-        )  # of processor time, which other processes of the machine affect little
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # of processor time, which other processes affect little
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
         best = min(best, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start)
         assert done.returncode == 0, done.stderr
     assert "batch.size=64" in done.stdout and "model.widths" in done.stdout
-    assert best < 0.3, f"--help took {best:.2f} s"
+    modules = int(done.stdout.split()[-1])
+    assert modules < 320, f"--help imports {modules} modules; 242 where this was written, in 0.2 s"
+    assert best < 1.0, f"--help took {best:.2f} s"  # 0.4 on a slow machine

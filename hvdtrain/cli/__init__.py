@@ -1,1 +1,1 @@
-"""The commands of `python -m hvdtrain`: one file or package each."""
+"""The commands of `hvdtrain`: one file or package each."""

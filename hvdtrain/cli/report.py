@@ -1,16 +1,19 @@
-"""python -m hvdtrain report: one run, or several side by side, as an HTML page and pictures."""
+"""hvdtrain report: one run, or several side by side, as an HTML page and pictures."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from hvdtrain.config.read import expand
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.program import command_line
+from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import DONE, UserError, nearest, short
 from hvdtrain.report import summary
 from hvdtrain.report.figures import draw, files
@@ -18,7 +21,7 @@ from hvdtrain.report.page import PageImage, render_page
 from hvdtrain.report.run import read_run
 
 USAGE = """\
-python -m hvdtrain report RUN [RUN ...] [--to FOLDER]
+hvdtrain report RUN [RUN ...] [--to FOLDER]
   RUN    a run folder, which has events.jsonl: of a job that is done, that is running, or that was killed; several are compared
   --to   the folder for report.html, one file that needs no other, and report-*.png;
          default: RUN itself for one run, ./report for several"""
@@ -50,11 +53,11 @@ def report(arguments: Sequence[str]) -> int:
         png = files.png(figure)
         pictures[_picture_name(kind)] = png
         images.append(PageImage(kind.title, kind.description, files.data_url(files.svg(figure), png)))
-    command = shlex.join(["python", "-m", "hvdtrain", "report", *arguments])
+    command = command_line("report", *arguments)
     html = render_page(runs, labels, images, command)
     _remove_old_pictures(options.to, keep=set(pictures))
     for name, data in {"report.html": html.encode("utf-8", "replace"), **pictures}.items():
-        _write_whole(options.to / name, data)
+        _write_whole(options.to, name, data)
     print(f"page: {options.to / 'report.html'}")
     print(f"pictures: {len(pictures)} in {options.to}")
     return DONE
@@ -70,7 +73,7 @@ class Progress:
     def __call__(self, line: str) -> None:
         if self._clock() - self._last_s >= PROGRESS_S:
             self._last_s = self._clock()
-            print(line, file=sys.stderr, flush=True)
+            print_stderr(line)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,19 +83,20 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str]) -> _Options:
     """Raises UserError where the command line is not as USAGE says."""
-    parser = _Parser(prog="python -m hvdtrain report", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="hvdtrain report", add_help=False, allow_abbrev=False)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--to")
     parsed, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
-        suggestion = nearest(unknown[0].partition("=")[0], ["--to"])
+        is_folder = os.path.isdir(unknown[0])  # whose name begins with -
+        suggestion = f"write ./{short(unknown[0])}" if is_folder else nearest(unknown[0].partition("=")[0], ["--to"])
         raise UserError(f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, f"{suggestion}; {_SYNTAX}")
     if not parsed.runs:
         raise UserError("RUN is missing", _COMMAND_LINE, _SYNTAX)
-    folders = [Path(os.path.expanduser(run)) for run in parsed.runs]
+    folders = [expand(run, "RUN") for run in parsed.runs]
     runs = list({os.path.realpath(folder): folder for folder in folders}.values())
     if parsed.to:
-        return _Options(runs, Path(os.path.expanduser(parsed.to)))
+        return _Options(runs, expand(parsed.to, "--to"))
     return _Options(runs, runs[0] if len(runs) == 1 else Path("report"))
 
 
@@ -114,20 +118,19 @@ def _remove_old_pictures(folder: Path, keep: set[str]) -> None:
     """Pictures of an earlier report that are not part of this one; the user's own files stay."""
     for name in {_picture_name(kind) for kind in draw.KINDS} - keep:
         try:
-            (folder / name).unlink(missing_ok=True)
+            with Folder.open(folder) as opened, contextlib.suppress(FileNotFoundError):
+                opened.remove(name)
         except OSError as error:
             raise _cannot_write(folder / name, error) from None
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Writes the file, or leaves it as it was and raises UserError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+def _write_whole(folder: Path, name: str, data: bytes) -> None:
+    """Writes the file, or leaves it as it was and raises UserError. A link of its name is replaced, not followed."""
     try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
+        with Folder.open(folder) as opened:
+            opened.replace(name, data)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from None
+        raise _cannot_write(folder / name, error) from None
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:

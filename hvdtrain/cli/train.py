@@ -1,4 +1,4 @@
-"""python -m hvdtrain [train] [--config FILE] [--max-time TIME] [--print-config] [key=value ...]: trains on this rank."""
+"""hvdtrain [train] [--config FILE] [--max-time TIME] [--print-config] [key=value ...]: trains on this rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import sys
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import DONE, UserError
+from hvdtrain.training.system_limits import check_limits
+
+USAGE = """\
+hvdtrain [train] [--config FILE] [--max-time TIME] [key=value ...]
+  --config FILE      a YAML file of keys: configs/*.yaml, or what --print-config prints
+  key=value          a key of the configuration: --help lists all of them, --help KEY shows one, --help model the options of each model
+  --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
+  --print-config     print the resolved configuration, ready for --config; trains nothing
+  --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
+under mpirun, srun, torchrun or launch it is one rank of several"""
 
 
 def train(arguments: list[str]) -> int:
     """Returns the exit code. Raises UserError for a mistake in the configuration alone; other errors are reported and end every rank."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
     config_file, arguments = _take_option(arguments, "--config", "configs/fashion_mnist.yaml")
     max_time, arguments = _take_option(arguments, "--max-time", "3.5h")
     if max_time is not None:
@@ -18,6 +31,7 @@ def train(arguments: list[str]) -> int:
     if "--print-config" in arguments:
         return _print_config(config_file, [argument for argument in arguments if argument != "--print-config"])
 
+    check_limits()
     from hvdtrain.training.failure import RankFailed
     from hvdtrain.training.run_rank import run_rank
 

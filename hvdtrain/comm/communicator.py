@@ -1,8 +1,8 @@
-"""The Communicator protocol, and the communicator of comm.engine=single, which is its reference."""
+"""The single engine: one process, which has nothing to communicate; and the protocol of every communicator, whose reference it is."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import Placement
@@ -49,20 +49,49 @@ class Communicator(Protocol):
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         """x of rank `root` on every rank; x has the same shape and dtype on every rank."""
 
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        """As broadcast(), without waiting for it where the engine is "asynchronous"; x must not be used until wait() has returned."""
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        """The sum over ranks on rank `root`, of what start_allreduce() takes; the result of other ranks is unspecified.
+
+        x must not be used again: it may be overwritten.
+        """
+
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         """The sum over ranks, split along axis 0 as numpy.array_split does (the first ranks get one more): this rank's part."""
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        """As reduce_scatter(), without waiting for it where the engine is "asynchronous".
+
+        x must not be used again: it may be overwritten, and the result may be a view of it.
+        """
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        """The opposite: of x, split along axis 0 as reduce_scatter() does, each rank's own part reaches all ranks; the result is x.
+
+        Each rank gives an x of the same shape and dtype, of which only its own part counts.
+        """
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         """Every rank's x along axis 0, in rank order; the lengths of axis 0 may differ."""
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """One small object of each rank, pickled, in rank order."""
+        """One small object of each rank, in rank order: plain values, arrays, paths and value classes of hvdtrain (comm/signed/)."""
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Gathers a message of each rank on rank 0, from any thread, also while main threads hang in a collective.
 
         On rank 0 the messages in rank order, with None for each that did not come within wait_s; on the others an empty list, once rank
-        0 has the message or wait_s is over. None where the engine cannot do it: Horovod on Gloo, or MPI without MPI_THREAD_MULTIPLE.
+        0 has the message or wait_s is over. None where the engine cannot do it: Horovod on Gloo, MPI without MPI_THREAD_MULTIPLE, a group
+        of split().
+        """
+
+    def split(self, color: int | None) -> Communicator | None:
+        """The communicator of the ranks that give the same color, in the order of their ranks; None gives a rank none. A collective.
+
+        Of the communicator of all ranks alone. The collectives of a group are apart from those of others; it has no side channel, its
+        abort() ends every rank of the job, and it is closed with the job. Raises UserError where the engine cannot do it.
         """
 
     def abort(self, code: int) -> NoReturn:
@@ -70,6 +99,60 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Releases the engine. Every rank calls it once, last."""
+
+
+class PointToPoint(Communicator, Protocol):
+    """A communicator with the feature "p2p": one rank sends, another one receives. point_to_point() gives it.
+
+    A message is received by the receive of the same tag from its sender; those of one tag in the order in which they were sent. The two
+    buffers have the same number of bytes, in host memory, of any of NUMBER_TYPES, bool or bfloat16. `name` is for error messages alone.
+    """
+
+    def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
+        """Without waiting for the receiver; x must not change until wait() has returned. tag: 0 to 32767, as MPI guarantees."""
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        """Into the memory of x, which wait() returns."""
+
+    def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
+        """Waits for the first message of this tag, from any rank, which goes into the memory of x; returns its sender."""
+
+
+class Elastic(Communicator, Protocol):
+    """A communicator with the feature "shrink": the living ranks go on without those that are lost. elastic() gives it.
+
+    A loss is found by the collective that needs the lost rank. Ranks are numbered anew then, in the order that they had.
+    """
+
+    def be_ready_to_shrink(self) -> None:
+        """Once, before a loss. A collective. Raises UserError, on all ranks, where this job cannot go on after one."""
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether a collective raised this error because a rank is gone, or because another rank has found that out."""
+
+    def shrink(self) -> list[int]:
+        """Leaves out the ranks that are gone, once every living one calls it; each does so after a collective that failed.
+
+        This object has another rank, size, local_rank and local_size then; collectives that were under way are void. Returns the ranks
+        that are left out since the last shrink() that returned on this rank, as the launcher numbered them. Fails as a collective does
+        where another rank is lost meanwhile: it is called again then.
+        """
+
+
+def elastic(communicator: Communicator, where: str) -> Elastic:
+    """The communicator itself. Raises UserError where its engine ends with the first rank that is lost."""
+    if "shrink" not in communicator.features:
+        what = f"the {communicator.name} engine does not go on without a rank that is lost"
+        raise UserError(what, where, "comm.engine=mpi (mpirun --with-ft ulfm) or comm.engine=torchdist; or guard.lost=stop")
+    return cast(Elastic, communicator)
+
+
+def point_to_point(communicator: Communicator, where: str) -> PointToPoint:
+    """The communicator itself. Raises UserError where its engine sends nothing from one rank to another."""
+    if "p2p" not in communicator.features:
+        what = f"the {communicator.name} engine has no messages from one rank to another"
+        raise UserError(what, where, "comm.engine=mpi or comm.engine=torchdist")
+    return cast(PointToPoint, communicator)
 
 
 class CompletedHandle:
@@ -98,8 +181,20 @@ class SingleProcessCommunicator:
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         return x
 
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        return CompletedHandle(x)
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        return CompletedHandle(x)
+
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         return x
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        return CompletedHandle(x)
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        return CompletedHandle(x)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         return x
@@ -110,11 +205,21 @@ class SingleProcessCommunicator:
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return [message]
 
+    def split(self, color: int | None) -> Communicator | None:
+        return None if color is None else self
+
     def abort(self, code: int) -> NoReturn:
         exit_now(code)
 
     def close(self) -> None:
         pass
+
+
+def part_of(length: int, rank: int, size: int) -> slice:
+    """The part of a rank where `length` elements are split as reduce_scatter() does: the first ranks get one more."""
+    least, more = divmod(length, size)
+    start = rank * least + min(rank, more)
+    return slice(start, start + least + (rank < more))
 
 
 def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
@@ -129,15 +234,17 @@ def check_buffer(communicator: Communicator, x: Buffer, collective: str, name: s
     """Raises UserError, in one wording for all engines, where a collective cannot take x: its dtype, its memory layout or its shape."""
     engine, dtype = communicator.name, str(x.dtype).removeprefix("torch.")
     where = f"comm.engine={engine}, {collective} {name!r}"
-    extra = "bool" if collective in ("broadcast", "allgather") else ""
-    if collective == "allreduce" and "bfloat16_sums" in communicator.features:
-        extra = "bfloat16"
-    if dtype not in (*NUMBER_TYPES, extra):
+    extra: tuple[str, ...] = ("bool",) if collective in ("broadcast", "allgather") else ()
+    if collective in ("allreduce", "start_reduce_scatter") and "bfloat16_sums" in communicator.features:
+        extra = ("bfloat16",)
+    if collective in ("send", "recv"):
+        extra = ("bool", "bfloat16")
+    if dtype not in (*NUMBER_TYPES, *extra):
         raise UserError(f"the {engine} engine has no {collective} of {dtype}", where, f"convert it to one of {', '.join(NUMBER_TYPES)}")
     if not (x.flags.c_contiguous if hasattr(x, "flags") else x.is_contiguous()):
         what = f"{collective} of {dtype} {tuple(x.shape)}: the {engine} engine takes contiguous memory only"
         raise UserError(what, where, "copy it first")
-    if collective in ("reduce_scatter", "allgather") and not x.ndim:
+    if collective in ("reduce_scatter", "start_reduce_scatter", "allgather") and not x.ndim:
         raise UserError(f"{collective} of {dtype} (): the {engine} engine needs an axis 0", where, "reshape it to (1,)")
 
 

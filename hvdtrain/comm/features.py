@@ -9,7 +9,7 @@ from typing import Literal
 from hvdtrain.config import plugins
 
 Feature = Literal[
-    "several_ranks", "device_memory", "nccl", "asynchronous", "bfloat16_sums", "adasum", "horovod_api", "ddp", "plain_mpi"
+    "several_ranks", "device_memory", "nccl", "asynchronous", "bfloat16_sums", "adasum", "horovod_api", "ddp", "plain_mpi", "p2p", "shrink"
 ]  # fmt: skip
 
 MEANINGS: dict[Feature, str] = {
@@ -17,11 +17,13 @@ MEANINGS: dict[Feature, str] = {
     "device_memory": "takes tensors in GPU memory; without it they are copied to host memory for each collective",
     "nccl": "reduces tensors in GPU memory by NCCL, which refuses two ranks on one GPU",
     "asynchronous": "start_allreduce() returns at once, and the sum is computed while the caller goes on; without it the caller waits",
-    "bfloat16_sums": "allreduce sums bfloat16",
+    "bfloat16_sums": "allreduce and start_reduce_scatter sum bfloat16",
     "adasum": "allreduce has op=adasum",
     "horovod_api": "Horovod runs: hvd.DistributedOptimizer, hvd.grouped_allreduce, and the settings comm.cycle_ms, fusion_mb, hierarchical",
     "ddp": "torch.distributed runs with these ranks, so that DistributedDataParallel does",
     "plain_mpi": "its collectives are those of mpi4py, on numpy arrays",
+    "p2p": "one rank sends to another one: start_send() and start_recv()",
+    "shrink": "living ranks go on without those that are lost: be_ready_to_shrink() and shrink()",
 }
 
 

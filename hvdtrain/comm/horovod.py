@@ -5,17 +5,23 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, writable
+import numpy as np
+
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
+from hvdtrain.comm.signed.objects import pack, unpack
+from hvdtrain.comm.split import split_groups
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "adasum", "horovod_api"}
+GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"  # the variable without which a started Horovod makes no process sets
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 CPU_FUSION_MB = 4.0  # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's default of 128 MiB
 _FIX = f"{_BUILD_COMMAND} builds Horovod for the MPI of this machine; or comm.engine=mpi"
@@ -80,12 +86,15 @@ class HorovodCommunicator:
 
     name = "horovod"
 
-    def __init__(self, torch: Any, hvd: Any, place: Placement) -> None:
+    def __init__(self, torch: Any, hvd: Any, place: Placement, process_sets: ProcessSets | None = None, process_set: Any = None) -> None:
+        """process_set: one of Horovod's process sets, in which `place` is this rank's; all ranks where there is none."""
         self._torch, self._hvd = torch, hvd
+        self._sets, self._set = process_sets or ProcessSets(hvd), process_set or hvd.global_process_set
+        self._is_group = process_set is not None
         self._side_channel: MpiSideChannel | None = None
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "adasum": hvd.Adasum}
         self._not_reduced = (torch.int8, torch.int16, torch.uint8)
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self.rank, self.size = self._set.rank(), self._set.size()
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
         self.local_rank, self.local_size = place.local_rank, place.local_size
@@ -98,30 +107,69 @@ class HorovodCommunicator:
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = self._reducible(tensor)
-        return PendingAllreduce(self._hvd, self._hvd.allreduce_async_(operand, name=name, op=self._ops[op]), x, tensor, operand)
+        return PendingInPlace(
+            self._hvd, self._hvd.allreduce_async_(operand, name=name, op=self._ops[op], process_set=self._set), x, tensor, operand
+        )
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         x, tensor = self._checked(x, "broadcast", name)
-        self._hvd.broadcast_(self._movable(tensor), root, name=name)
+        self._hvd.broadcast_(self._movable(tensor), self._set.ranks[root], name=name, process_set=self._set)
         return x
+
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        x, tensor = self._checked(x, "broadcast", name)
+        bits = self._movable(tensor)
+        handle = self._hvd.broadcast_async_(bits, self._set.ranks[root], name=name, process_set=self._set)
+        return PendingInPlace(self._hvd, handle, x, bits, bits)
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        """An allreduce: Horovod has no reduction to one rank."""
+        return self.start_allreduce(x, name)
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "reduce_scatter", name)
-        part = self._hvd.reducescatter(self._reducible(tensor), name=name, op=self._hvd.Sum)
+        part = self._hvd.reducescatter(self._reducible(tensor), name=name, op=self._hvd.Sum, process_set=self._set)
         return _like(x, part.to(tensor.dtype))
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        x, tensor = self._checked(x, "start_reduce_scatter", name)
+        handle = self._hvd.reducescatter_async(self._reducible(tensor), name=name, op=self._hvd.Sum, process_set=self._set)
+        own = part_of(len(tensor), self.rank, self.size)
+        return PendingPart(self._hvd, handle, x[own], tensor[own])
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        x, tensor = self._checked(x, "allgather", name)
+        bits = self._movable(tensor)
+        own = bits[part_of(len(tensor), self.rank, self.size)]
+        return PendingPart(self._hvd, self._hvd.allgather_async(own, name=name, process_set=self._set), x, bits)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "allgather", name)
-        return _like(x, self._hvd.allgather(self._movable(tensor), name=name).view(tensor.dtype))
+        return _like(x, self._hvd.allgather(self._movable(tensor), name=name, process_set=self._set).view(tensor.dtype))
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        return self._hvd.allgather_object(thing, name="exchange")
+        if not self._is_group:
+            return self._hvd.allgather_object(thing, name="exchange")
+        packed = np.frombuffer(pack(thing, ""), np.uint8)
+        lengths = self.allgather(np.array([len(packed)]), "exchange.lengths")
+        parts = np.split(self.allgather(packed, "exchange"), np.cumsum(lengths)[:-1])
+        return [unpack(part.tobytes(), "") for part in parts]
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Over MPI, where Horovod runs on it and mpi4py is installed for the same MPI."""
-        if self._side_channel is None and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
-            self._side_channel = MpiSideChannel(mpi)
+        if self._side_channel is None and not self._is_group and self._hvd.mpi_enabled() and (mpi := _mpi4py()):
+            self._side_channel = MpiSideChannel(mpi, mpi.COMM_WORLD)
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
+
+    def split(self, color: int | None) -> Communicator | None:
+        """Process sets, which Horovod adds where it was started with them: connect() asks for that where shard.group needs groups."""
+        assert not self._is_group, "of all ranks alone"
+        groups, own = split_groups(self, color), None
+        for members in groups.members:  # every rank adds all of them
+            process_set = self._sets.of(members)
+            if self.rank in members:
+                own = HorovodCommunicator(self._torch, self._hvd, groups.place(self.rank), self._sets, process_set)
+        return own
 
     def abort(self, code: int) -> NoReturn:
         """By MPI_Abort where Horovod runs on MPI; else by exiting: horovodrun then ends the other ranks."""
@@ -148,11 +196,28 @@ class HorovodCommunicator:
         return tensor.view(self._torch.uint8) if tensor.dtype == self._torch.bool else tensor
 
 
-class PendingAllreduce:
+class ProcessSets:
+    """Horovod's process sets by their ranks: it has no two of the same ones."""
+
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
+        self._known = {tuple(hvd.global_process_set.ranks): hvd.global_process_set}
+
+    def of(self, ranks: Sequence[int]) -> Any:
+        """Every rank of the job calls it. Raises UserError where Horovod was started without them."""
+        key = tuple(ranks)
+        if key not in self._known:
+            if os.environ.get(GROUPS) != "1":
+                raise UserError("Horovod was started without groups of ranks", "comm.engine=horovod", f"{GROUPS}=1, or comm.engine=mpi")
+            self._known[key] = self._hvd.add_process_set(list(ranks))
+        return self._known[key]
+
+
+class PendingInPlace:
     """A Handle."""
 
     def __init__(self, hvd: Any, handle: int, x: Buffer, tensor: Any, operand: Any) -> None:
-        """`tensor`: a view of x, which takes the sum; `operand`: what Horovod reduces, the same or a copy of another type."""
+        """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same or a copy of another type."""
         self._hvd, self._handle = hvd, handle
         self._x, self._tensor, self._operand = x, tensor, operand
 
@@ -160,6 +225,19 @@ class PendingAllreduce:
         self._hvd.synchronize(self._handle)
         if self._operand is not self._tensor:
             self._tensor.copy_(self._operand)
+        return self._x
+
+
+class PendingPart:
+    """A Handle of a collective whose result is a new tensor."""
+
+    def __init__(self, hvd: Any, handle: Any, x: Buffer, tensor: Any) -> None:
+        """`tensor`: a view of x, which takes the result."""
+        self._hvd, self._handle = hvd, handle
+        self._x, self._tensor = x, tensor
+
+    def wait(self) -> Buffer:
+        self._tensor.copy_(self._hvd.synchronize(self._handle))
         return self._x
 
 

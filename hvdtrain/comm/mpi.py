@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import math
+import os
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from hvdtrain.comm.comm_thread import CommThread
-from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, writable
+from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.half_sums import HALF_TYPES, sum_function
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
 from hvdtrain.comm.side_channel.mpi import MpiSideChannel
+from hvdtrain.comm.split import split_groups
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import UserError
 
 # A literal: features_of() reads it without importing this file.
-FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi"}
-PIECE_BYTES = 4 << 20  # of one MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
+FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
+PIECE_BYTES = 4 << 20  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
+_ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
+_FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
 
 
-def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
+def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator:
     """Starts MPI. Without a launcher this process is rank 0 of 1.
 
     Raises UserError where mpi4py is missing or MPI does not start, LauncherMismatch where the launcher belongs to another MPI.
@@ -35,8 +43,12 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     check_library(place, library)
     if not mpi.Is_initialized():
         _initialize(mpi)
-    check_size(place, library, mpi.COMM_WORLD.size)
-    return MpiCommunicator(mpi, place)
+    world = mpi.COMM_WORLD
+    check_size(place, library, world.size)
+    if place.launcher == NO_LAUNCHER.launcher:
+        host = world.Split_type(mpi.COMM_TYPE_SHARED)
+        place = replace(place, rank=world.rank, size=world.size, local_rank=host.rank, local_size=host.size)
+    return MpiCommunicator(mpi, world, place, MpiSideChannel(mpi, world))
 
 
 def load() -> Any:
@@ -44,7 +56,7 @@ def load() -> Any:
     try:
         import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=True)
+        mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel found no MPI library
         reason = str(error).splitlines()[0]
@@ -55,6 +67,7 @@ def load() -> Any:
 def _initialize(mpi: Any) -> None:
     """MPI_Init_thread as mpi4py calls it, but without holding the interpreter's lock: the watchdog can report a start that hangs."""
     library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
+    atexit.register(_finalize)
     if not hasattr(library, "MPI_Init_thread"):  # built with the names of another interface
         mpi.Init_thread()
         return
@@ -62,6 +75,13 @@ def _initialize(mpi: Any) -> None:
         raise UserError(f"MPI does not start: MPI_Init_thread gave {code}", "comm.engine=mpi", _FIX)
     for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
         comm.Set_errhandler(mpi.ERRORS_RETURN)  # errors are exceptions
+
+
+def _finalize() -> None:
+    """At the end of the interpreter, unless ranks are lost: MPI_Finalize may wait for them (Open MPI 5.0.11)."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def has_several_ranks() -> bool:
@@ -86,22 +106,20 @@ class MpiCommunicator:
 
     name = "mpi"
 
-    def __init__(self, mpi: Any, place: Placement) -> None:
-        world = mpi.COMM_WORLD
-        self._mpi, self._comm = mpi, world.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
+    def __init__(self, mpi: Any, ranks: Any, place: Placement, side_channel: MpiSideChannel | None) -> None:
+        """ranks: an MPI communicator, in which `place` is this rank's."""
+        self._mpi, self._comm = mpi, ranks.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
         self._half_sums: dict[str, Any] = {}  # dtype -> MPI operation
-        self._side_channel = MpiSideChannel(mpi)
-        self.rank, self.size = world.rank, world.size
+        self._side_channel = side_channel
+        self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        if place.launcher == NO_LAUNCHER.launcher:
-            host = world.Split_type(mpi.COMM_TYPE_SHARED)
-            self.local_rank, self.local_size = host.rank, host.size
         self.features = frozenset(FEATURES)
+        self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
         self._comm_thread: CommThread | None = None
         # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
-            self._comm_thread, self._thread_comm = CommThread(), world.Dup()
+            self._comm_thread, self._thread_comm = CommThread(), ranks.Dup()
             self.features |= {"asynchronous"}
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
@@ -109,16 +127,65 @@ class MpiCommunicator:
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         reduction = self._reduction(x, name, op)
+        return self._start(lambda comm: self._reduce(comm, reduction))
+
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        x = writable(self._checked(x, "broadcast", name))
+        bits = _as_unsigned(x).reshape(-1)
+        return self._start(lambda comm: self._broadcast(comm, x, bits, root))
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        reduction = self._reduction(x, name, "sum")
+        return self._start(lambda comm: self._reduce_to(comm, reduction, root))
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        reduction = self._reduction(x, name, "sum", "start_reduce_scatter")
+        return self._start(lambda comm: self._reduce_to_owners(comm, reduction))
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        bits = _as_unsigned(self._checked(x, "allgather", name))
+        return self._start(lambda comm: self._spread(comm, x, bits))
+
+    def _start(self, collective: Callable[[Any], Buffer]) -> Handle:
+        """Makes a collective of an MPI communicator: on a thread where there is one, else before it returns."""
         if self._comm_thread is None:
-            return CompletedHandle(self._reduce(self._comm, reduction))
-        return self._comm_thread.start(lambda: self._reduce(self._thread_comm, reduction))
+            return CompletedHandle(collective(self._comm))
+        comm = self._thread_comm
+        return self._comm_thread.start(lambda: collective(comm))
 
     def _reduce(self, comm: Any, reduction: Reduction) -> Buffer:
-        flat = reduction.operand.reshape(-1)
-        step = max(1, PIECE_BYTES // flat.itemsize)  # pieces stay in the cache; MPI_Iallreduce takes 3 times as long
-        for start in range(0, len(flat), step):
-            comm.Allreduce(self._mpi.IN_PLACE, flat[start : start + step], reduction.op)
+        for piece in _pieces(reduction.operand.reshape(-1)):
+            comm.Allreduce(self._mpi.IN_PLACE, piece, reduction.op)
         return _cast_back(reduction.x, reduction.array, reduction.operand)
+
+    def _reduce_to_owners(self, comm: Any, reduction: Reduction) -> Buffer:
+        """A reduction to each rank in turn takes a third of the time of MPI_Reduce_scatter in one call."""
+        own = part_of(len(reduction.operand), self.rank, self.size)
+        for owner in range(self.size):
+            part = reduction.operand[part_of(len(reduction.operand), owner, self.size)]
+            self._reduce_pieces(comm, part.reshape(-1), reduction.op, owner)
+        return _cast_back(reduction.x[own], reduction.array[own], reduction.operand[own])
+
+    def _reduce_to(self, comm: Any, reduction: Reduction, root: int) -> Buffer:
+        self._reduce_pieces(comm, reduction.operand.reshape(-1), reduction.op, root)
+        return _cast_back(reduction.x, reduction.array, reduction.operand)
+
+    def _reduce_pieces(self, comm: Any, flat: np.ndarray, op: Any, root: int) -> None:
+        for piece in _pieces(flat):
+            if root == self.rank:
+                comm.Reduce(self._mpi.IN_PLACE, piece, op, root)
+            else:
+                comm.Reduce(piece, None, op, root)
+
+    def _broadcast(self, comm: Any, x: Buffer, bits: np.ndarray, root: int) -> Buffer:
+        for piece in _pieces(bits):
+            comm.Bcast(piece, root)
+        return x
+
+    def _spread(self, comm: Any, x: Buffer, bits: np.ndarray) -> Buffer:
+        for owner in range(self.size):
+            self._broadcast(comm, x, bits[part_of(len(bits), owner, self.size)].reshape(-1), owner)
+        return x
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         x = writable(self._checked(x, "broadcast", name))
@@ -146,8 +213,55 @@ class MpiCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
+    def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
+        bits = _as_unsigned(self._checked(x, "send", name)).reshape(-1)
+        return PendingMessage(self._mpi, [self._comm.Isend(piece, to, tag) for piece in _pieces(bits)], x)
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        bits = _as_unsigned(self._checked(x, "recv", name)).reshape(-1)
+        return PendingMessage(self._mpi, [self._comm.Irecv(piece, source, tag) for piece in _pieces(bits)], x)
+
+    def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
+        bits, status = _as_unsigned(self._checked(x, "recv", name)).reshape(-1), self._mpi.Status()
+        assert bits.nbytes <= PIECE_BYTES, "pieces of two senders would be mixed"
+        self._comm.Recv(bits, self._mpi.ANY_SOURCE, tag, status)
+        return int(status.source)
+
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        return self._side_channel.gather(message, wait_s)
+        return self._side_channel.gather(message, wait_s) if self._side_channel else None
+
+    def split(self, color: int | None) -> Communicator | None:
+        groups = split_groups(self, color)
+        ranks = self._comm.Split(self._mpi.UNDEFINED if color is None else color, self.rank)
+        return None if color is None else MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
+
+    def be_ready_to_shrink(self) -> None:
+        if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):
+            raise UserError("MPI ends with the first rank that is lost: it was started without ULFM", "comm.engine=mpi", _FIX_ULFM)
+
+    def is_loss(self, error: BaseException) -> bool:
+        mpi = self._mpi
+        classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        return isinstance(error, mpi.Exception) and error.Get_error_class() in classes
+
+    def shrink(self) -> list[int]:
+        for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Revoke()  # so that every rank leaves the collective that it is in
+        if self._comm_thread:
+            self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
+        self._comm = self._comm.Shrink()
+        atexit.unregister(_finalize)
+        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        self._side_channel = MpiSideChannel(self._mpi, self._comm.Dup())
+        if self._comm_thread:
+            self._thread_comm = self._comm.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        place = split_groups(self, 0).place(self.rank)
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        world = self._mpi.COMM_WORLD.group
+        former, self._members = self._members, self._comm.group.Translate_ranks(list(range(self.size)), world)
+        return [rank for rank in former if rank not in self._members]
 
     def abort(self, code: int) -> NoReturn:
         flush_output()
@@ -155,7 +269,7 @@ class MpiCommunicator:
         exit_now(code)
 
     def close(self) -> None:
-        """Nothing: MPI ends at exit, where mpi4py finalizes it."""
+        """Nothing: MPI ends at exit."""
 
     def _checked(self, x: Buffer, collective: str, name: str) -> Buffer:
         check_buffer(self, x, collective, name)
@@ -165,8 +279,8 @@ class MpiCommunicator:
             raise UserError(f"{collective} of {x.dtype} on {device}: the mpi engine takes host memory only", where, "comm.engine=horovod")
         return x
 
-    def _reduction(self, x: Buffer, name: str, op: Op) -> Reduction:
-        x = writable(self._checked(x, "allreduce", name))
+    def _reduction(self, x: Buffer, name: str, op: Op, collective: str = "allreduce") -> Reduction:
+        x = writable(self._checked(x, collective, name))
         dtype = str(x.dtype).removeprefix("torch.")
         if op == "sum" and dtype in HALF_TYPES:
             if dtype not in self._half_sums:
@@ -177,6 +291,17 @@ class MpiCommunicator:
         return Reduction(x, array, _without_float16(array), self._ops[op])
 
 
+class PendingMessage:
+    """A Handle of the pieces of one message."""
+
+    def __init__(self, mpi: Any, requests: list[Any], x: Buffer) -> None:
+        self._mpi, self._requests, self._x = mpi, requests, x
+
+    def wait(self) -> Buffer:
+        self._mpi.Request.Waitall(self._requests)
+        return self._x
+
+
 class Reduction(NamedTuple):
     """An allreduce to be made."""
 
@@ -184,6 +309,12 @@ class Reduction(NamedTuple):
     array: np.ndarray  # a view of x
     operand: np.ndarray  # the view, or a copy in a type that MPI has
     op: Any  # the MPI operation
+
+
+def _pieces(flat: np.ndarray) -> Iterator[np.ndarray]:
+    """Views that stay in the cache; MPI_Iallreduce of all at once takes 3 times as long."""
+    step = max(1, PIECE_BYTES // flat.itemsize)
+    return (flat[start : start + step] for start in range(0, len(flat), step))
 
 
 def _as_array(x: Buffer) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
+import secrets
 import socket
 import struct
 import zlib
@@ -16,6 +17,7 @@ from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
 LOOPBACK = "127.0.0.1"
+SECRET = "HVDTRAIN_SECRET"  # the environment variable that has the job's secret, the same on all ranks
 _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>: the IPv4 address of an interface
 _FIX_ADDRESS = "comm.address=HOST:PORT, with a host of rank 0 that the other hosts reach"
 
@@ -29,6 +31,16 @@ class Rendezvous(NamedTuple):
     peer: str = ""
     hosted: bool = False  # by the launcher
     job: str = "hvdtrain"  # prefix of every key: a launcher that restarts a job keeps the keys of the old one
+    secret: str = ""  # signs what the ranks write into the store, and send each other
+
+
+def secret_of(environ: Mapping[str, str]) -> str:
+    """The job's secret; empty where the launcher gave none: then signatures only show values that are damaged."""
+    return environ.get(SECRET, "")
+
+
+def new_secret() -> str:
+    return secrets.token_hex(16)
 
 
 Route = Callable[[str], str | None]  # host -> this host's IPv4 address on the network to it, None where its name has no address

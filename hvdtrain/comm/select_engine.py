@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from hvdtrain.comm.features import features_of
+from hvdtrain.comm.features import Feature, features_of
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
@@ -27,8 +27,10 @@ class Installed(NamedTuple):
     nccl: Callable[[], bool]  # torch has a GPU and NCCL, and the job uses them
 
 
-def select_engine(place: Placement, environ: Mapping[str, str], installed: Installed) -> EngineChoice:
-    """The engine of comm.engine=auto."""
+def select_engine(
+    place: Placement, environ: Mapping[str, str], installed: Installed, needs: frozenset[Feature] = frozenset()
+) -> EngineChoice:
+    """The engine of comm.engine=auto; `needs`: what the job asks of it."""
     if place.launcher == NO_LAUNCHER.launcher:
         return EngineChoice("single", "no launcher")
     started = f"started by {place.launcher}"
@@ -40,9 +42,11 @@ def select_engine(place: Placement, environ: Mapping[str, str], installed: Insta
     lacking = "Horovod was built without NCCL" if horovod else "Horovod is not installed"
     if place.launcher != "horovodrun" and installed.nccl() and not (horovod and installed.horovod_nccl()):
         return EngineChoice("torchdist", f"{started}, there are GPUs, and {lacking} (python -m hvdtrain.cli.horovod --nccl builds it)")
-    if horovod:
+    missing = ", ".join(sorted(needs - features_of("horovod")))
+    if horovod and (not missing or place.launcher == "horovodrun"):
         return EngineChoice("horovod", f"{started}, Horovod is installed")
-    return EngineChoice("mpi", f"{started}, {lacking} (python -m hvdtrain.cli.horovod builds it)")
+    why = f"the job needs {missing}, which Horovod has not" if horovod else f"{lacking} (python -m hvdtrain.cli.horovod builds it)"
+    return EngineChoice("mpi", f"{started}, {why}")
 
 
 def possible_engines(engine: str, ranks: int) -> list[str]:
@@ -62,3 +66,13 @@ def installed_here(config: Config) -> Installed:
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
         nccl=lambda: uses_gpu and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
     )
+
+
+def needed_features(config: Config) -> frozenset[Feature]:
+    """Which not every engine has."""
+    needs = set[Feature]()
+    if config.parallel.pipeline > 1 or config.servers.count:
+        needs.add("p2p")
+    if config.guard.lost != "stop":
+        needs.add("shrink")
+    return frozenset(needs)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
+from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from hvdtrain.comm import mpi
-from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, writable
+from hvdtrain.comm.arrival import not_of_this_job, wait_for_all_ranks
+from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.features import Feature
+from hvdtrain.comm.gloo_threads import wait_until_idle
+from hvdtrain.comm.meeting import Meeting
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
@@ -23,14 +30,20 @@ from hvdtrain.comm.rendezvous import (
     listen,
     listening_address,
     local_address,
+    new_secret,
+    secret_of,
 )
 from hvdtrain.comm.side_channel.store import StoreSideChannel
+from hvdtrain.comm.signed.objects import Forged, pack, unpack
+from hvdtrain.comm.signed.store import SignedStore
+from hvdtrain.comm.split import split_groups
 from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.exit import exit_now, flush_output
-from hvdtrain.errors import UserError
+from hvdtrain.errors import LOST, UserError, exit_code_of
 
-FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp"}
+FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp", "p2p", "shrink"}
 CLOSE_S = 10.0  # for all ranks to close
+FORM_S = 10.0  # for the living ranks to form a group after a loss; another rank may be lost meanwhile
 
 
 def has_nccl() -> bool:
@@ -50,20 +63,23 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     if place.size == 1:
         _start_process_group(dist.HashStore(), place, timeout)
         return TorchDistCommunicator(place, None, None)
-    rendezvous, mpi_communicator = find_rendezvous(place, os.environ, comm.address), None
-    if rendezvous is None:
+    found, mpi_communicator = find_rendezvous(place, os.environ, comm.address), None
+    if found is None:
         mpi_communicator = mpi.connect(place)
         rendezvous = _rendezvous_over_mpi(mpi_communicator)
+    else:
+        rendezvous = found._replace(secret=secret_of(os.environ))
     store = _open_store(rendezvous, place, timeout)
-    _wait_for_all_ranks(store, rendezvous, place, timeout)
+    wait_for_all_ranks(SignedStore(store, rendezvous.secret), rendezvous, place, timeout)
     _set_gloo_interface(rendezvous, place)
     _start_process_group(dist.PrefixStore("group", store), place, timeout)
     if mpi_communicator is not None:
-        return TorchDistCommunicator(place, mpi_communicator, None)
-    side_channel = StoreSideChannel(
-        lambda: dist.PrefixStore(rendezvous.job, _connect_to_store(rendezvous, place, timeout)), place.rank, place.size
-    )
-    return TorchDistCommunicator(place, None, side_channel)
+        return TorchDistCommunicator(place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous)
+
+    def connection() -> SignedStore:
+        return SignedStore(dist.PrefixStore(rendezvous.job, _connect_to_store(rendezvous, place, timeout)), rendezvous.secret)
+
+    return TorchDistCommunicator(place, None, StoreSideChannel(connection, place.rank, place.size), rendezvous.secret, timeout, rendezvous)
 
 
 def _rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
@@ -74,7 +90,7 @@ def _rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
         try:
             address = listening_address(hosts, hosts[0])
             with listen(Rendezvous(address, 0), address == LOOPBACK) as probe:
-                result = Rendezvous(address, probe.getsockname()[1])
+                result = Rendezvous(address, probe.getsockname()[1], secret=new_secret())
         except UserError as error:
             result = error
     result = communicator.allgather_object(result)[0]
@@ -108,22 +124,6 @@ def _connect_to_store(rendezvous: Rendezvous, place: Placement, timeout: timedel
         raise UserError(what, f"{host}:{rendezvous.port}, from {socket.gethostname()}", fix) from None
 
 
-def _wait_for_all_ranks(store: Any, rendezvous: Rendezvous, place: Placement, timeout: timedelta) -> None:
-    """Raises UserError where two processes have one rank, or ranks do not arrive in time."""
-    where = f"{rendezvous.host}:{rendezvous.port}"
-    if store.add(f"rank/{place.rank}", 1) > 1:
-        raise UserError(f"two processes are rank {place.rank}", where, "one launcher, one job at an address; comm.address=HOST:PORT")
-    store.set(f"here/{place.rank}", "")
-    try:
-        store.wait([f"here/{rank}" for rank in range(place.size)], timeout)
-    except dist.DistError:
-        missing = [str(rank) for rank in range(place.size) if not store.check([f"here/{rank}"])]
-        if not missing:
-            return
-        what = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:16])} did not arrive within {timeout.total_seconds():g} s"
-        raise UserError(what, where, "look for their own errors; or comm.timeout_s=...") from None
-
-
 def _set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
     """Sets GLOO_SOCKET_IFNAME, unless the user did: Gloo's default is the address of the host's own name, often a loopback one."""
     address = local_address(rendezvous, place.local_size == place.size)
@@ -146,18 +146,58 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> No
         raise UserError("there is no such network interface", where, fix) from None
 
 
+def _leave_process_group() -> None:
+    """Closes its connections, also where a step that was cut off has left collectives under way."""
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
+    """A store that this process hosts, and the name of its host."""
+    one_host = communicator.local_size == communicator.size
+    host = LOOPBACK if one_host else local_address(rendezvous, one_host) or socket.gethostname()
+    listener = listen(Rendezvous(host, 0), one_host)
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), host
+
+
+FOREVER = timedelta(days=365)
+
+
+class _LostMeanwhile(Exception):
+    """Another rank was lost while the living ones formed a group."""
+
+
 class TorchDistCommunicator:
     """Works in place on the memory of x where it can. int16, which neither library has, is summed through int32 and cast back."""
 
     name = "torchdist"
 
-    def __init__(self, place: Placement, mpi_communicator: Communicator | None, store: StoreSideChannel | None) -> None:
-        """The side channel is MPI's where MPI started the ranks, else the store's; one process has neither."""
+    def __init__(
+        self,
+        place: Placement,
+        mpi_communicator: mpi.MpiCommunicator | None,
+        store: StoreSideChannel | None,
+        secret: str = "",
+        timeout: timedelta = FOREVER,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """secret: of the job, signs objects. The side channel is MPI's where MPI started the ranks, else the store's; one has neither.
+
+        timeout, rendezvous: those of all ranks; a part of them has none.
+        """
+        self._timeout, self._rendezvous = timeout, rendezvous
+        self._meeting: Meeting | None = None
+        self._pending: WeakSet[Pending] | None = None  # collectives under way, which hold the connections; None where ranks are not lost
+        self._lost: list[int] = []  # whose loss shrink() has not returned yet
         self.rank, self.size = place.rank, place.size
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self._mpi, self._store = mpi_communicator, store
+        self._mpi, self._store, self._secret = mpi_communicator, store, secret
+        self._group: Any = None  # of torch.distributed: all ranks
         self._ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
     def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
@@ -166,18 +206,45 @@ class TorchDistCommunicator:
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = _reducible(tensor)
-        return PendingAllreduce(dist.all_reduce(operand, self._ops[op], async_op=True), x, tensor, operand)
+        return self._pend([dist.all_reduce(operand, self._ops[op], self._group, async_op=True)], x, tensor, operand)
+
+    def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        x, tensor = self._checked(x, "broadcast", name)
+        return self._pend([dist.broadcast(_as_bytes(tensor), group=self._group, group_src=root, async_op=True)], x, tensor, tensor)
+
+    def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
+        x, tensor = self._checked(x, "allreduce", name)
+        operand = _reducible(tensor)
+        works = [dist.reduce(operand, group=self._group, group_dst=root, async_op=True)] if tensor.numel() else []
+        return self._pend(works, x, tensor, operand)
+
+    def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
+        """A reduction to each rank in turn: with Gloo in a third of the time of its reduce-scatter, and parts may be uneven."""
+        x, tensor = self._checked(x, "start_reduce_scatter", name)
+        operand, own = _reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        works = [dist.reduce(part, group=self._group, group_dst=owner, async_op=True) for owner, part in self._parts(operand)]
+        return self._pend(works, x[own], tensor[own], operand[own])
+
+    def start_spread(self, x: Buffer, name: str) -> Handle:
+        x, tensor = self._checked(x, "allgather", name)
+        works = [dist.broadcast(_as_bytes(part), group=self._group, group_src=owner, async_op=True) for owner, part in self._parts(tensor)]
+        return self._pend(works, x, tensor, tensor)
+
+    def _parts(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """The part of each rank that has one."""
+        parts = [(rank, tensor[part_of(len(tensor), rank, self.size)]) for rank in range(self.size)]
+        return [(rank, part) for rank, part in parts if len(part)]
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         x, tensor = self._checked(x, "broadcast", name)
-        dist.broadcast(_as_bytes(tensor), root)
+        dist.broadcast(_as_bytes(tensor), group=self._group, group_src=root)
         return x
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         """An allreduce, of which this rank keeps its part: Gloo has no reduce-scatter of uneven parts."""
         x, tensor = self._checked(x, "reduce_scatter", name)
         summed = _reducible(tensor).clone()
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self._group)
         return _like(x, summed.tensor_split(self.size)[self.rank].to(tensor.dtype).clone())
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
@@ -185,25 +252,124 @@ class TorchDistCommunicator:
         x, tensor = self._checked(x, "allgather", name)
         mine = torch.tensor([len(tensor)], device=tensor.device)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine)
+        dist.all_gather(rows, mine, self._group)
         lengths = [int(row) for row in rows]
         padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather([_as_bytes(part) for part in parts], _as_bytes(padded))
+        dist.all_gather([_as_bytes(part) for part in parts], _as_bytes(padded), self._group)
         return _like(x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing)
+        """As signed JSON. Raises TypeError for an object that has no form in it: comm/signed/objects.py."""
+        packed = pack(thing, self._secret, str(self.rank))
+        content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
+        gathered = self.allgather(content, "objects").tobytes()
+        things = []
+        for rank in range(self.size):
+            length, gathered = int.from_bytes(gathered[:8], "little"), gathered[8:]
+            try:
+                things.append(unpack(gathered[:length], self._secret, str(rank)))
+            except Forged:
+                raise not_of_this_job(f"a message of rank {rank}") from None
+            gathered = gathered[length:]
         return things
+
+    def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
+        x, tensor = self._on_host(x, "send", name)
+        works = [dist.isend(_as_bytes(tensor), group=self._group, group_dst=to, tag=tag)] if tensor.numel() else []
+        return self._pend(works, x, tensor, tensor)
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        x, tensor = self._on_host(x, "recv", name)
+        works = [dist.irecv(_as_bytes(tensor), group=self._group, group_src=source, tag=tag)] if tensor.numel() else []
+        return self._pend(works, x, tensor, tensor)
+
+    def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
+        x, tensor = self._on_host(x, "recv", name)
+        sender = dist.recv(_as_bytes(tensor), group=self._group, tag=tag)
+        return sender if self._group is None else dist.get_group_rank(self._group, sender)
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         if self._mpi is not None:
             return self._mpi.side_channel_gather(message, wait_s)
         if self._store is not None:
             return self._store.gather(message, wait_s)
-        return [message]
+        return [message] if self._group is None else None
+
+    def split(self, color: int | None) -> Communicator | None:
+        assert self._group is None, "of all ranks alone"
+        groups, own = split_groups(self, color), None
+        for members in groups.members:  # every rank makes all of them, so that torch gives them the same names everywhere
+            group = dist.new_group(members)
+            if self.rank in members:
+                own = TorchDistCommunicator(groups.place(self.rank), None, None, self._secret)
+                own._group = group
+        return own
+
+    def be_ready_to_shrink(self) -> None:
+        if has_nccl():
+            what = "a rank that is lost leaves NCCL's collectives hanging"
+            raise UserError(what, "comm.engine=torchdist", "speed.device=cpu, or guard.lost=stop")
+        if self._mpi is not None:
+            self._mpi.be_ready_to_shrink()
+            self._pending = WeakSet()
+        elif self._rendezvous is not None:
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                what = "torchrun ends all ranks when one is lost"
+                raise UserError(
+                    what, "comm.engine=torchdist", "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop"
+                )
+            store, host = _own_store(self._rendezvous, self)
+            self._meeting = Meeting(self, store, host, self._secret, FORM_S)
+            assert self._store is not None
+            self._store.outlives_host, self._pending = True, WeakSet()
+
+    def is_loss(self, error: BaseException) -> bool:
+        is_of_group = isinstance(error, RuntimeError) and exit_code_of(error) == LOST
+        return is_of_group or isinstance(error, _LostMeanwhile) or (self._mpi is not None and self._mpi.is_loss(error))
+
+    def shrink(self) -> list[int]:
+        for pending in self._pending or ():
+            pending.drop()
+        _leave_process_group()  # the others, which may wait for this rank, find the connection closed
+        lost = self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
+        dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
+        place = split_groups(self, 0).place(self.rank)
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        return lost
+
+    def _shrink_by_mpi(self) -> list[int]:
+        assert self._mpi is not None
+        lost = self._mpi.shrink()
+        self._lost += lost
+        self.rank, self.size = self._mpi.rank, self._mpi.size
+        place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
+        rendezvous, wait = _rendezvous_over_mpi(self._mpi), timedelta(seconds=FORM_S)
+        try:
+            _start_process_group(dist.PrefixStore("group", _open_store(rendezvous, place, wait)), place, wait)
+        except (RuntimeError, UserError) as error:
+            raise _LostMeanwhile from error
+        self._secret = rendezvous.secret
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _shrink_by_meeting(self) -> list[int]:
+        assert self._meeting is not None and self._store is not None
+        former = self._meeting.living
+        living = self._meeting.agree()
+        self._lost += [rank for rank in former if rank not in living.ranks]
+        self.rank, self.size = living.ranks.index(self._meeting.rank), len(living.ranks)
+        store, wait = dist.PrefixStore(f"agreement-{living.number}", living.store), timedelta(seconds=FORM_S)
+        try:
+            _start_process_group(dist.PrefixStore("group", store), Placement(self.rank, self.size, 0, 1, "shrink"), wait)
+        except RuntimeError as error:
+            raise _LostMeanwhile from error
+        self._store.retire()
+        self._store = StoreSideChannel(self._meeting.connection(living), self.rank, self.size)
+        self._store.outlives_host = True
+        lost, self._lost = self._lost, []
+        return lost
 
     def abort(self, code: int) -> NoReturn:
         flush_output()
@@ -217,6 +383,23 @@ class TorchDistCommunicator:
         if self._store is not None:
             self._store.close(CLOSE_S)
         dist.destroy_process_group()
+        wait_until_idle(CLOSE_S)
+
+    def _pend(self, works: Sequence[Any], x: Buffer, tensor: torch.Tensor, operand: torch.Tensor) -> Pending:
+        pending = Pending(works, x, tensor, operand)
+        if self._pending is not None:
+            self._pending.add(pending)
+        return pending
+
+    def _on_host(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, torch.Tensor]:
+        """NCCL has no tags, and waits for ever where two ranks send to each other first."""
+        x, tensor = self._checked(x, collective, name)
+        if tensor.device.type != "cpu":
+            where = f"comm.engine=torchdist, {collective} {name!r}"
+            raise UserError(
+                f"{collective} of {x.dtype} on {tensor.device}: messages are in host memory only", where, "copy it to the host first"
+            )
+        return x, tensor
 
     def _checked(self, x: Buffer, collective: str, name: str) -> tuple[Buffer, torch.Tensor]:
         """x, or a copy where it is read-only; and a view of it as a tensor."""
@@ -225,16 +408,21 @@ class TorchDistCommunicator:
         return x, x.detach() if hasattr(x, "detach") else torch.from_numpy(x)
 
 
-class PendingAllreduce:
+class Pending:
     """A Handle."""
 
-    def __init__(self, work: Any, x: Buffer, tensor: torch.Tensor, operand: torch.Tensor) -> None:
-        """`tensor`: a view of x, which takes the sum; `operand`: what is reduced, the same or a copy of another type."""
-        self._work = work
+    def __init__(self, works: Sequence[Any], x: Buffer, tensor: torch.Tensor, operand: torch.Tensor) -> None:
+        """`tensor`: a view of x, which takes the result; `operand`: what the works change, the same or a copy of another type."""
+        self._works = works
         self._x, self._tensor, self._operand = x, tensor, operand
 
+    def drop(self) -> None:
+        """The ranks are others from now on: it is void."""
+        self._works = []
+
     def wait(self) -> Buffer:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         if self._operand is not self._tensor:
             self._tensor.copy_(self._operand)
         return self._x

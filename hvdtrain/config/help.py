@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from hvdtrain.config import plugins, schema
+from hvdtrain.config.known_keys import fix_of_key
 from hvdtrain.config.options import options_of, shown
-from hvdtrain.errors import MEANINGS, UserError, nearest
+from hvdtrain.config.refusal import takes
+from hvdtrain.errors import MEANINGS, UserError, closest, short
 
 USAGE = """\
 hvdtrain trains deep networks on many workers.
 
-  python -m hvdtrain [--config FILE] [key=value ...]                one process
-  mpirun -np 8 -H n1:4,n2:4 python -m hvdtrain [key=value ...]     eight
-  python -m hvdtrain plan [--config FILE] [key=value ...]           what the job would do on 1, 8, 64 and 512 ranks; trains nothing
-      [--ranks 1,8,64,512] [--png FILE] [--all]                     other ranks, a picture of lr and batch, all names
-      [--samples N --image HxWxC --classes K]                       without reading data
-  python -m hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...] the command line for the MPI or SLURM that is here; --dry-run prints it
-  mpirun ... python -m hvdtrain check [--json FILE] [key=value ...] what would fail on these ranks, and how to fix it; trains nothing
-  python -m hvdtrain bench step [key=value ...]                     images/s and the time of each phase of a step; also bench data
-  mpirun -np 2 python -m hvdtrain bench allreduce [key=value ...]   speed of allreduce, compared with plain MPI
-  python -m hvdtrain bench scaling [--ranks 1,2,4] [key=value ...]  real jobs on more ranks, and a prediction for 8 to 8192
-  python -m hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]   by hand, on each node, without MPI
-  python -m hvdtrain export RUN --to FILE                          weights for inference elsewhere: model.safetensors, or model.pt
-      [--checkpoint newest|best|step-00000120] [--force]            of which checkpoint; replace FILE
-  python -m hvdtrain report RUN [RUN ...] [--to FOLDER]            one page with figures, of one job or of several, running, done or killed
+  hvdtrain [--config FILE] [key=value ...]                 one process
+  mpirun -np 8 -H n1:4,n2:4 hvdtrain [key=value ...]       eight
+  hvdtrain plan [--config FILE] [key=value ...]            what the job would do on 1, 8, 64 and 512 ranks; trains nothing
+  hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
+  mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
+  hvdtrain bench step [key=value ...]                      images/s and the time of each phase of a step; also bench data
+  mpirun -np 2 hvdtrain bench allreduce [key=value ...]    speed of allreduce, compared with plain MPI
+  hvdtrain bench scaling [--ranks 1,2,4] [key=value ...]   real jobs on more ranks, and a prediction for 8 to 8192
+  hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
+  hvdtrain predict RUN --images DIR --to FILE.csv          what the model of a run says about image files
+  hvdtrain drill RUN [--kill rank|host|random]             kill ranks of your own running job, to see that it lives
+  hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
+  hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
+  hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one job or of several, running, done or killed
+  hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 
+  COMMAND --help     the options of a command: plan --help
+  --help KEY         one key, with the values that it takes; --help SECTION: its keys, and the options of each name
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
-  --help [SECTION]   this page, or the keys and options of one section
   --print-config     the resolved configuration, ready for --config
   --version          the version
-  list               the names that data.name, model.name, optim.name, comm.engine, framework and log.trackers take
+  list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take
   schema             a JSON Schema of configuration files, with which editors complete and check them
 
 Exit codes:
@@ -43,6 +49,7 @@ keys, defaults"""
 # Where the plugins are that a key names, and when.
 _FOLDERS = {
     "data.name": schema.OPEN_SECTIONS["data"],
+    "task.name": schema.OPEN_SECTIONS["task"],
     "model.name": schema.OPEN_SECTIONS["model"],
     "optim.name": schema.OPEN_SECTIONS["optim"],
     "model.name with framework=jax": plugins.folder_of("model", "jax"),
@@ -52,18 +59,42 @@ _FOLDERS = {
 }
 
 
-def help_text(section: str | None) -> str:
-    """Every key; or the keys of one section, with the options of its plugins. Raises UserError for an unknown section."""
-    if section is None:
-        codes = "\n".join(f"  {code:3} {meaning}" for code, meaning in MEANINGS.items())
-        lines = [USAGE.format(codes=codes), *_rows(schema.Config, "")]
-        for name, kind in schema.SECTIONS.items():
-            lines += ["", *_rows(kind, f"{name}.")]
-        return "\n".join([*lines, "", "--help data, --help model, --help optim: the options of each name"])
-    if section not in schema.SECTIONS:
-        raise UserError(f"no such section: {section}", "--help", nearest(section, sorted(schema.SECTIONS)))
-    lines = _rows(schema.SECTIONS[section], f"{section}.")
-    return "\n".join(lines + (_option_rows(section) if section in schema.OPEN_SECTIONS else []))
+def help_text(topic: str | None) -> str:
+    """Every key; the keys of one section, with the options of its plugins; or one key or option. Raises UserError for an unknown topic."""
+    if topic is None:
+        return _page()
+    if topic == "list":
+        return "hvdtrain list\n  prints the names that each key with names takes"
+    if topic in schema.SECTIONS:
+        lines = _rows(schema.SECTIONS[topic], f"{topic}.")
+        return "\n".join(lines + (_option_rows(topic) if topic in schema.OPEN_SECTIONS else []))
+    if (key := schema.OTHER_NAMES.get(topic, topic)) in schema.known_keys():
+        return _key_text(key, schema.known_keys()[key])
+    section, _, option = topic.partition(".")
+    if section in schema.OPEN_SECTIONS and (lines := _option_rows(section, option)):
+        return "\n".join(lines[1:])
+    raise UserError(f"no such key or section: {short(topic)}", "--help", _nearest_topic(topic))
+
+
+def _page() -> str:
+    codes = "\n".join(f"  {code:3} {meaning}" for code, meaning in MEANINGS.items())
+    lines = [USAGE.format(codes=codes), *_rows(schema.Config, "")]
+    for name, kind in schema.SECTIONS.items():
+        lines += ["", *_rows(kind, f"{name}.")]
+    return "\n".join([*lines, "", "--help data, --help task, --help model, --help optim: the options of each name"])
+
+
+def _nearest_topic(topic: str) -> str:
+    section = closest(topic, list(schema.SECTIONS)) if "." not in topic else None
+    return f"did you mean {section}?" if section else fix_of_key(topic)
+
+
+def _key_text(key: str, info: FieldInfo) -> str:
+    """A key with its default, its whole description, and the values that it takes."""
+    default = shown(info.get_default(call_default_factory=True)) or "nothing"
+    text = f"{info.description}", f"takes {takes(info)}"
+    wrapped = [line for each in text for line in textwrap.wrap(each, 118, break_on_hyphens=False)]
+    return "\n  ".join([f"{key}: default {default}", *wrapped])
 
 
 def list_text() -> str:
@@ -72,7 +103,9 @@ def list_text() -> str:
     for key, folder in _FOLDERS.items():
         lines.append(key)
         lines += [f"  {name:14} {_first_line(path)}" for name, path in plugins.files(folder).items()]
-    more = "model.name also takes package.module:Class, optim.name any class of torch.optim by its path, and comm.engine takes auto"
+    more = (
+        "data.name, task.name, model.name also take package.module:Class, optim.name a class of torch.optim by its path, comm.engine auto"
+    )
     return "\n".join([*lines, more])
 
 
@@ -83,8 +116,8 @@ def _rows(kind: type[BaseModel], prefix: str) -> list[str]:
     return [f"  {keys[name]:34} {info.description or ''}".rstrip() for name, info in fields.items()]
 
 
-def _option_rows(section: str) -> list[str]:
-    """The options of each plugin of a section."""
+def _option_rows(section: str, only: str | None = None) -> list[str]:
+    """The options of each plugin of a section; or one option, of those that have it."""
     lines: list[str] = []
     for key, folder in _FOLDERS.items():
         head, _, condition = key.partition(" ")
@@ -94,8 +127,9 @@ def _option_rows(section: str) -> list[str]:
         for name, path in plugins.files(folder).items():
             names.setdefault(path, []).append(name)
         for path, shared in names.items():
-            lines += ["", f"{head}={'|'.join(shared)} {condition}".rstrip() + f": {_first_line(path)}"]
-            lines += _rows(options_of(path), f"{section}.")
+            rows = [row for row in _rows(options_of(path), f"{section}.") if only is None or row.startswith(f"  {section}.{only}=")]
+            if rows or only is None:
+                lines += ["", f"{head}={'|'.join(shared)} {condition}".rstrip() + f": {_first_line(path)}", *rows]
     return lines
 
 

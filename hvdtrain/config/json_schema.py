@@ -3,7 +3,7 @@
 It accepts what read_file() accepts: nested and dotted keys, empty sections, `${key}` for a value. Options of plugins:
 - Where the file names a plugin (`model: {name: mlp, ...}`), only the options of that plugin are right.
 - Where it names none, since the command line may, the options of every plugin of the section are right.
-- Where model.name or optim.name is an import path, every option is right: the schema cannot know those of a user's class.
+- Where data.name, task.name, model.name or optim.name is an import path, every option is right: it is the user's own code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.options import options_of
-from hvdtrain.config.schema import OPEN_SECTIONS, SECTIONS, Config
+from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, Config
 
 Schema = dict[str, Any]
 REFERENCE: Schema = {
@@ -31,16 +31,16 @@ def json_schema() -> Schema:
     schema = _without_titles(Config.model_json_schema())
     definitions = schema["$defs"]
     _add_names(schema["properties"], definitions)
+    _add_other_names(schema)
     dotted: dict[str, Schema] = {}
     rules: list[Schema] = []
     for section, kind in SECTIONS.items():
         definition = definitions[kind.__name__]
         definition["type"] = ["object", "null"]  # null: a section with nothing under it
         if section in OPEN_SECTIONS:
-            _add_options(definition, _options_by_name(section), takes_classes=section != "data")
-            if section != "data":
-                rules.append(_dotted_options_rule(section, definition["properties"]))
-                dotted[rf"^{section}\.."] = {}
+            _add_options(definition, _options_by_name(section))
+            rules.append(_dotted_options_rule(section, definition["properties"]))
+            dotted[rf"^{section}\.."] = {}
         for key in definition["properties"]:
             dotted[f"^{re.escape(f'{section}.{key}')}$"] = {"$ref": f"#/$defs/{kind.__name__}/properties/{key}"}
     for definition in (schema, *definitions.values()):
@@ -66,6 +66,23 @@ def _add_names(properties: Schema, definitions: Mapping[str, Schema]) -> None:
     definitions["LogConfig"]["properties"]["trackers"]["items"] = {"enum": sorted(plugins.files("events/trackers"))}
 
 
+def _add_other_names(schema: Schema) -> None:
+    """The names that the reader takes for a key beside its own."""
+
+    def place(key: str) -> tuple[Schema, str, str]:
+        """The properties that hold a key, its name there, and how a $ref points to them."""
+        section, _, name = key.rpartition(".")
+        if not section:
+            return schema["properties"], name, "#/properties"
+        kind = SECTIONS[section].__name__
+        return schema["$defs"][kind]["properties"], name, f"#/$defs/{kind}/properties"
+
+    for other, key in OTHER_NAMES.items():
+        properties, name, _ = place(other)
+        _, own_name, pointer = place(key)
+        properties[name] = {"$ref": f"{pointer}/{own_name}"}
+
+
 def _options_by_name(section: str) -> dict[str, dict[str, Schema]]:
     """name -> the options of the plugins of that name, by option: a model may have one for torch and one for jax."""
     folders = [OPEN_SECTIONS[section]] + ([plugins.folder_of("model", "jax")] if section == "model" else [])
@@ -81,13 +98,13 @@ def _properties(path: Path) -> dict[str, Schema]:
     return properties
 
 
-def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]], takes_classes: bool) -> None:
+def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]) -> None:
     """Adds the names of the plugins of a section, their options, and the rules which of them go together."""
     keys = list(definition["properties"])
     names = {"enum": sorted(options)}
     definition["properties"]["name"] = {
         **{key: text for key, text in definition["properties"]["name"].items() if key != "type"},
-        **({"anyOf": [names, IMPORT_PATH]} if takes_classes else names),
+        "anyOf": [names, IMPORT_PATH],
     }
     for option in sorted({option for plugin in options.values() for option in plugin}):
         definition["properties"][option] = _of_any({name: plugin[option] for name, plugin in options.items() if option in plugin})
@@ -96,8 +113,8 @@ def _add_options(definition: Schema, options: Mapping[str, Mapping[str, Schema]]
         for names in _alike(options)
     ]
     of_any = _only(definition["properties"])
-    definition["additionalProperties"] = takes_classes
-    definition["allOf"] = [*of_one, _if_named(IMPORT_PATH, {}) | {"else": of_any}] if takes_classes else of_one
+    definition["additionalProperties"] = True
+    definition["allOf"] = [*of_one, _if_named(IMPORT_PATH, {}) | {"else": of_any}]
 
 
 def _alike(options: Mapping[str, Mapping[str, Schema]]) -> list[list[str]]:
@@ -155,7 +172,8 @@ def _or_reference(value: Schema) -> Schema:
     inner = {key: rule for key, rule in value.items() if key not in outer}
     alternatives = inner.get("anyOf", [inner])
     types = [alternative.get("type") for alternative in alternatives]
-    if not all(isinstance(kind, str) for kind in types) or len(set(types)) < len(types) or any("enum" in each for each in alternatives):
+    has_rules = any({"enum", "const", "pattern"} & set(alternative) for alternative in alternatives)
+    if has_rules or not all(isinstance(kind, str) for kind in types) or len(set(types)) < len(types):
         return outer | {"anyOf": [*alternatives, {"$ref": "#/$defs/reference"}]}
     bounds = {key: rule for alternative in alternatives for key, rule in alternative.items() if key not in ("type", "format")}
     if "string" in types:

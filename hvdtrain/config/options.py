@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import json
 from pathlib import Path
 from typing import Any, Literal  # Literal: an annotation of options
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from hvdtrain.config.refusal import type_name
+from hvdtrain.config.other_words import right_key, without_a_key
+from hvdtrain.config.refusal import expected
 from hvdtrain.config.section import OpenSection
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.errors import UserError, closest, short
 
 ANNOTATIONS = {"Literal": Literal, "Path": Path}  # what annotations of options may name, beside the types that Python has
 
@@ -59,17 +61,33 @@ def convert(section: OpenSection, path: Path) -> dict[str, Any]:
         if details["type"] == "extra_forbidden":
             raise _unknown_option(section, option, model) from None
         key = section.full_key(option)
-        fix = f"{key} takes {type_name(model.model_fields[option].annotation)}"
-        raise UserError(f"wrong value for {key}: {short(repr(section.options[option]))}", section.where(option), fix) from None
+        value = section.options[option]
+        fix = expected(key, model.model_fields[option], value)
+        raise UserError(f"wrong value for {key}: {short(repr(value))}", section.where(option), fix) from None
     return {option: getattr(converted, option) for option in section.options}
 
 
 def _unknown_option(section: OpenSection, option: str, model: type[BaseModel]) -> UserError:
     name: str = section.name  # type: ignore[attr-defined]
-    known = {option: field.default for option, field in model.model_fields.items()}
-    listed = ", ".join(f"{option}={shown(default)}" for option, default in known.items()) or "none"
-    fix = f"{nearest(option, [*known, *type(section).model_fields])} options of {name}: {listed}"
+    options = {option: field.default for option, field in model.model_fields.items()}
+    fields = list(type(section).model_fields)
+    right = right_key(section.full_key(option), section.options[option]) or closest(option, [*options, *fields])
+    suggestion = f"did you mean {right}?" if right else without_a_key(option) or f"known: {', '.join(fields)}"
+    listed = ", ".join(f"{option}={shown(default)}" for option, default in options.items()) or "none"
+    fix = f"{suggestion}{' ' if right else '; '}options of {name}: {listed}"
     return UserError(f"{section.section}.name={name} has no option {option}", section.where(option), fix)
+
+
+def fix_of_parameters(section: OpenSection, signature: inspect.Signature) -> str:
+    """The fix where the options of a section do not fit the user's own class: the parameter that a misspelt one resembles."""
+    known = [*signature.parameters, *type(section).model_fields]
+    unknown = next((option for option in section.options if option not in known), None)
+    fix = f"give its parameters as {section.section}.<name>=<value>"
+    if unknown is None:
+        return fix
+    close = closest(unknown, known)
+    right = right_key(section.full_key(unknown)) or (close and section.full_key(close))
+    return f"did you mean {right}? {fix}" if right else fix
 
 
 def shown(default: Any) -> str:

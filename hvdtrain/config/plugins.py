@@ -14,7 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.config import options
-from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig
+from hvdtrain.config.given import go_on, is_object
+from hvdtrain.config.other_words import right_value
+from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig, TaskConfig
+from hvdtrain.config.section import OpenSection
 from hvdtrain.errors import UserError, nearest, short
 
 # Names that share a file. Every other name is that of its file, and needs no line here.
@@ -26,6 +29,14 @@ ALIASES: dict[str, dict[str, str]] = {
     "frameworks/jax/models": {},
     "frameworks/torch/models": {f"resnet{depth}": "resnet" for depth in (18, 34, 50, 101, 152)},
     "optim": {},
+    "tasks": {},
+}
+KEYS = {  # folder -> the key whose value names its files
+    **{folder: f"{section}.name" for section, folder in OPEN_SECTIONS.items()},
+    "frameworks/jax/models": "model.name",
+    "comm": "comm.engine",
+    "frameworks": "framework",
+    "events/trackers": "log.trackers",
 }
 PACKAGE = Path(__file__).parents[1]
 MOST_NAME = 200  # characters
@@ -51,9 +62,9 @@ def find(folder: str, name: str, where: str) -> Path:
     """The file that `name` means in a folder, or a UserError with the nearest name."""
     known = files(folder)
     if name not in known:
-        raise UserError(
-            f"unknown name{' for framework=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, nearest(name, sorted(known))
-        )
+        right = right_value(KEYS[folder], name)
+        fix = f"did you mean {right}?" if right is not None and (right in known or is_dotted(right)) else nearest(name, sorted(known))
+        raise UserError(f"unknown name{' for framework=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, fix)
     return known[name]
 
 
@@ -73,6 +84,8 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
             raise UserError(f"no module named {error.name}", where, "add its folder to PYTHONPATH, or correct the name") from None
         raise
     found = getattr(module, attribute, None)
+    if found is None and module_name == "__main__":
+        raise UserError(f"this program has no class {attribute}", where, of_a_script(name))
     if found is None:
         raise UserError(f"{module_name} has no {attribute}", where, f"{fix}; {_nearest_of(attribute, module)}".removesuffix("; "))
     if not callable(found):
@@ -80,6 +93,13 @@ def load_dotted(name: str, where: str) -> Callable[..., Any]:
     if not of_python(name):  # else check_names() refuses it as a model, and nothing of Python is an optimizer
         _check_own(found, name, where)
     return typing.cast("Callable[..., Any]", found)
+
+
+def of_a_script(name: str) -> str:
+    """How a job goes on whose class was defined in a script, where only that script knows it; empty for a class of a module."""
+    if not name.startswith("__main__:"):
+        return ""
+    return f"{name.partition(':')[2]} is a class of a script: start that script again, with resume=RUN in its hvdtrain.train()"
 
 
 def of_python(name: str) -> bool:
@@ -112,14 +132,59 @@ def check_names(config: Config) -> None:
         find("comm", config.comm.engine, config.comm.where("engine"))
     for tracker in config.log.trackers:
         find("events/trackers", tracker, config.log.where("trackers"))
-    for section in (config.data, config.model, config.optim):
-        if section is config.model and is_dotted(section.name) and of_python(section.name):  # it would be called: os:system
-            raise UserError(f"{short(section.name)} is a part of Python, not a model", section.where("name"), "write package.module:Class")
-        if section is config.data or not is_dotted(section.name):  # the user's own class checks its own options
+    for section in (config.data, config.task, config.model, config.optim):
+        _refuse_object(section)
+        if section is not config.optim and is_users_own(section) and of_python(section.name):  # it would be called: os:system
+            what = f"{short(section.name)} is a part of Python, not a {section.section}"
+            raise UserError(what, section.where("name"), "write package.module:Class")
+        if not is_users_own(section):  # the user's own class checks its own options
             convert_options(section, folder_of(section.section, config.framework))
 
 
-def convert_options(section: DataConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:
+def own_function(section: OpenSection) -> Callable[..., Any]:
+    """What the name of a section means that is no plugin's: a function of the user's own, or what makes the object of a script.
+
+    Raises UserError where it is not found.
+    """
+    name: str = section.name  # type: ignore[attr-defined]
+    if section.given is not None and section.given.name is not None:
+        return section.given.make
+    _refuse_object(section)
+    return load_dotted(name, section.where("name"))
+
+
+def _refuse_object(section: OpenSection) -> None:
+    """Raises UserError where a name is that of an object, which nobody gives."""
+    name: str = section.name  # type: ignore[attr-defined]
+    if is_object(name) and section.given is None:
+        what = f"{section.section}.name={short(name)} is an object of a script, and only that script has it"
+        raise UserError(what, section.where("name"), go_on(section.section))
+
+
+def is_users_own(section: OpenSection) -> bool:
+    """Whether its name is an import path; for data only with a colon: package.module:function."""
+    name: str = section.name  # type: ignore[attr-defined]
+    return ":" in name if section.section == "data" else is_dotted(name)
+
+
+def call_own(section: OpenSection, known: dict[str, Any]) -> Any:
+    """What package.module:function of a section gives, called with its options and those of `known` that it has parameters for.
+
+    Raises UserError where it is not found, or the options do not fit.
+    """
+    name: str = section.name  # type: ignore[attr-defined]
+    function = own_function(section)
+    signature = inspect.signature(function)
+    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(section.options)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        fix = options.fix_of_parameters(section, signature)
+        raise UserError(f"{name}{signature} does not fit: {error}", section.where("name"), fix) from None
+    return function(**arguments)
+
+
+def convert_options(section: DataConfig | TaskConfig | ModelConfig | OptimConfig, folder: str) -> dict[str, Any]:
     """The options of a section as arguments of the build() that its name means. Raises UserError for an unknown name or a wrong option."""
     return options.convert(section, find(folder, section.name, section.where("name")))
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
+from hvdtrain.config.former_keys import current_keys
+from hvdtrain.config.given import go_on, is_object
+from hvdtrain.config.known_keys import fix_of_argument, fix_of_key
+from hvdtrain.config.plugins import of_a_script
 from hvdtrain.config.references import References
 from hvdtrain.config.refusal import refusal
-from hvdtrain.config.schema import OPEN_SECTIONS, RENAMED, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
-from hvdtrain.config.section import COMMAND_LINE, Provenance
-from hvdtrain.config.yaml_reader import MOST_KEYS, Dumper, check_key, check_text, compose, leaves, read_text, value_of
-from hvdtrain.errors import UserError, first_line, nearest, short
+from hvdtrain.config.schema import OPEN_SECTIONS, OTHER_NAMES, SECTIONS, SHORTHANDS, Config, known_keys, takes_text
+from hvdtrain.config.section import COMMAND_LINE, DEFAULT, Provenance
+from hvdtrain.config.yaml_reader import MOST_BYTES, MOST_KEYS, Dumper, check_key, check_text, compose, leaves, read_text, value_of
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.errors import UserError, first_line, short
 
 # Keys of one run, which a job that resumes it does not take over: where it ran, and for how long.
 _OF_ONE_RUN = ("run", "resume", "comm.engine", "comm.address", "data.stage", "guard.max_time")
+_PLACES = ("run", "data.stage", "data.cache")  # where a job writes
+_RUN_FOLDER = (".hvdtrain", "events.jsonl", "checkpoints")  # one of them is in every run folder
+
+MOST_NAME_BYTES = 255  # of a file or folder, as file systems allow
+MOST_PATH_BYTES = 3800  # the system allows 4095: checkpoints have names of their own within a run folder
 
 
 class Assignment(NamedTuple):
@@ -34,32 +46,79 @@ def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assi
     given as `resumed`. Raises UserError for what cannot be read, an unknown key and a wrong value.
     """
     assigned = assignments(path, arguments)
-    resumed = read_resumed(assigned) if resumed is None else resumed
+    resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
     _refuse_code(resumed, {assignment.key for assignment in assigned})
+    _refuse_places([*resumed, *assigned] if path is not None and _is_of_a_run(path) else resumed, assigned)
     return resolve([*resumed, *assigned])
 
 
 def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
     """What a file and the arguments set, in order."""
     from_file = read_file(path) if path is not None else ()
-    return [*from_file, *(read_argument(SHORTHANDS.get(argument, argument)) for argument in arguments)]
+    pairs = zip_longest(arguments, arguments[1:], fillvalue="")
+    return [*from_file, *(read_argument(SHORTHANDS.get(argument, argument), following) for argument, following in pairs)]
 
 
 def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
-    """The configuration of the run that resume=RUN names, without the keys of that one run; nothing where no run is named."""
-    resume = next((assignment.value for assignment in reversed(assigned) if assignment.key == "resume"), "auto")
+    """The configuration of the run that resume=RUN names, without the keys of that one run; nothing where no run is named.
+
+    Raises UserError where there is no such run folder, or its configuration cannot be read.
+    """
+    _, resume, origin = next((each for each in reversed(assigned) if each.key == "resume"), Assignment("resume", "auto", DEFAULT))
     if resume in (None, "no", "auto") or not isinstance(resume, str):  # resolve() refuses what is not a text
         return []
-    return [assignment for assignment in read_file(str(expand(resume, "resume") / "config.yaml")) if assignment.key not in _OF_ONE_RUN]
+    folder = expand(resume, "resume")
+    if not os.path.isdir(folder):
+        fix = "give the folder that a job's last line names: run folder: DIR"
+        raise UserError(f"there is no run folder {short(resume)}", f"resume, {origin}", fix)
+    return [assignment for assignment in read_run_config(folder) if assignment.key not in _OF_ONE_RUN]
+
+
+_OWNERS = {  # key -> what it belongs to, and the value without which it says nothing
+    "parallel.sequence": ("parallel.tensor", 1),
+    "parallel.dense_updates": ("parallel.dense", "none"),
+    **{f"parallel.{name}": ("parallel.pipeline", 1) for name in ("schedule", "virtual", "micro_batches", "balance")},
+}
+
+
+def _without_owner(resumed: Sequence[Assignment], assigned: Sequence[Assignment]) -> list[Assignment]:
+    """A run that goes on with parallel.tensor=1 leaves its parallel.sequence behind."""
+    now = {assignment.key: assignment.value for assignment in assigned}
+    return [one for one in resumed if one.key not in _OWNERS or now.get(_OWNERS[one.key][0]) != _OWNERS[one.key][1]]
+
+
+_CODE = ("data.name", "task.name", "model.name", "optim.name")  # keys whose value may be an import path
 
 
 def _refuse_code(resumed: Sequence[Assignment], assigned: set[str]) -> None:
     """Code that only a run folder names is not imported: the folder may come from a stranger."""
     for key, value, origin in resumed:
-        names_code = key in ("model.name", "optim.name") and set(".:") & set(str(value)) and not str(value).startswith("torch.optim.")
+        names_code = key in _CODE and set(".:") & set(str(value)) and not str(value).startswith("torch.optim.")
+        if names_code and key not in assigned and is_object(str(value)):
+            what = f"{key}={short(value)} is an object of a script, and only that script has it"
+            raise UserError(what, origin, go_on(key.partition(".")[0]))
         if names_code and key not in assigned:
-            fix = f"if you trust it, add the argument {key}={short(value)}"
+            fix = of_a_script(str(value)) or f"if you trust it, add the argument {key}={short(value)}"
             raise UserError(f"{key}={short(value)} imports code, and only the run folder names it", origin, fix)
+
+
+def _is_of_a_run(path: str) -> bool:
+    """Whether a file is the record of a run, which may come from a stranger: by its name, or by what lies beside it."""
+    folder, name = os.path.split(path)
+    return name == "config.yaml" or any(os.path.lexists(os.path.join(folder, other)) for other in _RUN_FOLDER)
+
+
+def _refuse_places(recorded: Sequence[Assignment], assigned: Sequence[Assignment]) -> None:
+    """Raises UserError where only the record of a run says where this job would write."""
+    said = {assignment.key for assignment in assigned if assignment.origin == COMMAND_LINE}
+    for key, value, origin in recorded:
+        if key in _PLACES and value is not None and key not in said:
+            what = f"{key}={short(value)} is where a job writes, and only the configuration of a run says it"
+            raise UserError(what, origin, f"if you want that, add the argument {key}={short(value)}; if not, {key}={_elsewhere(key)}")
+
+
+def _elsewhere(key: str) -> str:
+    return "ANOTHER" if key == "run" else "null"
 
 
 def resolve(assigned: Sequence[Assignment]) -> Config:
@@ -67,7 +126,7 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     tree: dict[str, Any] = {}
     provenance = Provenance()
     for key, value, origin in _without_references(assigned):
-        _check_known(key, origin)
+        _check_known(key, value, origin)
         _merge(tree, key.split("."), value)
         provenance[key] = origin
     try:
@@ -83,7 +142,8 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
     """The assignments with the last value of a key, or its default, in place of each `${key}`."""
     last = {assignment.key: assignment.value for assignment in assigned}
 
-    def look_up(key: str) -> Any:
+    def look_up(name: str) -> Any:
+        key = OTHER_NAMES.get(name, name)
         if key not in last and key not in known_keys():
             raise ValueError(f"no such key: {key}")
         return last[key] if key in last else _value(Config(), key)
@@ -96,16 +156,12 @@ def _without_references(assigned: Sequence[Assignment]) -> Iterator[Assignment]:
             raise UserError(f"cannot resolve a value: {error}", f"{key}, {origin}", "correct the ${...} in it") from None
 
 
-def _check_known(key: str, origin: str) -> None:
+def _check_known(key: str, value: Any, origin: str) -> None:
     """Raises UserError where the schema has no such key, and no option can be called so."""
     section, _, option = key.partition(".")
     if key in known_keys() or (section in OPEN_SECTIONS and option.split(".")[0] not in ("", "options") and all(option.split("."))):
         return
-    if key in SECTIONS:
-        fix = f"{key} is a section: write {key}.<key>=value; --help {key} lists its keys"
-    else:
-        fix = RENAMED.get(key) or nearest(key, list(known_keys()))
-    raise UserError(f"no such key: {key}", origin, fix)
+    raise UserError(f"no such key: {key}", origin, fix_of_key(key, value))
 
 
 def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -121,12 +177,15 @@ def _merge(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
         tree[path[-1]] = value
 
 
-def read_argument(argument: str) -> Assignment:
-    """`key=value` or `--key=value`. Nothing after the equals sign, or null, unsets the key. Raises UserError where it cannot be read."""
+def read_argument(argument: str, following: str = "") -> Assignment:
+    """`key=value` or `--key=value`. Nothing after the equals sign, or null, unsets the key.
+
+    Raises UserError where it cannot be read; `following`, the next argument, may be the value of `--key value`.
+    """
     key, equals, text = argument.removeprefix("--").partition("=")
+    key = OTHER_NAMES.get(key, key)
     if not equals or not key:
-        fix = "write key=value, as in batch.size=128; --help lists the keys"
-        raise UserError(f"cannot read the argument '{short(argument)}'", COMMAND_LINE, fix)
+        raise UserError(f"cannot read the argument '{short(argument)}'", COMMAND_LINE, fix_of_argument(argument, following))
     try:
         value: Any
         if not takes_text(check_key(key)):
@@ -141,10 +200,29 @@ def read_argument(argument: str) -> Assignment:
     return Assignment(key, value, COMMAND_LINE)
 
 
-def read_file(path: str) -> Iterator[Assignment]:
+def read_run_config(run: Path) -> Iterator[Assignment]:
+    """The same of the config.yaml of a run folder, which must be a file of that folder: a link is refused."""
+
+    def read(path: str) -> str:
+        try:
+            with Folder.open(run) as folder:
+                return folder.read("config.yaml", MOST_BYTES).decode("utf-8")
+        except WrongKind as error:
+            raise UserError(f"{path} is {error.strerror}", path, NO_LINKS) from None
+        except OSError as error:  # with the whole path
+            raise OSError(error.errno, error.strerror, path) from None
+
+    recorded = list(read_file(str(run / "config.yaml"), read))
+    renamed = current_keys({assignment.key: assignment.value for assignment in recorded})
+    for key, value, origin in recorded:
+        for name, current in renamed.get(key, {key: value}).items():
+            yield Assignment(name, current, origin)
+
+
+def read_file(path: str, read: Callable[[str], str] = read_text) -> Iterator[Assignment]:
     """Every value of a YAML file, with its line; keys may be nested or dotted. Raises UserError where the file cannot be read."""
     try:
-        yield from _assignments_of(path, read_text(path))
+        yield from _assignments_of(path, read(path))
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
         raise UserError(f"not YAML: {short(error.problem or first_line(error))}", where, "correct that line") from None
@@ -159,8 +237,8 @@ def read_file(path: str) -> Iterator[Assignment]:
 
 def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
     lines: dict[str, int] = {}
-    for key, node, line in leaves(compose(text), SECTIONS):
-        origin = f"{path}:{line}"
+    for name, node, line in leaves(compose(text), SECTIONS):
+        key, origin = OTHER_NAMES.get(name, name), f"{path}:{line}"
         if key in lines:
             raise UserError(f"{key} is given twice, in lines {lines[key]} and {line}", origin, "keep one of them")
         lines[key] = line
@@ -175,7 +253,12 @@ def _assignments_of(path: str, text: str) -> Iterator[Assignment]:
 
 
 def expand(path: str | Path, where: str) -> Path:
-    """The path with ~ or ~user replaced. Raises UserError where there is no such user or no home."""
+    """The path with ~ or ~user replaced. Raises UserError where there is no such user or no home, or no file can have such a name."""
+    longest = max((len(os.fsencode(name)) for name in Path(path).parts), default=0)
+    if longest > MOST_NAME_BYTES or len(os.fsencode(path)) > MOST_PATH_BYTES:
+        what = f"a name of {longest} bytes" if longest > MOST_NAME_BYTES else f"a path of {len(os.fsencode(path))} bytes"
+        fix = f"a name has at most {MOST_NAME_BYTES} bytes, a path {MOST_PATH_BYTES}"
+        raise UserError(f"{what}: {short(f'{path}', 40)}", where, fix)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -186,6 +269,6 @@ def _value(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration, in the form that --config reads."""
-    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, leave_out: Collection[str] = ()) -> str:
+    """The resolved configuration without these of its first keys, in the form that --config reads."""
+    return yaml.dump(config.model_dump(exclude=set(leave_out)), Dumper=Dumper, sort_keys=False, allow_unicode=True)

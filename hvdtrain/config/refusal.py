@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from collections.abc import Sequence
@@ -12,14 +13,24 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from hvdtrain.config.length import LengthValue
+from hvdtrain.config.other_words import right_value
 from hvdtrain.config.schema import SECTIONS, Config, PieceConfig
 from hvdtrain.config.section import Provenance, Section
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.errors import UserError, closest, nearest, short
 
 OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 SANITY_BOUND = 1e6  # a highest value from here on only keeps numbers sane: a message names it where it is exceeded
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path", NoneType: "null"}
-PIECES = "a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
+TYPE_NAMES = {
+    float | str: "a length",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    NoneType: "null",
+}
+PIECES = "a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]"
 
 
 def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
@@ -28,12 +39,43 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     key = ".".join(str(part) for part in location[: 2 if location[0] in SECTIONS else 1])
     name, info = _find(location)
     if info is None:
-        return UserError(f"no such key: {name}", provenance.where(key), nearest(str(location[-1]), list(PieceConfig.model_fields)))
+        fix = "did you mean length?" if location[-1] == "epochs" else nearest(str(location[-1]), list(PieceConfig.model_fields))
+        return UserError(f"no such key: {name}", provenance.where(key), fix)
     if error["type"] in OUT_OF_BOUNDS:
         return UserError(f"{name} is {short(repr(value))}", provenance.where(key), f"give {_bounds(info, value)}")
-    list_name = name.rpartition("[")[0] if isinstance(location[-1], int) else name
-    fix = f"{list_name} takes {type_name(info.annotation)}"
+    if error["type"] == "value_error":  # of a length
+        is_kind = name == "recipe.warmup" and value in ("gradual", "constant")
+        fix = f"recipe.warmup_kind={value}, and recipe.warmup is its length" if is_kind else f"{error['ctx']['error']}"
+        return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
+    list_name, is_entry = name.rpartition("[")[0], isinstance(location[-1], int)
+    fix = f"{list_name} takes {type_name(info.annotation)}" if is_entry else expected(name, info, value)
     return UserError(f"wrong value for {name}: {short(repr(value))}", provenance.where(key), fix)
+
+
+def expected(key: str, info: FieldInfo, value: Any) -> str:
+    """The fix for a value of a wrong type: the type that a key takes, with the choice that was meant or an example.
+
+    `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: log.trackers='[wandb]'`.
+    """
+    kind, default = info.annotation, info.get_default(call_default_factory=True)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])
+        return f"{key} takes {type_name(kind)}" + (f"; did you mean {meant}?" if meant else "")
+    example = _example(kind, default, value)
+    return f"{key} takes {type_name(kind)}" + (f": {key}={example}" if example else "")
+
+
+def _example(kind: Any, default: Any, value: Any) -> str:
+    """A value of a type as one would type it, near what was given instead; empty where there is none to show."""
+    if typing.get_origin(kind) in (list, tuple):
+        inner = typing.get_args(kind)[0]
+        is_entry = type(value) in ((int, float) if inner in (float, LengthValue) else (inner,))
+        example = default or ([value] if is_entry else None)
+        return f"'{json.dumps(example, separators=(',', ':'))}'".replace('"', "") if example else ""
+    if type(default) not in (int, float):
+        return ""
+    return f"{int(value) if isinstance(value, float) and value.is_integer() else default}"
 
 
 def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:
@@ -41,6 +83,8 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:
     section: type[Section] = Config
     name, info = "", None
     for part in location:
+        if info is not None and typing.get_origin(info.annotation) is typing.Union:
+            return name, info  # what follows names a part of the union
         if isinstance(part, int):
             name, section = f"{name}[{part}]", PieceConfig
         else:
@@ -49,12 +93,21 @@ def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:
     return name, info
 
 
+def takes(info: FieldInfo) -> str:
+    """The values that a field takes: `a whole number: 1 or more`, `one of 'mean', 'adasum'`."""
+    is_bounded = any(hasattr(limit, bound) for limit in info.metadata for bound in ("ge", "gt", "le", "lt"))
+    return f"{type_name(info.annotation).removesuffix(', or null')}: {_bounds(info, 0)}" if is_bounded else type_name(info.annotation)
+
+
 def _bounds(info: FieldInfo, value: float) -> str:
     """The numbers that a field takes: `0 to 1`, `1 or more`, `more than 0, or null`."""
-    bound = {name: getattr(limit, name) for limit in info.metadata for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
+    parts = [part for kind in typing.get_args(info.annotation) for part in getattr(kind, "__metadata__", ())]  # of int in int | Literal
+    limits = [*info.metadata, *(limit for part in parts for limit in getattr(part, "metadata", ()))]
+    bound = {name: getattr(limit, name) for limit in limits for name in ("ge", "gt", "le", "lt") if hasattr(limit, name)}
     highest = bound.get("le", math.inf)
     if "lt" in bound:
-        numbers = f"{bound['ge']:g} or more and less than {bound['lt']:g}"
+        lowest = f"{bound['ge']:g} or more" if "ge" in bound else f"more than {bound['gt']:g}"
+        numbers = f"{lowest} and less than {bound['lt']:g}"
     elif highest < SANITY_BOUND or highest < value < math.inf:
         numbers = f"{bound['ge']:g} to {highest:g}" if "ge" in bound else f"more than {bound['gt']:g}, up to {highest:g}"
     else:
@@ -67,8 +120,10 @@ def type_name(kind: Any) -> str:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return f"one of {', '.join(repr(choice) for choice in inner)}"
-    if origin in (typing.Union, UnionType):
+    if origin in (typing.Union, UnionType) and kind not in TYPE_NAMES:
         return ", or ".join(type_name(part) for part in inner)
+    if origin is typing.Annotated:
+        return type_name(inner[0])
     if kind == list[PieceConfig]:
         return PIECES
     if origin in (list, tuple):

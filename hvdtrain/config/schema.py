@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from hvdtrain.config.length import LengthValue, PositiveLength, as_given
 from hvdtrain.config.section import OpenSection, Provenance, Section
 
 # Sections whose name picks a file of a folder; keys that are not fields here are options of that file's build().
-OPEN_SECTIONS = {"data": "data/datasets", "model": "frameworks/torch/models", "optim": "optim"}
+OPEN_SECTIONS = {"data": "data/datasets", "task": "tasks", "model": "frameworks/torch/models", "optim": "optim"}
 
 SHORTHANDS = {"speed=auto": "speed.precision=auto"}  # an argument -> what it stands for: the other keys of speed are automatic already
 
-# Keys that had another name -> what to write now.
-RENAMED = {
-    "frame": "it is framework now",
-    "comm.every": "it is comm.local_steps now",
-    "comm.wire": "it is comm.compression now, with none instead of same",
-    "log.sinks": "it is log.trackers now",
-}
+DEFAULT_EPOCHS = 10
+OTHER_NAMES = {"stop.epochs": "epochs", "max_steps": "stop.steps"}  # of the same key: read everywhere, never written
 
 
 class DataConfig(OpenSection):
@@ -31,13 +27,24 @@ class DataConfig(OpenSection):
     section = "data"
     name: str = Field(
         default="digits",
-        description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, webdataset, synthetic",
+        description="data set: digits (embedded), mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, webdataset, synthetic, "
+        "image_tokens, text, or package.module:function of your own",
     )
     root: str | None = Field(default=None, description="folder that holds the data; default: the data set's own")
     stage: str | None = Field(
         default=None,
         description="folder on a local disk of each node: one rank per node copies the data there and verifies it, and every rank "
         "of the node reads the copy",
+    )
+    val_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the training set that validates instead of the data set's own validation set: of each class this share "
+        "of its samples, the same ones in every run",
+    )
+    class_names: list[str] | None = Field(
+        default=None, description="name of each class, by label; default: the data set's own (a job records them in config.yaml)"
     )
     sampling: Literal["global", "partition"] = Field(
         default="global",
@@ -58,6 +65,24 @@ class DataConfig(OpenSection):
         ge=1,
         le=1024,
         description="threads that read and decode for this rank; default: its share of the cores, at most 8",
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="processes that read a torch Dataset of your own for this rank; default: num_workers of its DataLoader, else 0: "
+        "the rank reads its samples itself, between steps",
+    )
+
+
+class TaskConfig(OpenSection):
+    """What is learned: the loss, the metrics, and the one of them that stop.target speaks of."""
+
+    section = "task"
+    name: str = Field(
+        default="classification",
+        description="task: classification (images of classes), regression (numbers), language (the next token), "
+        "or package.module:build of your own",
     )
 
 
@@ -103,11 +128,10 @@ class BatchConfig(Section):
         description="samples per step on each rank, instead of batch.size: batch.size becomes this times the number of ranks at the "
         "start of the job",
     )
-    micro: int | None = Field(
+    micro: Annotated[int, Field(ge=1, le=10**9)] | Literal["auto"] | None = Field(
         default=None,
-        ge=1,
-        le=10**9,
-        description="largest number of samples in one forward pass of one rank; gradients of a step's passes are accumulated",
+        description="largest number of samples in one forward pass of one rank; gradients of a step's passes are accumulated; "
+        "auto: as many as fit into the rank's memory, by prediction",
     )
     evaluate: int = Field(default=500, ge=1, le=10**9, description="samples in one forward pass of one rank during evaluation")
 
@@ -118,7 +142,7 @@ class ModelConfig(OpenSection):
     section = "model"
     name: str = Field(
         default="wide_resnet",
-        description="model: wide_resnet, convnet, resnet18 ... resnet152, mlp, linear, or package.module:Class of your own",
+        description="model: wide_resnet, convnet, alexnet, resnet18 ... resnet152, gpt, mlp, linear, or package.module:Class of your own",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",
@@ -135,6 +159,11 @@ class ModelConfig(OpenSection):
         ge=0,
         le=1e6,
         description="standard deviation of the last linear layer's initial weights, with bias 0 (Goyal 2017: 0.01); framework=torch only",
+    )
+    recompute: Literal["none", "all"] | Annotated[int, Field(ge=1, le=10**6)] = Field(
+        default="none",
+        description="activation checkpointing: all: the model's blocks keep no activations, the backward pass computes them again; "
+        "N: every N-th block; none: all are kept",
     )
 
 
@@ -185,16 +214,20 @@ class OptimConfig(OpenSection):
     )
 
 
+Schedule = Literal["constant", "steps", "cosine", "linear", "polynomial", "exponential"]
+
+
 class PieceConfig(Section):
     """One piece of a chain of schedules: an entry of recipe.chain."""
 
     section = "recipe.chain"
-    kind: Literal["constant", "steps", "cosine", "polynomial", "exponential"] = Field(default="constant", description="as recipe.schedule")
-    epochs: float | None = Field(
-        default=None, gt=0, le=1e9, description="length of the piece; the last piece may leave it out and then lasts to the end of the job"
+    kind: Schedule = Field(default="constant", description="as recipe.schedule")
+    length: PositiveLength | None = Field(
+        default=None,
+        description="length of the piece, as recipe.warmup; the last piece may leave it out and then lasts to the end of the job",
     )
     scale: float = Field(default=1.0, ge=0, description="rate at the beginning of the piece, as a share of the scaled rate")
-    milestones: list[float] = Field(default_factory=list, description="as recipe.milestones, counted from the beginning of the piece")
+    milestones: list[LengthValue] = Field(default_factory=list, description="as recipe.milestones, counted from the beginning of the piece")
     gamma: float = Field(default=0.1, ge=0, le=1e3, description="as recipe.gamma")
     power: float = Field(default=2.0, ge=0, le=100, description="as recipe.power")
     end_lr: float = Field(default=0.0, ge=0, le=1e6, description="as recipe.end_lr")
@@ -209,24 +242,26 @@ class RecipeConfig(Section):
         description="how the rate depends on the global batch B: linear: base_lr x B / base_batch; "
         "sqrt: base_lr x sqrt(B / base_batch); none: base_lr",
     )
-    warmup: Literal["gradual", "constant", "none"] = Field(
-        default="gradual",
-        description="gradual: the rate rises linearly with each step from warmup_from; "
-        "constant: it stays at warmup_from, then jumps; none: no warm-up",
+    warmup: LengthValue = Field(
+        default=0,
+        description="length of the warm-up: a number of epochs, or '500 steps', '1e6 samples', '2e8 tokens', '10%' of the job",
     )
-    warmup_epochs: float = Field(default=0.0, ge=0, le=1e9, description="length of the warm-up in epochs")
-    warmup_steps: int = Field(default=0, ge=0, le=10**9, description="length of the warm-up in steps, instead of warmup_epochs")
+    warmup_kind: Literal["gradual", "constant"] = Field(
+        default="gradual",
+        description="gradual: the rate rises linearly with each step from warmup_from; constant: it stays at warmup_from, then jumps",
+    )
     warmup_from: float | None = Field(
         default=None, ge=0, le=1e6, description="rate at the beginning of the warm-up; default: base_lr if scaling raises it, else 0"
     )
-    schedule: Literal["constant", "steps", "cosine", "polynomial", "exponential"] = Field(
+    schedule: Schedule = Field(
         default="constant",
-        description="the rate after the warm-up: steps multiplies it by gamma at each milestone; "
-        "cosine and polynomial fall to end_lr at the last epoch",
+        description="the rate after the warm-up: constant; steps: times gamma at each milestone; "
+        "exponential: times gamma in each epoch; "
+        "cosine, linear, polynomial: falling to end_lr at the end of the job (epochs, stop.steps)",
     )
-    milestones: list[float] = Field(
+    milestones: list[LengthValue] = Field(
         default_factory=list,
-        description="epochs, counted from the beginning of the job, at which schedule=steps multiplies the rate by gamma",
+        description="lengths as recipe.warmup, from the beginning of the job, after which schedule=steps multiplies the rate by gamma",
     )
     gamma: float = Field(
         default=0.1,
@@ -236,25 +271,33 @@ class RecipeConfig(Section):
         "schedule=exponential",
     )
     power: float = Field(default=2.0, ge=0, le=100, description="exponent of schedule=polynomial")
-    end_lr: float = Field(default=0.0, ge=0, le=1e6, description="final rate of schedule=cosine and schedule=polynomial")
+    end_lr: float = Field(default=0.0, ge=0, le=1e6, description="final rate of schedule=cosine, linear and polynomial")
+    floor: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the scaled rate below which no schedule falls after the warm-up: 0.1 with schedule=cosine is minGPT's",
+    )
     chain: list[PieceConfig] = Field(
         default_factory=list,
-        description="schedules one after the other, instead of recipe.schedule: a list of {kind, epochs, scale, milestones, gamma, "
+        description="schedules one after the other, instead of recipe.schedule: a list of {kind, length, scale, milestones, gamma, "
         "power, end_lr}",
     )
     growth: Literal["none", "decays", "milestones"] = Field(
         default="none",
-        description="decays: where the schedule would divide the rate by a, the batch is multiplied by a, up to batch_max; "
-        "milestones: as grow_at and grow_to say",
+        description="none: the batch stays; decays: where the schedule would divide the rate by a, the batch is multiplied by a, "
+        "up to batch_max; milestones: as grow_at and grow_to say",
     )
     batch_max: int | None = Field(
         default=None, ge=1, le=10**9, description="largest global batch of growth=decays; once it is reached, the rate decays"
     )
-    grow_at: list[float] = Field(default_factory=list, description="epochs at which growth=milestones changes the global batch")
-    grow_to: list[int] = Field(default_factory=list, description="global batch from each epoch of grow_at on")
+    grow_at: list[LengthValue] = Field(
+        default_factory=list, description="lengths as recipe.warmup, after which growth=milestones changes the global batch"
+    )
+    grow_to: list[int] = Field(default_factory=list, description="global batch from each of grow_at on")
     adapt_regime: bool = Field(
         default=False,
-        description="train longer: multiply epochs and every epoch count of the recipe by ceil(batch.size / base_batch)",
+        description="train longer: multiply epochs and every count of epochs in the recipe by ceil(batch.size / base_batch)",
     )
     sample_noise: float = Field(
         default=0.0,
@@ -300,8 +343,9 @@ class CommConfig(Section):
     timeout_s: float = Field(default=1800.0, ge=1, le=1e7, description="timeout of torchdist's rendezvous and collectives in seconds")
     reduce: Literal["auto", "distributed_optimizer", "ddp", "bucket"] = Field(
         default="auto",
-        description="how gradients are reduced: hvd.DistributedOptimizer (default with horovod), DDP (with torchdist), or "
-        "hvdtrain's buckets, overlapped with backward where the engine is asynchronous",
+        description="how gradients are reduced: distributed_optimizer: by hvd.DistributedOptimizer; ddp: by DDP of torch.distributed; "
+        "bucket: in hvdtrain's buckets, overlapped with backward where the engine is asynchronous; "
+        "auto: distributed_optimizer with horovod where it can, else bucket",
     )
     bucket_mb: float = Field(default=4.0, ge=2**-10, le=2**14, description="size of a gradient bucket in MiB")
     compression: Literal["none", "fp16", "bf16"] = Field(
@@ -321,7 +365,7 @@ class CommConfig(Section):
         "sums may round differently in the next run",
     )
     op: Literal["mean", "adasum"] = Field(
-        default="mean", description="mean of the gradients, or Horovod's Adasum (Maleki 2020, arXiv:2006.02924)"
+        default="mean", description="mean: of the gradients; adasum: Horovod's Adasum (Maleki 2020, arXiv:2006.02924)"
     )
     hierarchical: bool = Field(default=False, description="Horovod reduces inside each host first (HOROVOD_HIERARCHICAL_ALLREDUCE)")
     cycle_ms: float | None = Field(
@@ -339,6 +383,166 @@ class CommConfig(Section):
     )
 
 
+class ShardConfig(Section):
+    """What each rank holds of the training state."""
+
+    section = "shard"
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="ZeRO (Rajbhandari 2020, arXiv:1910.02054): 0: every rank has everything; 1: each rank has its part of the optimizer "
+        "state; 2: and of the gradients, also between micro-batches; 3: and of the weights, with one block of the model's `blocks` whole "
+        "at a time (FSDP2; not on horovod). framework=jax has 1 and 2",
+    )
+    group: Literal["all", "node"] = Field(
+        default="all",
+        description="all: parts over all ranks; node: over the ranks of each host, with copies on the others, between which only sums of "
+        "parts travel (HSDP); every host has equally many ranks",
+    )
+    reshard: bool = Field(
+        default=True,
+        description="of stage 3: false keeps whole weights from forward to backward: more memory, a third less communication",
+    )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        default="none",
+        description="none: a GPU has everything; optimizer: each rank's optimizer state and its update are in host memory; "
+        "parameters (stage 3): and its parts of the weights. On a CPU nothing moves",
+    )
+
+
+class ParallelConfig(Section):
+    """How the layers of one model are divided among ranks; the rest of the ranks is data parallel."""
+
+    section = "parallel"
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="ranks that compute each layer together, each a part of its neurons and heads (Shoeybi 2019, arXiv:1909.08053); they "
+        "read the same samples, and exchange activations in every layer: keep them inside a host. For models with a plan: gpt, mlp",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="with parallel.tensor: between the layers that are cut each rank has its part of the positions of each sample, in "
+        "norms, dropout and shortcuts, which every rank of a group computes whole without it (Korthikanti 2022, arXiv:2205.05198): less "
+        "memory of activations, the same results. For models whose plan has it: gpt",
+    )
+    dense: Literal["none", "a", "b", "c"] = Field(
+        default="none",
+        description="a, b, c: each rank has some of the neurons of the dense layers at a model's end, for the samples of all ranks, and "
+        "all convolutions, for its own (Krizhevsky 2014, arXiv:1404.5997); a: the samples of all ranks at once, b: one rank's after the "
+        "other's, c: 1 / ranks of each rank's at a time; none: whole. For models with a dense part: alexnet, convnet (framework=torch)",
+    )
+    dense_updates: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="updates of the dense part in a step, with parallel.dense=b or c; the convolutions have one (the variable batch, "
+        "Krizhevsky 2014, section 3.2). With 4, each is from a quarter of the batch (b), or from every fourth of its samples (c), on any "
+        "number of ranks, at a quarter of the learning rate",
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=10**6,
+        description="ranks that have the layers of a model one after the other, through which a step's micro-batches go; they read the "
+        "same samples. For gpt, mlp, a torch.nn.Sequential and models with pipeline_units() (framework=torch)",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        default="1f1b",
+        description="order of a pipeline's passes: gpipe: all forward, then all backward (Huang 2019, arXiv:1811.06965); 1f1b: backward as "
+        "soon as can be, with fewer activations (Narayanan 2019, arXiv:1806.03377); interleaved: several stages on each rank (Narayanan "
+        "2021, arXiv:2104.04473); zero_bubble: gradients of weights fill the gaps (Qi 2023, arXiv:2401.10241)",
+    )
+    virtual: int | None = Field(
+        default=None, ge=1, le=1000, description="stages of a rank with parallel.schedule=interleaved; default 2, with other schedules 1"
+    )
+    micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**6,
+        description="micro-batches of a step, of the ranks of a pipeline; default: 2 x parallel.pipeline, or what batch.micro gives",
+    )
+    balance: Literal["operations", "seconds"] | list[PositiveInt] = Field(
+        default="operations",
+        description="where a pipeline's model is cut, so that the slowest stage is as fast as can be: operations: by the floating-point "
+        "operations of each unit, the same in every run; seconds: by its time, as rank 0 measures it at the start; [3, 2]: units of each "
+        "stage; `hvdtrain plan --pipeline` shows all",
+    )
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def _as_on_the_command_line(cls, balance: Any) -> Any:
+        """3,2 is [3, 2], and 3 is [3]."""
+        if isinstance(balance, str) and all(part.strip().isdecimal() for part in balance.split(",")):
+            balance = [int(part) for part in balance.split(",")]
+        elif type(balance) is int:
+            balance = [balance]
+        is_list = isinstance(balance, list) and balance and all(type(units) is int and units >= 1 for units in balance)
+        if not is_list and balance not in ("operations", "seconds"):
+            raise ValueError("parallel.balance takes operations, seconds, or the units of each stage, each 1 or more, as in 3,2")
+        return balance
+
+    @property
+    def ranks(self) -> int:
+        """That have one model together, and read the same samples."""
+        return self.tensor * self.pipeline
+
+    @property
+    def stages_of_rank(self) -> int:
+        return self.virtual or (2 if self.schedule == "interleaved" else 1)
+
+    def summary(self) -> str:
+        """parallel.tensor=2, or parallel.pipeline=2 x parallel.tensor=2"""
+        sizes = {"pipeline": self.pipeline, "tensor": self.tensor}
+        return " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether ranks have parts of parameters, and of the optimizer's state."""
+        return self.ranks > 1 or self.dense != "none"
+
+
+class ServersConfig(Section):
+    """Parameter servers: some ranks hold the weights and update them, the others compute gradients and do not wait for each other."""
+
+    section = "servers"
+    count: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="ranks that have a part of the weights each, and update it; the other ranks are workers, which fetch weights and send "
+        "gradients (Li 2014, OSDI); 0: none, every rank computes gradients and updates. framework=torch on the mpi and torchdist engines",
+    )
+    bound: Annotated[int, Field(ge=0, le=10**6)] | Literal["none"] = Field(
+        default=0,
+        description="updates by others between a worker's fetching of weights and the update from its gradient, at most: 0: every update "
+        "waits for a gradient of each worker, as without servers; s: a step is one worker's, and waits while it would leave another one "
+        "more than s updates behind (Ho 2013, NIPS); none: no worker waits",
+    )
+    correct: Literal["none", "scale", "delay_compensation"] = Field(
+        default="none",
+        description="of gradients at weights that are older: none; scale: the rate divided by their staleness (Zhang 2016, "
+        "arXiv:1511.05950); delay_compensation: a term of the second order (Zheng 2017, arXiv:1609.08326)",
+    )
+    compensation: float = Field(
+        default=0.04, ge=0, le=1e6, description="of servers.correct=delay_compensation: the factor of its term, lambda of the paper"
+    )
+    log: bool = Field(
+        default=False,
+        description="write RUN/updates.log: 8 bytes for each update, from which `hvdtrain replay RUN` computes the same weights",
+    )
+
+    @property
+    def are_asynchronous(self) -> bool:
+        """Whether a step is of one worker."""
+        return self.count > 0 and self.bound != 0
+
+    @property
+    def most_stale(self) -> int | None:
+        """The bound; None where there is none."""
+        return None if self.bound == "none" else self.bound
+
+
 class SpeedConfig(Section):
     """How each rank computes."""
 
@@ -349,7 +553,7 @@ class SpeedConfig(Section):
         "auto: bf16 where the device supports it in hardware",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: the GPU with this rank's local rank if there is one, else the CPU"
+        default="auto", description="cpu; cuda: the GPU with this rank's local rank; auto: that GPU if there is one, else the CPU"
     )
     channels_last: bool | None = Field(
         default=None,
@@ -357,20 +561,54 @@ class SpeedConfig(Section):
         "(framework=torch)",
     )
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="none", description="torch.compile's mode; reduce-overhead: CUDA graphs (framework=torch)"
+        default="none",
+        description="torch.compile's mode: default, reduce-overhead (CUDA graphs) or max-autotune; none: not compiled (framework=torch)",
+    )
+
+
+class EvaluateConfig(Section):
+    """Evaluations on the validation set, besides those at the end of each epoch and of the job."""
+
+    section = "evaluate"
+    every_steps: int | None = Field(default=None, ge=1, le=10**15, description="steps between two evaluations within an epoch")
+    samples: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**12,
+        description="evaluate only so many samples of the validation set: the same ones each time and on any number of ranks, drawn by "
+        "the seed",
     )
 
 
 class StopConfig(Section):
-    """When to stop before the last epoch."""
+    """When the job is done: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time or stop.target, whichever is first."""
 
     section = "stop"
-    target_accuracy: float | None = Field(default=None, ge=0, le=1, description="validation accuracy at which the job stops")
-    patience: int = Field(default=1, ge=1, le=10**9, description="stop only after this many consecutive epochs at target_accuracy or above")
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**15,
+        description="steps of the whole job, over all its runs: the length that its schedules have, where it is reached before `epochs`",
+    )
+    time: str | None = Field(
+        default=None,
+        description="time of the whole job, over all its runs, at which it is done: 90 (seconds), 45m, 3.5h, 1:30:00; as the clock of "
+        "rank 0 has it at a sync point. Where only time ends the job, no schedule can count shares of it (guard.max_time stops one run, "
+        "to be resumed)",
+    )
+    target: float | None = Field(
+        default=None,
+        ge=-1e30,
+        le=1e30,
+        description="value of the task's objective at which the job stops: validation accuracy, with task.name=classification",
+    )
+    patience: int = Field(
+        default=1, ge=1, le=10**9, description="stop only after this many consecutive evaluations at the target or better"
+    )
 
 
 class CheckpointConfig(Section):
-    """When rank 0 writes checkpoints, besides the end of each epoch and the end of the job."""
+    """When rank 0 writes checkpoints, besides after each evaluation and at the end of the job."""
 
     section = "checkpoint"
     every_steps: int | None = Field(default=None, ge=1, le=10**15, description="steps between two checkpoints")
@@ -380,8 +618,18 @@ class CheckpointConfig(Section):
         le=1e9,
         description="longest time between two checkpoints in minutes; written at the next sync point (log.every_steps)",
     )
+    every: Literal["auto"] | None = Field(
+        default=None,
+        description="auto: the time between two checkpoints that costs least (Young 1974, Daly 2006), by what a checkpoint costs and "
+        "guard.mtbf_hours; at most every_minutes, at least 10 s and 10 times what a checkpoint takes",
+    )
     keep_last: int = Field(default=2, ge=1, le=10**9, description="number of newest checkpoints kept in the run folder")
-    keep_best: int = Field(default=0, ge=0, le=10**9, description="number of checkpoints with the best validation accuracy kept as well")
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="number of the best checkpoints kept as well, by the task's objective (validation accuracy)",
+    )
 
 
 class GuardConfig(Section):
@@ -410,6 +658,19 @@ class GuardConfig(Section):
         default="stop",
         description="when a loss or gradient is not finite: stop the job; skip the step; "
         "or rollback to the newest checkpoint and continue with the data after it",
+    )
+    lost: Literal["stop", "shrink", "restart"] = Field(
+        default="stop",
+        description="when a rank dies: stop: all ranks end; shrink: the others go on without it from the last sync point; restart: the "
+        "others write a checkpoint of the last sync point and end with exit code 84. Both need mpirun --with-ft ulfm, or "
+        "comm.engine=torchdist with a launcher that leaves the other ranks alone (docs/elastic.md)",
+    )
+    mtbf_hours: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="mean time between two faults of the whole job in hours, for checkpoint.every=auto; null: as seen in this run so far, "
+        "and one in 24 hours",
     )
     nonfinite_limit: int = Field(default=20, ge=0, le=10**9, description="number of skipped steps or rollbacks after which the job stops")
     equal_steps: int | None = Field(
@@ -448,12 +709,19 @@ class LogConfig(Section):
     )
     targets: list[float] = Field(
         default_factory=list,
-        description="validation accuracies for which time, epochs, images and joules are reported when first reached, as for "
-        "stop.target_accuracy",
+        description="values of the task's objective (validation accuracy) for which time, epochs, images and joules are reported when "
+        "first reached, as for stop.target",
     )
     step_times: bool = Field(
         default=False,
         description="write an event per step with the time of each phase and the slowest rank; costs one small allgather per sync point",
+    )
+    samples: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="images or texts that are drawn before the first step and at each evaluation, always from the same random numbers, "
+        "into RUN/samples and the report (task.name=language)",
     )
     noise_scale: bool = Field(
         default=False,
@@ -481,13 +749,18 @@ class Config(Section):
     run: str | None = Field(default=None, description="run folder; default: runs/DATA-MODEL-TIME")
     resume: str = Field(
         default="auto",
-        description="auto: continue from the newest intact checkpoint of run= if there is one; no: start over; "
-        "RUN: continue that run folder with its configuration",
+        description="auto: continue from the newest intact checkpoint of run= if there is one of this job; no: a new job; "
+        "RUN: continue that run folder with its configuration, and with what the command changes in it",
     )
-    epochs: int = Field(default=10, ge=1, le=10**9, description="passes over the training set")
-    max_steps: int | None = Field(default=None, ge=1, le=10**15, description="stop after this many steps, counted over the whole job")
+    epochs: float | None = Field(
+        default=DEFAULT_EPOCHS,
+        gt=0,
+        le=10**9,
+        description="passes over the training set, 0.5 or 2.25 too; no limit by default where stop.steps or stop.time ends the job",
+    )
     seed: int = Field(default=1, ge=0, le=2**63 - 1, description="seed of shuffling, initial weights, augmentation and dropout")
     data: DataConfig = Field(default_factory=DataConfig)
+    task: TaskConfig = Field(default_factory=TaskConfig)
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -495,12 +768,37 @@ class Config(Section):
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
     norm: NormConfig = Field(default_factory=NormConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    shard: ShardConfig = Field(default_factory=ShardConfig)
+    servers: ServersConfig = Field(default_factory=ServersConfig)
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
     stop: StopConfig = Field(default_factory=StopConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
+
+    def readers(self, ranks: int) -> int:
+        """Of so many ranks those that divide the samples of a step among them."""
+        if self.servers.count:
+            return 1 if self.servers.are_asynchronous else ranks - self.servers.count
+        return ranks // self.parallel.ranks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_epochs(cls, tree: Any) -> Any:
+        """None where another limit ends the job."""
+        if not isinstance(tree, dict) or tree.get("epochs") is not None:
+            return tree
+        stop = tree.get("stop") or {}
+        others = [stop.get(key) if isinstance(stop, dict) else getattr(stop, key, None) for key in ("steps", "time")]
+        return tree | {"epochs": DEFAULT_EPOCHS if others == [None, None] else None}
+
+    @field_validator("epochs")
+    @classmethod
+    def _as_people_write_it(cls, epochs: float | None) -> float | None:
+        return None if epochs is None else as_given(epochs)
 
     def with_provenance(self, provenance: Mapping[str, str]) -> Config:
         """A copy which knows where these keys were set: {"batch.size": "configs/x.yaml:14"}; the others as here."""
@@ -516,6 +814,7 @@ SECTIONS: dict[str, type[Section]] = {
     kind.section: kind
     for kind in (
         DataConfig,
+        TaskConfig,
         AugmentConfig,
         BatchConfig,
         ModelConfig,
@@ -523,8 +822,12 @@ SECTIONS: dict[str, type[Section]] = {
         RecipeConfig,
         NormConfig,
         CommConfig,
+        ParallelConfig,
+        ShardConfig,
+        ServersConfig,
         SpeedConfig,
         StopConfig,
+        EvaluateConfig,
         CheckpointConfig,
         GuardConfig,
         LogConfig,

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from hvdtrain.config.given import Given
+
 COMMAND_LINE = "command line"  # the origin of a key=value argument
 DEFAULT = "default"  # the origin of a key that nothing set
 
@@ -64,6 +66,18 @@ class OpenSection(Section):
     """A section whose `name` picks a plugin: keys that are not its own fields are options of that plugin."""
 
     model_config = ConfigDict(extra="allow")
+    _given: Given | None = PrivateAttr(default=None)
+
+    @property
+    def given(self) -> Given | None:
+        """What a script gives as an object."""
+        return self._given
+
+    def with_given(self, given: Given) -> Self:
+        """A copy for which a script gives an object."""
+        copy = self.model_copy()
+        copy._given = given
+        return copy
 
     @property
     def options(self) -> Mapping[str, Any]:

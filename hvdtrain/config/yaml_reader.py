@@ -19,7 +19,8 @@ MOST_DEPTH = 32
 MOST_TEXT = 4096  # characters of one value: the longest path
 MOST_KEY = 200  # characters
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)  # ${batch.size}
-NULL, FLOAT = "tag:yaml.org,2002:null", "tag:yaml.org,2002:float"
+NULL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float"))
+_INTS = re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$")  # not YAML 1.1's 1:30, which is 90, and 010, which is 8
 _FLOATS = re.compile(
     r"""[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?$  # 1.  1.5  1.5e-3
       | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$               # 1e-3
@@ -36,12 +37,12 @@ class Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # first character of a text -> (tag, pattern) of what it may be
-        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
+        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float", ":int"))]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012
         tag: yaml.SafeLoader.yaml_constructors[tag]
-        for tag in (NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "str", "seq", "map")))
+        for tag in (NULL, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "seq", "map")))
     }
     depth = 0
 
@@ -58,6 +59,12 @@ class Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def whole_number(self, node: yaml.Node) -> int:
+        """The value of a node that is tagged as one. Raises ValueError where it is written as none."""
+        if not isinstance(node, yaml.ScalarNode) or not _INTS.match(node.value):  # `!!int [1]`
+            raise ValueError(f"{short(node.value)} is no whole number")
+        return int(self.construct_yaml_int(node))
+
     def refuse(self, node: yaml.Node) -> None:
         """A type that is not one of yaml_constructors. Raises yaml.MarkedYAMLError."""
         tag = short(node.tag.replace("tag:yaml.org,2002:", "!!"))
@@ -65,6 +72,8 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.add_implicit_resolver(FLOAT, _FLOATS, list("-+0123456789."))
+Loader.add_implicit_resolver(INT, _INTS, list("-+0123456789"))
+Loader.add_constructor(INT, Loader.whole_number)
 Loader.add_constructor(None, Loader.refuse)
 
 

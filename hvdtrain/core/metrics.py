@@ -1,20 +1,73 @@
-"""Metrics as sums over samples, {"loss", "right", "count", ...}: sums add up over steps and ranks, and a mean is made where it is shown."""
+"""Metrics as sums over samples, {"loss", "count", ...}: sums add up over steps and ranks; a metric is made of them where it is shown."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
-# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; device scalars during a step. At a sync point also:
-# "nonfinite" steps; "stop.signal", "stop.time" and "save", the flags of ranks (training/health/monitor.py); "phase.*", "rank.*" and
-# "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise_scale.py).
+import numpy as np
+
+# {"loss": sum, "right": sum, "count": n}: sums over samples, never means; which they are the task declares. Device scalars, or vectors of
+# a fixed length, during a step; after an allreduce floats and tuples. At a sync point also: "nonfinite" steps; "stop.signal", "stop.time"
+# and "save", the flags of ranks (training/health/monitor.py); "over", whether the job's time is (training/loop.py); "phase.*", "rank.*"
+# and "joules.*" (training/telemetry); and the numbers of the noise scale (recipe/noise_scale.py).
 Sums = dict[str, Any]
+Better = Literal["max", "min"]
 
 
-def zero_sums() -> Sums:
-    """The sums over no samples."""
-    return {"loss": 0.0, "right": 0.0, "count": 0}
+@dataclass(frozen=True)
+class Metric:
+    """A number that tells how well a model does, as a function of the sums over any samples."""
+
+    name: str  # of the fields val_<name>, train_<name> and best_<name> of events
+    of: Callable[[Sums], float]  # NaN where it is not known
+    better: Better
+    column: str = ""  # its short name on the screen; empty: the name
+    percent: bool = False  # how reports show it
+
+    @property
+    def short_name(self) -> str:
+        return self.column or self.name
+
+
+def ratio(numerator: str, denominator: str) -> Callable[[Sums], float]:
+    """The quotient of two sums; NaN where the denominator is 0."""
+
+    def of(sums: Sums) -> float:
+        return float(sums[numerator] / sums[denominator]) if sums[denominator] else math.nan
+
+    return of
+
+
+def is_better(value: float, other: float, better: Better) -> bool:
+    """Whether a value is strictly better; any value is better than NaN."""
+    return math.isnan(other) or (value > other if better == "max" else value < other)
+
+
+def reaches(value: float, target: float, better: Better) -> bool:
+    """Whether a value is as good as the target or better; NaN is not."""
+    return value >= target if better == "max" else value <= target
+
+
+def zero_sums(keys: Iterable[str]) -> Sums:
+    """The sums over no samples; a vector is one 0 until it is added to another."""
+    return dict.fromkeys(keys, 0.0) | {"count": 0}
 
 
 def add_sums(a: Sums, b: Sums) -> Sums:
     """a + b by name; a name that is missing counts as 0. Device scalars stay device scalars, so the host does not wait."""
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in a | b}
+    return {name: _add(a.get(name, 0.0), b.get(name, 0.0)) for name in a | b}
+
+
+def host_value(value: Any) -> float | tuple[float, ...]:
+    """A sum as plain numbers: a float, or of a vector a tuple. The host waits for the device."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(map(float, plain)) if isinstance(plain, (list, tuple)) else float(plain)
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, tuple) or isinstance(b, tuple):  # vectors on the host
+        return tuple((np.asarray(a) + np.asarray(b)).tolist())
+    return a + b

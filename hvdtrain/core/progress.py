@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+ENDLESS = 2**53 - 1  # samples of a job that has no number of epochs
+
 
 class Hyper(NamedTuple):
     """The hyperparameters of one step."""
@@ -23,7 +25,7 @@ class Progress:
     """Samples and steps done. Beside the seed and the arrays of the checkpoint it is all that a resume needs."""
 
     dataset: int  # samples in one epoch
-    total: int  # samples in the whole job
+    total: int  # samples in the whole job, ENDLESS where they do not end it
     step: int = 0
     samples: int = 0
 
@@ -40,6 +42,10 @@ class Progress:
     @property
     def done(self) -> bool:
         return self.samples >= self.total
+
+    def end_here(self) -> Progress:
+        """Of a job that has no more samples to read."""
+        return replace(self, total=self.samples)
 
     def advance(self, batch: int) -> Progress:
         """After one more step, of `batch` samples over all ranks."""

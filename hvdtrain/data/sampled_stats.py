@@ -8,14 +8,14 @@ import numpy as np
 
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_counts, stats_of_counts
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import LabelledImages
 
 _IMAGES = 2000
 _VALUES = 2**28  # at most, so that large images do not delay the start
 _BLOCK_VALUES = 2**24  # read at once
 
 
-def sampled_stats(source: Source) -> ChannelStats:
+def sampled_stats(source: LabelledImages) -> ChannelStats:
     """Over a fixed part of the images of a source: exact over that part, and equal on all ranks.
 
     At most 2,000 images, drawn by counters; fewer of large ones, so that at most 2**28 values are read.
@@ -28,7 +28,7 @@ def sampled_stats(source: Source) -> ChannelStats:
     return stats_of_images(source, chosen)
 
 
-def stats_of_images(source: Source, indices: np.ndarray) -> ChannelStats:
+def stats_of_images(source: LabelledImages, indices: np.ndarray) -> ChannelStats:
     """Over the images at `indices`, read in blocks of about 2**24 values."""
     block = max(1, _BLOCK_VALUES // math.prod(source.shape))
     counts = np.zeros((source.shape[2], 256), np.int64)

@@ -1,7 +1,7 @@
 """Which samples a rank reads, as a pure function of the samples consumed.
 
 The job reads one endless stream of samples. Position p of the stream is in epoch p // dataset, and holds sample
-permutation(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, divided among the ranks.
+order(seed, epoch, dataset)[p % dataset]. A step reads the next `batch` positions, divided among the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hvdtrain.core.seeds import fold
+from hvdtrain.data import keyed_permutation
+
+LARGEST_SORTED = 2**24  # samples whose order is one array, 128 MiB; that of more is computed position by position
+
+_EVALUATION = 2**63  # in place of an epoch: no epoch of training has this order
 
 Sampling = Literal["global", "partition"]
 
@@ -60,7 +65,7 @@ def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int
         ranges = list(_epochs(start + low, start + high, dataset))
     samples, epochs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for epoch, first, last in ranges:
-        samples.append(permutation(seed, epoch, dataset)[first:last:stride])
+        samples.append(_order(seed, epoch, dataset, range(first, last, stride)))
         epochs.append(np.full(len(samples[-1]), epoch, np.int64))
     return Positions(np.concatenate(samples), np.concatenate(epochs))
 
@@ -75,11 +80,38 @@ def share_bounds(count: int, rank: int, size: int) -> tuple[int, int]:
     return count * rank // size, count * (rank + 1) // size
 
 
+def evaluation_batches(samples: int, batch: int, rank: int, size: int) -> list[np.ndarray]:
+    """This rank's share of range(samples) in batches of at most `batch`, int64 (n,) each; the shares of all ranks have each sample once.
+
+    Every rank has equally many batches; the last may be empty.
+    """
+    start, end = share_bounds(samples, rank, size)
+    firsts = range(start, start + -(-samples // size), batch)
+    return [np.arange(first, min(first + batch, end)) for first in firsts]
+
+
+def evaluated_samples(samples: int, count: int, seed: int) -> np.ndarray:
+    """`count` of range(samples), rising, int64 (count,): those that the keyed permutation of `seed` puts first, in memory of their own."""
+    return np.sort(keyed_permutation.permuted(np.arange(count), samples, seed, _EVALUATION))
+
+
 def largest_share(start: int, count: int, size: int, dataset: int, sampling: Sampling = "global") -> int:
     """An upper bound of len(indices(start, count, ...)) over all ranks; the same number on every rank."""
     if sampling == "global":
         return -(-count // size)
     return sum(-(-(last - first) // size) for _, first, last in _epochs(start, start + count, dataset))
+
+
+def shuffle_version(dataset: int) -> str | None:
+    """What a checkpoint names the order of so many samples by; None for the order of permutation(), which has no other version."""
+    return keyed_permutation.VERSION if dataset > LARGEST_SORTED else None
+
+
+def _order(seed: int, epoch: int, dataset: int, positions: range) -> np.ndarray:
+    """The samples at these positions of one epoch, int64 (len(positions),)."""
+    if dataset <= LARGEST_SORTED:
+        return permutation(seed, epoch, dataset)[positions.start : positions.stop : positions.step]
+    return keyed_permutation.permuted(np.arange(positions.start, positions.stop, positions.step), dataset, seed, epoch)
 
 
 @lru_cache(maxsize=4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from hvdtrain.core.digest import digest
+from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats
 from hvdtrain.errors import UserError
 
@@ -14,10 +17,52 @@ if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 Split = Literal["train", "val"]
+LARGE_BYTES = 2**30  # of arrays that are not read whole at the start of a job
+
+
+class Field(NamedTuple):
+    """What each sample has under one name."""
+
+    dtype: str  # as numpy calls it: "uint8", "int64", "float32"
+    shape: tuple[int, ...]  # of one sample
+    values: int = 0  # integers are in 0 ... values - 1; 0: any number
+
+    def __str__(self) -> str:
+        below = f" below {self.values:,}" if self.values else ""
+        return f"{self.dtype} {self.shape}{below}"
 
 
 class Source(Protocol):
-    """Images and labels by index: no rank, no randomness, no framework."""
+    """Samples by index, each with named fields: no rank, no randomness, no framework.
+
+    One whose samples change from epoch to epoch has read_in_epochs(indices, epochs, seed) too; read() is then of evaluations.
+    """
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The fields of every sample."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """{name: array (n, *shape)} for each field, in fresh arrays. Safe to call from several threads.
+
+        Raises UserError for a damaged sample.
+        """
+
+    def digests(self, seed: int) -> dict[str, str]:
+        """64 bits over the samples in their order, as 16 hex digits, by what they are of: "labels", "images".
+
+        Of all samples, or where that takes long of some that the seed draws.
+        """
+
+    def identity(self) -> dict[str, str]:
+        """Digests that do not depend on a seed: what a checkpoint keeps, to know the data again."""
+
+
+@runtime_checkable
+class LabelledImages(Source, Protocol):
+    """A source of {"x": uint8 (n, H, W, C), "y": int64 (n,)}: images, each with the number of its class."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -26,16 +71,109 @@ class Source(Protocol):
     @property
     def classes(self) -> int: ...
 
-    def __len__(self) -> int: ...
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The name of each class; empty where the data set has none."""
 
-    def read(self, indices: np.ndarray) -> Batch:
-        """{"x": uint8 (n, H, W, C), "y": int64 (n,)} in fresh arrays. Safe to call from several threads.
-
-        Raises UserError for a damaged sample.
-        """
+    def labels(self) -> np.ndarray:
+        """int64 (n,): the label of every sample, without reading an image."""
 
     def stats(self) -> ChannelStats:
         """Mean and standard deviation of x / 255: the same bits on all ranks."""
+
+    def label_digest(self) -> str:
+        """64 bits over all labels in their order, as 16 hex digits."""
+
+    def image_digest(self, seed: int) -> str:
+        """64 bits over the images in their order: all of them, or where that takes long some that the seed draws."""
+
+
+def image_fields(images: LabelledImages) -> dict[str, Field]:
+    """Source.fields of images with labels."""
+    return {"x": Field("uint8", images.shape), "y": Field("int64", (), images.classes)}
+
+
+def image_digests(images: LabelledImages, seed: int) -> dict[str, str]:
+    """Source.digests() of images with labels."""
+    return {"labels": images.label_digest(), "images": images.image_digest(seed)}
+
+
+@dataclass(frozen=True, eq=False)
+class NamedArrays:
+    """A source of arrays (n, ...) of any type and shape, in memory or memory-mapped: one for each field.
+
+    Raises UserError where they do not have the same samples, an integer is outside of 0 ... values - 1, or a number is not finite: of more
+    than LARGE_BYTES when a sample is read.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    values: Mapping[str, int] = field(default_factory=dict)  # Field.values of the integer fields that have a bound
+    where: str = ""  # a path or a name, for messages
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
+        if not lengths or min(lengths.values()) < 0 or len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{name} {_describe(array)}" for name, array in self.arrays.items()) or "none"
+            raise UserError(f"the arrays do not have the same samples: {shown}", self.where, "one row of each array for each sample")
+        for name, array in self.arrays.items():
+            check_numbers(name, array[:0] if self._is_large else array, self.values.get(name, 0), self.where)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: Field(str(array.dtype), array.shape[1:], self.values.get(name, 0)) for name, array in self.arrays.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def read(self, indices: np.ndarray) -> Batch:
+        batch = {name: np.array(array[indices]) for name, array in self.arrays.items()}
+        if self._is_large:
+            for name, array in batch.items():
+                check_numbers(name, array, self.values.get(name, 0), self.where, indices)
+        return batch
+
+    def digests(self, seed: int) -> dict[str, str]:
+        """Of all arrays, 0.1 s for 200 MB; of large ones of some samples."""
+        return self.identity()
+
+    def identity(self) -> dict[str, str]:
+        rows = _rows_of_digest(len(self)) if self._is_large else slice(None)
+        return {"arrays": digest({name: np.ascontiguousarray(array[rows]) for name, array in self.arrays.items()})}
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether reading all of it at the start would take long: its numbers are then checked when they are read."""
+        return sum(array.nbytes for array in self.arrays.values()) > LARGE_BYTES
+
+
+def _rows_of_digest(samples: int) -> np.ndarray:
+    """At most 4,096, always the same."""
+    return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
+
+
+def check_numbers(name: str, array: np.ndarray, values: int, where: str, samples: np.ndarray | None = None) -> None:
+    """Raises UserError where one is not finite, or is no integer of 0 ... values - 1; reads about 16 MB at once.
+
+    samples: the numbers of the rows, for the message; None: from 0 on.
+    """
+    if array.dtype.kind not in "iufb":
+        raise UserError(f"field {name} is {_describe(array)}, expected numbers", where, "convert it to integers or floats")
+    if array.dtype.kind != "f" and not values:
+        return
+    rows = max(1, 2**24 // max(1, array[:1].nbytes))
+    for start in range(0, len(array), rows):
+        part = array[start : start + rows]
+        wrong = ~np.isfinite(part) if array.dtype.kind == "f" else (part < 0) | (part >= values)
+        if wrong.any():
+            first = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+            expected = "a finite number" if array.dtype.kind == "f" else f"0 to {values - 1}"
+            sample = start + first[0] if samples is None else samples[start + first[0]]
+            fix = (
+                "replace it, or leave the sample out"
+                if array.dtype.kind == "f"
+                else "count from 0; `values` of the field is how many there are"
+            )
+            raise UserError(f"field {name} of sample {sample} has {part[first]}, expected {expected}", where, fix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +184,7 @@ class ArraySource:
     y: np.ndarray  # int64 (n,), each in 0..classes-1
     classes: int
     where: str = ""  # a path or a name, for messages
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:
@@ -58,6 +197,10 @@ class ArraySource:
             raise UserError(f"label {self.y[first]} of sample {first} is outside 0..{self.classes - 1}", self.where)
 
     @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         height, width, channels = self.x.shape[1:]
         return height, width, channels
@@ -65,12 +208,57 @@ class ArraySource:
     def __len__(self) -> int:
         return len(self.x)
 
+    def labels(self) -> np.ndarray:
+        return self.y
+
     def read(self, indices: np.ndarray) -> Batch:
         return {"x": self.x[indices], "y": self.y[indices]}
 
     def stats(self) -> ChannelStats:
         """Exact over all samples; about 1 s for 200 million values."""
         return channel_stats(self.x)
+
+    def label_digest(self) -> str:
+        return digest_of_labels(self.y)
+
+    def image_digest(self, seed: int) -> str:
+        """Of all images: 0.1 s for 200 million values."""
+        return digest({"x": self.x})
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}
+
+
+def digest_of_labels(y: np.ndarray) -> str:
+    """Of int64 (n,): 0.02 s for ten million labels."""
+    return digest({"y": np.ascontiguousarray(y, "<i8")})
+
+
+def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
+    """The whole arrays of a source by field, where reading a sample is a copy from them; else None."""
+    if isinstance(source, ArraySource):
+        return {"x": source.x, "y": source.y}
+    return source.arrays if isinstance(source, NamedArrays) else None
+
+
+def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+    """The samples as they are trained on in these epochs, int64 (n,): a source whose samples change with the epoch has this as a method."""
+    method = getattr(source, "read_in_epochs", None)
+    found: Batch = source.read(indices) if method is None else method(indices, epochs, seed)
+    return found
+
+
+def reads_from_memory(source: Source) -> bool:
+    """Whether reading a sample is a copy from memory: a source of arrays, or one that says so."""
+    return arrays_in_memory(source) is not None or bool(getattr(source, "reads_from_memory", False))
+
+
+def reads_in_process(source: Source) -> bool:
+    """Whether reading runs the user's own code in this process: then on the thread that needs the samples, and on no other."""
+    return bool(getattr(source, "reads_in_process", False))
 
 
 def check_indices(indices: np.ndarray, samples: int) -> None:

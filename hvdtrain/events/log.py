@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -28,15 +29,39 @@ class Tracker(Protocol):
         """Called once, after the last event: sends what is left."""
 
 
+RECENT = 100  # events
+
+
 class Log:
     """Hands each event to every sink, in the order of the sinks, and closes them. Rank 0 has sinks; the other ranks have none."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
+        self._start: Event | None = None
+        self._recent = deque[Event](maxlen=RECENT)  # of a rank without sinks
+
+    def open(self, record: Sink, others: Sequence[Sink], is_missing: Callable[[Event], bool]) -> None:
+        """On a rank that had no sinks: from now on these get the events.
+
+        record: the file that an earlier rank 0 has written; of the last events it gets those that are missing there. The others learn
+        how the job started.
+        """
+        assert not self._sinks
+        for event in filter(is_missing, self._recent):
+            record(event)
+        if self._start is not None:
+            start = self._start._replace(fields=self._start.fields | {"lines": []})
+            for sink in others:
+                sink(start)
+        self._sinks = [record, *others]
 
     def emit(self, kind: str, step: int, **fields: Any) -> None:
         """Hands an event to every sink. Raises the first exception of a sink, after all sinks have been called."""
         event = Event(time.time(), kind, step, fields)
+        if not self._sinks:
+            self._start = event if kind == "start" else self._start
+            self._recent.append(event)
+            return
         errors: list[Exception] = []
         for sink in self._sinks:
             try:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import sys
+import os
 import textwrap
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import IO, Any, NamedTuple, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
+from rich.control import Control
 from rich.live import Live
 from rich.text import Text
 
 from hvdtrain.events.log import Event
-from hvdtrain.events.writers import TextWriter, encodable
+from hvdtrain.events.output_stream import OutputStream
+from hvdtrain.events.shown_metric import ShownMetric, shown_metric
+from hvdtrain.events.writers import TextWriter
 
-REFRESH_PER_S = 1.0  # a refresh takes two milliseconds
+MOST_LINES = 200  # that a redrawn screen shows above the display
 CELL_WIDTH = 26  # columns of a terminal, for one metric
 LONGEST_BAR = 60
 INDENT = " " * 8  # of a line that goes on under its first word, as in the header
@@ -30,14 +33,24 @@ class _Progress(NamedTuple):
 
 
 class ProgressDisplay:
-    """A sink. It never hides the cursor, so a job that is killed leaves the terminal as it was."""
+    """What a BackgroundSink runs, with tick(). It never hides the cursor, so a job that is killed leaves the terminal as it was.
 
-    def __init__(self, out: IO[str]) -> None:
-        self._console = Console(file=cast("IO[str]", _LossyStream(out)), force_terminal=True, highlight=False)
-        has_box_letters = encodable("━─", out) == "━─"
-        self._done_letter, self._rest_letter = "━─" if has_box_letters else "#-"
+    size: of the terminal now, in columns and lines.
+    """
+
+    def __init__(self, out: OutputStream, size: Callable[[], os.terminal_size]) -> None:
+        self._out, self._size = out, size
+        self._drawn_size = size()
+        self._console = Console(
+            file=cast("IO[str]", out), force_terminal=True, highlight=False, width=self._drawn_size.columns, height=self._drawn_size.lines
+        )
+        self._done_letter, self._rest_letter = "━─" if out.has("━─") else "#-"
+        self._recent = deque[str](maxlen=MOST_LINES)  # above the display
         self._max_steps: int | None = None
+        self._max_s: float | None = None
         self._train_samples = 1
+        self._metric = ShownMetric()
+        self._coordinates: list[list[int]] = []  # of each rank [stage, data, tensor]; empty where each has a whole model
         self._fields: dict[str, Any] = {}  # name of a field -> its newest value
         self._step = 0
         self._first: _Progress | None = None  # at the first step event
@@ -45,26 +58,66 @@ class ProgressDisplay:
         self._live = Live(
             get_renderable=lambda: self.render(self._console.width),
             console=self._console,
-            refresh_per_second=REFRESH_PER_S,
+            auto_refresh=False,  # tick() does it
             transient=True,
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
-        self._lines = TextWriter(cast("IO[str]", _LinesAbove(self._console)), math.inf)
+        self._lines = TextWriter(_LinesAbove(self._print_above))
 
     def __call__(self, event: Event) -> None:
         if event.kind == "start":
-            self._max_steps = event.fields.get("max_steps")
+            self._metric = shown_metric(event.fields)
+            self._max_steps, self._max_s = event.fields.get("max_steps"), event.fields.get("max_seconds")
             self._train_samples = event.fields.get("samples", 1)
-            self._live.start(refresh=False)
-            self._console.show_cursor(True)
+            self._coordinates = event.fields.get("coordinates_of_rank", [])
+            self._start()
         if event.kind in ("end", "stop", "failed"):
             self._live.stop()
-        self._lines(event)
+        if event.kind != "step":
+            self._lines(event)
         if event.kind in ("step", "epoch"):
             self._update(event)
 
-    def close(self, timeout_s: float) -> None:
+    def drop(self, event: Event) -> None:
+        """An event that does not come: only lines that the job printed are missed."""
+        if event.kind != "step":
+            self._lines.drop(event)
+
+    def tick(self) -> None:
+        """Draws the display again, and all of the screen where the terminal has another size."""
+        if not self._live.is_started:
+            return
+        if self._size() != self._drawn_size:
+            self._redraw()
+        self._live.refresh()
+
+    def close(self) -> None:
         self._live.stop()
+        self._out.close()
+
+    def _start(self) -> None:
+        self._live.start(refresh=False)
+        self._console.show_cursor(True)
+
+    def _print_above(self, line: str) -> None:
+        self._recent.append(line)
+        self._console.print(Text("\n".join(self._wrapped(line))), soft_wrap=True)
+
+    def _wrapped(self, line: str) -> list[str]:
+        return textwrap.wrap(line, self._console.width, subsequent_indent=INDENT, replace_whitespace=False)
+
+    def _redraw(self) -> None:
+        """A terminal moves what it shows when its size changes, each in its own way: so the screen is scrolled away and begun again."""
+        self._live.stop()
+        self._drawn_size = self._size()
+        self._console.size = ConsoleDimensions(*self._drawn_size)
+        self._out.write("\n" * self._drawn_size.lines)
+        self._console.control(Control.home(), Control.clear())
+        shown = self.render(self._drawn_size.columns).plain.count("\n") + 1
+        above = [part for line in self._recent for part in self._wrapped(line)][-max(1, self._drawn_size.lines - shown) :]
+        self._console.print(Text("\n".join(above)), soft_wrap=True)
+        self._start()
 
     def render(self, width: int) -> Text:
         """What the display shows, on a terminal of so many columns. One Text: tables take four times as long."""
@@ -81,24 +134,30 @@ class ProgressDisplay:
         slowest = self._slowest_rank()
         if slowest:
             view.append_tokens([("\nslowest ", "dim"), (slowest, "bold")])
+        stages = self._stages()
+        if stages:
+            view.append_tokens([("\nstages  ", "dim"), (stages, "bold")])
         return view.append("\n")  # mpirun withholds a last line without a newline
 
     def _update(self, event: Event) -> None:
         self._fields |= {key: value for key, value in event.fields.items() if value is not None}
         self._step = event.step
-        share = self._fields.get("epochs", 0.0) / max(1, self._fields.get("of", 1))
+        share = self._fields.get("epochs", 0.0) / self._fields.get("of", math.inf)
         if self._max_steps:
             share = max(share, event.step / self._max_steps)
+        if self._max_s:
+            share = max(share, self._fields.get("seconds", 0.0) / self._max_s)
         self._share = min(1.0, share)
         if self._first is None:
             self._first = _Progress(self._share, time.monotonic())
 
     def _bars(self, width: int) -> list[list[tuple[str, str]]]:
         """The epoch's and the job's, each as (text, style) parts."""
-        done, epochs = self._fields.get("epochs", 0.0), self._fields.get("of", 1)
+        done, epochs = self._fields.get("epochs", 0.0), self._fields.get("of", math.inf)
         epoch_share = done - math.floor(done) if done < epochs else 1.0
         epoch_steps = max(1, round(self._train_samples / max(1, self._fields.get("batch", 1))))
-        epoch_label = f"epoch {min(epochs, math.floor(done) + 1)} of {epochs} "
+        of = f" of {epochs:.5g}" if epochs < math.inf else ""
+        epoch_label = f"epoch {min(math.ceil(epochs) if of else math.inf, math.floor(done) + 1)}{of} "
         job_label = f"job   step {self._step} "
         label_width = max(len(epoch_label), len(job_label))
         bar_width = max(10, min(LONGEST_BAR, width - 40))
@@ -125,17 +184,21 @@ class ProgressDisplay:
         f = self._fields
         phases = f.get("phase_ms", {})
         step_ms = sum(phases.values())
+        name, column, spec, objective, unit, rate = self._metric
         metrics = [
-            ("images/s", f"{f['images_per_s']:,.0f}" if "images_per_s" in f else ""),
+            (f"{unit}/s", f"{f[rate]:,.0f}" if rate in f else ""),
             ("loss", f"{f['loss']:.4f}" if "loss" in f else ""),
-            ("accuracy", f"{f['accuracy']:.4f}" if "accuracy" in f else ""),
-            ("val acc", f"{f['val_accuracy']:.4f}" if "val_accuracy" in f else ""),
-            ("best", f"{f['best_accuracy']:.4f}" if "best_accuracy" in f else ""),
+            (name, f"{f[name]:{spec}}" if name in f else ""),
+            (f"val {column}", f"{f[f'val_{name}']:{spec}}" if f"val_{name}" in f else ""),
+            ("best", f"{f[f'best_{objective}']:{spec}}" if f"best_{objective}" in f else ""),
             ("lr", f"{f['lr']:.4g}" if "lr" in f else ""),
             ("batch", f"{f['batch']:,}" if "batch" in f else ""),
             ("step", f"{step_ms:.1f} ms" if step_ms else ""),
             ("waiting for data", f"{phases.get('data', 0.0) / step_ms:.1%}" if step_ms else ""),
-            ("for gradients", f"{phases['communication'] / step_ms:.1%}" if step_ms and "communication" in phases else ""),
+            (
+                "for ranks" if self._coordinates else "for gradients",
+                f"{phases['communication'] / step_ms:.1%}" if step_ms and "communication" in phases else "",
+            ),
             ("memory", f"{f['memory_mb'] / 1e3:.2f} GB" if "memory_mb" in f else ""),
             ("GPU memory", f"{f['gpu_memory_mb'] / 1e3:.2f} GB" if "gpu_memory_mb" in f else ""),
             ("power", f"{f['watts']:,.0f} W" if "watts" in f else ""),
@@ -147,39 +210,37 @@ class ProgressDisplay:
         least_ms, median_ms, most_ms = self._fields.get("work_ms", (0.0, 0.0, 0.0))
         if most_ms <= SLOW * median_ms or least_ms == most_ms:
             return ""
-        return f"rank {self._fields['slowest_rank']} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the median"
+        rank = self._fields["slowest_rank"]
+        stage = f", of stage {self._coordinates[rank][0]}" if "stage_work_ms" in self._fields else ""
+        return f"rank {rank} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the median{stage}"
+
+    def _stages(self) -> str:
+        """Of a pipeline: which stage is slowest, by its own work, which waits most, and how long all wait on average. Below 80 columns."""
+        bubble, work_ms = self._fields.get("bubble", []), self._fields.get("stage_work_ms", [])
+        if not bubble or len(bubble) != len(self._coordinates):
+            return ""
+        of_stages = [
+            [share for share, (stage, *_) in zip(bubble, self._coordinates, strict=True) if stage == one] for one in range(len(work_ms))
+        ]
+        waits = [sum(shares) / len(shares) for shares in of_stages]
+        most = f"{max(range(len(waits)), key=waits.__getitem__)} waits most, {max(waits):.0%}; " if waits else ""
+        slowest = f"{self._fields['slowest_stage']} is slowest, {max(work_ms):.1f} ms; " if work_ms else ""
+        by_schedule = f" (schedule {self._fields['bubble_predicted']:.0%})" if "bubble_predicted" in self._fields else ""
+        return f"{slowest}{most}bubble {sum(bubble) / len(bubble):.0%}{by_schedule}"
 
 
-class _LossyStream:
-    """A terminal's stream whose output is lost once the terminal is gone, while the job goes on."""
+class _LinesAbove:
+    """What the TextWriter writes to: its lines scroll above the display."""
 
-    def __init__(self, out: IO[str]) -> None:
-        self._out = out
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._out.write(encodable(text, self._out))
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._out.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._out, name)
-
-
-class _LinesAbove(io.TextIOBase):
-    """The stream of the TextWriter: its lines scroll above the display."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, print_above: Callable[[str], None]) -> None:
+        self._print_above = print_above
 
     def write(self, text: str) -> int:
-        if text.strip("\n"):
-            lines = textwrap.wrap(text.rstrip("\n"), self._console.width, subsequent_indent=INDENT, replace_whitespace=False)
-            self._console.print(Text("\n".join(lines)), soft_wrap=True)
+        self._print_above(text.rstrip("\n"))
         return len(text)
+
+    def close(self) -> None:
+        """The display closes the stream."""
 
 
 def duration(seconds: float) -> str:

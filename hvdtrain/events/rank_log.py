@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import socket
 import sys
@@ -11,28 +12,104 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.core.stderr import StderrWrite, print_stderr
 from hvdtrain.errors import UserError
 
 LOGGER = logging.getLogger("hvdtrain.rank")
+PYTHON = "py.warnings"  # the logger to which logging.captureWarnings() sends them
+MOST_WARNINGS = 1000  # different ones of Python that a rank shows
+
+
+class Ranks(Protocol):
+    """What exchange() needs of a communicator."""
+
+    def allgather_object(self, thing: Any, /) -> list[Any]: ...
+
+
+class RankWarnings(logging.Handler):
+    """Shows warnings of Python and of libraries on the standard error, as `rank 3 on n1: ...` in a job of several ranks.
+
+    A warning of Python is shown once: by rank 0 at once, by another rank at the next exchange(), unless rank 0 has shown it. Where the
+    reader has paused, training waits for it one second; what comes until it reads again is left out.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__(logging.WARNING)
+        self._rank, self._size = rank, size
+        self._seen: set[str] = set()
+        self._shown_by_rank_0: list[str] = []  # since the last exchange()
+        self._held: list[logging.LogRecord] = []
+        self._waiting: StderrWrite | None = None
+        self._left_out = 0
+        if size > 1:
+            self.setFormatter(logging.Formatter(f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"))
+
+    def renumber(self, rank: int, size: int) -> None:
+        """Ranks are lost. The formatter keeps the number that the launcher gave."""
+        self._rank, self._size = rank, size
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.name != PYTHON:
+            self._show(record)
+        elif text not in self._seen and len(self._seen) < MOST_WARNINGS:
+            self._seen.add(text)
+            if self._rank:
+                self._held.append(record)
+            else:
+                self._shown_by_rank_0.append(text)
+                self._show(record)
+
+    def exchange(self, communicator: Ranks) -> None:
+        """Every rank calls it."""
+        if self._size > 1:
+            with self.lock or contextlib.nullcontext():
+                shown, self._shown_by_rank_0 = self._shown_by_rank_0, []
+            self._show_held(communicator.allgather_object(shown)[0])
+
+    def close(self) -> None:
+        self._show_held([])
+        super().close()
+
+    def _show_held(self, known: list[str]) -> None:
+        with self.lock or contextlib.nullcontext():
+            self._seen.update(known)
+            held, self._held = self._held, []
+            for record in held:
+                if record.getMessage() not in known:
+                    self._show(record)
+
+    def _show(self, record: logging.LogRecord) -> None:
+        if self._waiting is not None and self._waiting.is_alive():
+            self._left_out += 1
+            return
+        text = self.format(record).rstrip()
+        if self._left_out:
+            text += f"\n({self._left_out} warning{'s' * (self._left_out > 1)} left out before: nobody read this output)"
+            self._left_out = 0
+        self._waiting = print_stderr(text, 1.0)
 
 
 @contextmanager
-def tagged_warnings(rank: int, size: int) -> Iterator[None]:
-    """Writes warnings of Python and of libraries to the standard error as `rank 3 on n1: ...`; unchanged in a job of one rank."""
-    if size == 1:
-        yield
+def rank_warnings(rank: int, size: int, *, from_script: bool = False) -> Iterator[RankWarnings]:
+    """Sends warnings of Python and of libraries to the object, as long as the block runs; none of a script that is the whole job."""
+    if from_script and size == 1:
+        yield RankWarnings()
         return
-    to_stderr = logging.StreamHandler()
-    to_stderr.setLevel(logging.WARNING)
-    to_stderr.setFormatter(logging.Formatter(f"rank {rank} on {socket.gethostname()}: %(levelname)s: %(message)s"))
-    with _capture_logging_and_warnings(to_stderr):
-        yield
+    to_stderr = RankWarnings(rank, size)
+    try:
+        with _capture_logging_and_warnings(to_stderr):
+            yield to_stderr
+    finally:
+        to_stderr.close()
 
 
 @contextmanager
 def rank_log(path: Path | None) -> Iterator[None]:
-    """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to this file, line by line.
+    """Writes warnings, LOGGER.info() and the traceback of an exception that leaves the block to this file, RUN/ranks/NAME, line by line.
 
     None: no file. Raises UserError where the file cannot be opened.
     """
@@ -40,12 +117,11 @@ def rank_log(path: Path | None) -> Iterator[None]:
         yield
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = _RankFile(path, encoding="utf-8")
+        with Folder.make(path.parent.parent, path.parent.name) as folder:
+            to_file = _RankFile(io.TextIOWrapper(io.BufferedWriter(folder.append(path.name)), "utf-8"))
     except OSError as error:
-        raise UserError(
-            f"cannot write the log file of a rank: {error}", "log.per_rank", "set run= to a folder that every rank can write"
-        ) from None
+        fix = NO_LINKS if isinstance(error, WrongKind) else "set run= to a folder that every rank can write"
+        raise UserError(f"cannot write the log file of a rank: {path}: {error.strerror or error}", "log.per_rank", fix) from None
     to_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     level, propagate = LOGGER.level, LOGGER.propagate
     LOGGER.setLevel(logging.INFO)
@@ -62,7 +138,7 @@ def rank_log(path: Path | None) -> Iterator[None]:
         LOGGER.propagate = propagate
         LOGGER.removeHandler(to_file)
         with contextlib.suppress(OSError):  # on a full disk the last lines are lost
-            to_file.close()
+            to_file.stream.close()
 
 
 @contextmanager
@@ -81,7 +157,7 @@ def _capture_logging_and_warnings(handler: logging.Handler) -> Iterator[None]:
             logging.captureWarnings(False)
 
 
-class _RankFile(logging.FileHandler):
+class _RankFile(logging.StreamHandler[io.TextIOWrapper]):
     """Drops lines while the disk is full; the job goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:

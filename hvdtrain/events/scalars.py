@@ -1,4 +1,4 @@
-"""The numbers of an event under the tags that trackers show: {"train/loss": 0.31, "speed/images_per_s": 5210.0, ...}."""
+"""The numbers of an event under the tags that trackers show: {"train/loss": 0.31, "speed/samples_per_s": 5210.0, ...}."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from hvdtrain.events.log import Event
 
-# field -> tag, by kind of event. A field of several numbers becomes a tag for each: "speed/phase_ms/forward".
+METRICS: tuple[str, ...] = ("loss", "accuracy")  # of a job whose event "start" does not say
+# field -> tag, by kind of event, beside those of metrics. A field of several numbers becomes a tag for each: "speed/phase_ms/forward".
 _STEP = {
-    "loss": "train/loss",
-    "accuracy": "train/accuracy",
     "lr": "train/lr",
     "batch": "train/batch",
     "epochs": "train/epochs",
-    "images_per_s": "speed/images_per_s",
+    "samples_per_s": "speed/samples_per_s",
+    "tokens_per_s": "speed/tokens_per_s",
     "phase_ms": "speed/phase_ms",
     "work_ms": "speed/work_ms",
     "slowest_rank": "speed/slowest_rank",
@@ -27,30 +27,26 @@ _STEP = {
     "noise_scale": "noise_scale/samples",
 }
 _EPOCH = {
-    "val_loss": "val/loss",
-    "val_accuracy": "val/accuracy",
-    "best_accuracy": "val/best_accuracy",
     "epoch": "epoch/number",
+    "epochs": "epoch/done",
     "epoch_s": "epoch/seconds",
-    "train_loss": "epoch/train_loss",
-    "train_accuracy": "epoch/train_accuracy",
-    "images_per_s": "epoch/images_per_s",
+    "samples_per_s": "epoch/samples_per_s",
+    "tokens_per_s": "epoch/tokens_per_s",
     "noise_scale": "epoch/noise_scale",
     "joules": "energy/joules",
     "wh": "energy/wh",
     "watts": "energy/watts",
-    "joules_per_image": "energy/joules_per_image",
+    "joules_per_sample": "energy/joules_per_sample",
 }
 _JOB = {
-    "val_accuracy": "job/val_accuracy",
-    "best_accuracy": "job/best_accuracy",
     "best_epoch": "job/best_epoch",
     "seconds": "job/seconds",
     "epochs": "job/epochs",
-    "images": "job/images",
-    "images_per_s": "job/images_per_s",
+    "samples": "job/samples",
+    "tokens_per_s": "job/tokens_per_s",
+    "samples_per_s": "job/samples_per_s",
     "joules": "job/joules",
-    "joules_per_image": "job/joules_per_image",
+    "joules_per_sample": "job/joules_per_sample",
 }
 _TAGS = {
     "step": _STEP,
@@ -61,18 +57,38 @@ _TAGS = {
     "checkpoint": {name: f"checkpoint/{name}" for name in ("pause_s", "write_s", "megabytes")},
     "nonfinite": {"count": "nonfinite/count"},
 }
-_TARGET_FIELDS = ("seconds", "epochs", "images", "joules", "val_accuracy")
+_TARGET_FIELDS = ("seconds", "epochs", "samples", "joules")
 _LIST_ITEMS = {"work_ms": ("min", "median", "max")}  # what the items of a list field are
 _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that every tracker accepts
 
 
-def scalars(event: Event) -> dict[str, float]:
+def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the task, where the event is a "start" that has them; else `known`."""
+    metrics = event.fields.get("metrics") if event.kind == "start" else None
+    return tuple(metrics) if isinstance(metrics, Mapping) else known
+
+
+def scalars(event: Event, metrics: tuple[str, ...] = METRICS) -> dict[str, float]:
     """The finite numbers of an event by tag; empty for kinds that have no curve, such as start and step_times."""
-    tags = _TAGS.get(event.kind, {})
+    tags = _TAGS.get(event.kind, {}) | _metric_tags(event.kind, metrics)
     if event.kind == "target":
-        tags = {name: f"target/{event.fields.get('target', math.nan):g}/{name}" for name in _TARGET_FIELDS}
+        names = (*_TARGET_FIELDS, *(f"val_{name}" for name in metrics))
+        tags = {name: f"target/{event.fields.get('target', math.nan):g}/{name}" for name in names}
     numbers = (pair for field, tag in tags.items() for pair in _numbers(tag, event.fields.get(field), _LIST_ITEMS.get(field, ())))
     return {_NOT_IN_TAGS.sub("_", tag): number for tag, number in numbers if math.isfinite(number)}
+
+
+def _metric_tags(kind: str, metrics: tuple[str, ...]) -> dict[str, str]:
+    """The fields that metrics have in an event."""
+    if kind == "step":
+        return {name: f"train/{name}" for name in metrics}
+    tags: dict[str, str] = {}
+    for name in metrics:
+        if kind == "epoch":
+            tags |= {f"val_{name}": f"val/{name}", f"best_{name}": f"val/best_{name}", f"train_{name}": f"epoch/train_{name}"}
+        elif kind in ("end", "stop"):
+            tags |= {f"val_{name}": f"job/val_{name}", f"best_{name}": f"job/best_{name}"}
+    return tags
 
 
 def _numbers(tag: str, value: Any, items: tuple[str, ...]) -> Iterator[tuple[str, float]]:

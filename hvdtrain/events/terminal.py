@@ -3,47 +3,103 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import stat
 import sys
-from typing import IO
+import time
+from collections.abc import Callable
+from typing import IO, TextIO
 
 from hvdtrain.config.schema import LogConfig
-from hvdtrain.events.log import Event, Sink
-from hvdtrain.events.writers import TextWriter
+from hvdtrain.core.stderr import print_stderr
+from hvdtrain.events.background import BackgroundSink
+from hvdtrain.events.log import Event
+from hvdtrain.events.output_stream import OutputStream
+from hvdtrain.events.writers import Pace, TextWriter
+
+NAME = "the standard output"
+CAPACITY = 100  # events that wait for a reader that has paused; those of steps are dropped first, oldest first
+REFRESH_S = 1.0  # of the display, which takes two milliseconds
 
 
 class TerminalSink:
-    """Passes events to another sink until that fails: the first error is reported once, and training goes on without the output.
+    """Writes on a thread, so that training never waits for a reader: events of steps are dropped, and their lines counted.
 
-    Raises BrokenPipeError: the reader of the output has gone away, as mpirun does when a job is ended.
+    An error is reported once, and training goes on without the output: the reader has gone away, or the stream was closed.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink: Sink | None = sink  # None after an error
+    def __init__(self, background: BackgroundSink, is_shown: Callable[[Event], bool], *, has_display: bool) -> None:
+        self._background, self._is_shown, self._has_display = background, is_shown, has_display
+        self._redirected: list[_LinesToDisplay] = []
 
     def __call__(self, event: Event) -> None:
-        if self.sink is None:
-            return
-        try:
-            self.sink(event)
-        except BrokenPipeError:
-            raise
-        except Exception as error:  # the stream was closed, or replaced by an object that fails
-            self.close(0.0)
-            self.sink = None
-            warn(f"cannot write to the standard output: {type(error).__name__}: {error}; training goes on, events.jsonl has every event")
+        if self._has_display and event.kind == "start":
+            self._redirect()
+        if event.kind in ("end", "stop", "failed"):
+            self._restore()
+        if self._is_shown(event):
+            self._background(event)
+
+    def finish(self) -> None:
+        self._restore()
+        self._background.finish()
 
     def close(self, timeout_s: float) -> None:
-        close = getattr(self.sink, "close", None)
-        if close is not None:
-            with contextlib.suppress(Exception):
-                close(timeout_s)
+        self._restore()
+        self._background.close(timeout_s)
+
+    def _redirect(self) -> None:
+        """What the job prints otherwise scrolls above the display, too."""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if is_interactive(stream):
+                self._redirected.append(_LinesToDisplay(name, stream, self._background))
+                setattr(sys, name, self._redirected[-1])
+
+    def _restore(self) -> None:
+        for redirected in self._redirected:
+            redirected.stop()
+            if getattr(sys, redirected.name) is redirected:
+                setattr(sys, redirected.name, redirected.stream)
+        self._redirected.clear()
+
+
+class _LinesToDisplay(io.TextIOBase):
+    """In the place of sys.stdout or sys.stderr: whole lines become events, of which the display shows the lines."""
+
+    def __init__(self, name: str, stream: TextIO, background: BackgroundSink) -> None:
+        self.name, self.stream, self._background = name, stream, background
+        self._begun = ""  # of a line
+        self._stopped = False  # who has kept this object writes to the stream
+
+    def write(self, text: str) -> int:
+        if self._stopped:
+            return self.stream.write(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        if lines:
+            self._background(Event(time.time(), "printed", 0, {"lines": lines}))
+        return len(text)
+
+    def stop(self) -> None:
+        if self._begun:
+            self.write("\n")
+        self._stopped = True
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
 
 
 def warn(message: str) -> None:
     """Writes a line to the standard error; does nothing where that cannot be written."""
-    with contextlib.suppress(OSError):
-        print(f"hvdtrain: {message}", file=sys.stderr, flush=True)
+    print_stderr(f"hvdtrain: {message}", 1.0)
 
 
 def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
@@ -51,8 +107,12 @@ def terminal_sink(out: IO[str], config: LogConfig) -> TerminalSink:
     if config.display == "live" or (config.display == "auto" and is_interactive(out)):
         from hvdtrain.events.progress_display import ProgressDisplay
 
-        return TerminalSink(ProgressDisplay(out))
-    return TerminalSink(TextWriter(out, config.every_s))
+        display = ProgressDisplay(OutputStream(out), lambda: terminal_size(out))
+        background = BackgroundSink(display, NAME, warn, CAPACITY, on_drop=display.drop, tick=display.tick, tick_s=REFRESH_S)
+        return TerminalSink(background, lambda event: True, has_display=True)
+    writer = TextWriter(OutputStream(out))
+    background = BackgroundSink(writer, NAME, warn, CAPACITY, on_drop=writer.drop)
+    return TerminalSink(background, Pace(config.every_s), has_display=False)
 
 
 def is_interactive(out: IO[str] | None) -> bool:
@@ -66,3 +126,32 @@ def is_interactive(out: IO[str] | None) -> bool:
         return out is not None and out.isatty() and os.get_terminal_size(out.fileno()).columns > 0
     except (OSError, ValueError):
         return False
+
+
+def terminal_size(out: IO[str]) -> os.terminal_size:
+    """Of the terminal that shows the output; 80 x 24 where there is none.
+
+    Open MPI's mpirun gives rank 0 a terminal of its own, and does not change its size when that of mpirun's terminal changes.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        with contextlib.suppress(OSError):
+            return _size_of(f"/proc/{os.getppid()}/fd/1")
+    with contextlib.suppress(OSError, ValueError):
+        size = os.get_terminal_size(out.fileno())
+        if size.columns and size.lines:
+            return size
+    return os.terminal_size((80, 24))
+
+
+def _size_of(path: str) -> os.terminal_size:
+    """Raises OSError where the path is no terminal."""
+    if not stat.S_ISCHR(os.stat(path).st_mode):
+        raise OSError(f"{path} is no terminal")
+    number = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        size = os.get_terminal_size(number)
+    finally:
+        os.close(number)
+    if not size.columns or not size.lines:
+        raise OSError(f"{path} has no size")
+    return size

@@ -2,109 +2,176 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import math
 import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
+from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
+from hvdtrain.events.shown_metric import ShownMetric, shown_metric
 
 KEPT = 10_000  # lines that wait in memory while the disk is full; the newest are kept
 BURST = 1000  # events of single steps that are written together
 
-_EPOCH_HEADER = "epoch  seconds  epoch s  images/s  train loss  val loss  val acc       lr"
+
+class TextOutput(Protocol):
+    """Where the TextWriter writes whole lines."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Pace:
+    """Which events the TextWriter needs: those of steps only every_s seconds after the last line."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last_line_s = time.monotonic()
+
+    def __call__(self, event: Event) -> bool:
+        is_due = time.monotonic() - self._last_line_s >= self._every_s
+        has_line = is_due if event.kind == "step" else event.kind == "epoch" or bool(event.fields.get("lines"))
+        if has_line:
+            self._last_line_s = time.monotonic()
+        return has_line
 
 
 class TextWriter:
-    """Writes a line for each epoch, and inside an epoch a line every `every_s` seconds at most. No control codes: fit for a log file.
+    """Writes a line for each event of an epoch or a step, and the lines of the others. No control codes: fit for a log file."""
 
-    Lines are lost while the disk is full. Raises BrokenPipeError where the reader of the output has gone away.
-    """
-
-    def __init__(self, out: IO[str], every_s: float) -> None:
+    def __init__(self, out: TextOutput) -> None:
         self._out = out
-        self._every_s = every_s
-        self._last_line_s = time.monotonic()
         self._header_written = False
+        self._metric = ShownMetric()
+        self._left_out = 0  # lines, not yet reported
 
     def __call__(self, event: Event) -> None:
+        if self._left_out:
+            count, self._left_out = self._left_out, 0
+            self.write(f"  ({count} line{'s' * (count > 1)} left out: nobody read this output)")
         for line in event.fields.get("lines", ()):
-            self._write(line)
-        if event.kind == "step" and time.monotonic() - self._last_line_s >= self._every_s:
-            self._write(_step_line(event.step, event.fields))
+            self.write(line)
+        if event.kind == "start":
+            self._metric = shown_metric(event.fields)
+        elif event.kind == "step":
+            self.write(_step_line(event.step, event.fields, self._metric))
         elif event.kind == "epoch":
             self._write_epoch(event.fields)
 
+    def write(self, line: str) -> None:
+        self._out.write(f"{line}\n")
+
+    def drop(self, event: Event) -> None:
+        """The event does not come; the next one is preceded by the number of lines that are left out. From any thread."""
+        self._left_out += 1 if event.kind == "step" else len(event.fields.get("lines", ()))
+
+    def close(self) -> None:
+        self._out.close()
+
     def _write_epoch(self, fields: dict[str, Any]) -> None:
         if not self._header_written:
-            self._write(_EPOCH_HEADER)
+            self.write(_epoch_header(self._metric))
             self._header_written = True
-        self._write(_epoch_line(fields))
+        self.write(_epoch_line(fields, self._metric))
         noise_scale = fields.get("noise_scale", math.nan)
         if math.isfinite(noise_scale):
-            self._write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
-
-    def _write(self, line: str) -> None:
-        self._last_line_s = time.monotonic()
-        try:
-            print(encodable(line, self._out), file=self._out, flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass  # a file on a full disk: training goes on
+            self.write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
 
 
-def encodable(line: str, out: IO[str]) -> str:
-    """The line, with letters that the stream's encoding lacks written as \\u65e5."""
-    encoding = getattr(out, "encoding", None) or "utf-8"
-    try:
-        line.encode(encoding)
-    except UnicodeEncodeError:
-        return line.encode(encoding, "backslashreplace").decode(encoding)
-    return line
+def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
+    of = "" if f["of"] is None else f" of {f['of']:.5g}"
+    done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
+    return f"{done}: train loss {f['loss']:.4f}, {f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
 
 
-def _step_line(step: int, f: dict[str, Any]) -> str:
-    done = f"  step {step}, epoch {f['epochs']:.2f} of {f['of']}"
-    return f"{done}: train loss {f['loss']:.4f}, {f['images_per_s']:.0f} images/s, lr {f['lr']:.4g}"
+def _epoch_header(metric: ShownMetric) -> str:
+    column = "" if metric.name == "loss" else f"{f'val {metric.column}':>7}  "  # a task that has no other metric
+    return f"epoch  seconds  epoch s  {metric.unit}/s  train loss  val loss  {column}     lr"
 
 
-def _epoch_line(f: dict[str, Any]) -> str:
-    times = f"{f['epoch']:5d}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  {f['images_per_s']:8.0f}"
-    return f"{times}  {f['train_loss']:10.4f}  {f['val_loss']:8.4f}  {f['val_accuracy']:7.4f}  {f['lr']:7.4g}"
+def _epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
+    epoch = f"{f['epoch']:d}" if f["epochs"] >= f["epoch"] else f"{f['epochs']:.2f}"  # an evaluation within an epoch has its fraction
+    times = f"{epoch:>5}  {f['seconds']:7.1f}  {f['epoch_s']:7.1f}  {f[metric.rate]:{len(metric.unit) + 2}.0f}"
+    width = max(7, len(f"val {metric.column}"))
+    shown = "" if metric.name == "loss" else f"{f[f'val_{metric.name}']:{metric.spec}}".rjust(width) + "  "
+    return f"{times}  {f['train_loss']:10.4f}  {f['val_loss']:8.4f}  {shown}{f['lr']:7.4g}"
+
+
+class Owner(Protocol):
+    """Who has the folder of a file."""
+
+    def open(self, path: Path, /) -> Folder:
+        """The folder. Raises where another one has its path by now, or it is another's; OSError where it cannot be opened."""
+
+    def refuse(self, error: OSError) -> None:
+        """Raises after an error that does not pass: a folder that can no longer be written."""
 
 
 class JsonLinesWriter:
     """Appends one JSON object a line, before the call returns: {"time", "kind", "step", and the event's fields}.
 
     While the disk is full the newest KEPT lines wait for the next call: training goes on, and no line is written in part.
-    Events of single steps (step_times) are written in bursts, at the latest before the next event of another kind.
+    Events of single steps (step_times) are written in bursts, at the latest before the next event of another kind. What the owner
+    raises is raised once; after that nothing is written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, owner: Owner | None = None) -> None:
+        self._path, self._owner = path, owner
+        self._lost = False
         self._waiting = deque[str](maxlen=KEPT)
         self._since_write = 0  # lines that came after the last attempt to write
 
     def __call__(self, event: Event) -> None:
-        fields = {"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}
-        self._waiting.append(json.dumps({name: _finite(value) for name, value in fields.items()}, allow_nan=False) + "\n")
+        self._waiting.append(line_of(event))
         self._since_write += 1
         if event.kind == "step_times" and self._since_write < BURST:
             return
         self._since_write = 0
-        with contextlib.suppress(OSError):
-            _append(self._path, "".join(self._waiting).encode())
+        if not self._lost:
+            self._write()
+
+    def _write(self) -> None:
+        """Raises what the owner raises."""
+        self._lost = True
+        try:
+            with (self._owner.open if self._owner else Folder.open)(self._path.parent) as folder:
+                _append(folder, self._path.name, "".join(self._waiting).encode())
             self._waiting.clear()
+        except OSError as error:
+            if self._owner:
+                self._owner.refuse(error)
+        self._lost = False
 
 
-def _append(path: Path, data: bytes) -> None:
+def append_event(run: Path, event: Event) -> None:
+    """Adds an event to the events.jsonl of a run whose job is not this one. Raises OSError where there is none or it cannot be written."""
+    data = line_of(event).encode()
+    with Folder.open(run) as folder:
+        folder.open_file("events.jsonl").close()
+        with folder.append("events.jsonl") as file:
+            if file.write(data) < len(data):  # at once, since the job may write too; what is cut off is no JSON, and readers skip it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def line_of(event: Event) -> str:
+    """The line of events.jsonl."""
+    return to_json({"time": round(event.time, 3), "kind": event.kind, "step": event.step, **event.fields}) + "\n"
+
+
+def to_json(fields: dict[str, Any]) -> str:
+    """One JSON object on one line, with null for numbers that are not finite."""
+    return json.dumps(finite(fields), allow_nan=False)
+
+
+def _append(folder: Folder, name: str, data: bytes) -> None:
     """Appends all of it; where that fails the file stays as it was and OSError is raised."""
-    with path.open("ab", buffering=0) as file:  # 30 us; no open file is left when a job is killed
+    with folder.append(name) as file:  # 50 us; no open file is left when a job is killed
         before = file.seek(0, os.SEEK_END)
         try:
             while data:
@@ -114,10 +181,10 @@ def _append(path: Path, data: bytes) -> None:
             raise
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null, inside lists and mappings too."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,24 +8,32 @@ from typing import Any
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
+from hvdtrain.tasks.task import Task
 
 
 def build_model(config: Config, task: Task, folder: str) -> Any:
     """What build() of a plugin in `folder` returns, or the user's own package.module:name with the options of `model`.
 
-    The user's own gets shape and classes too, where its parameters have these names. Raises UserError where options do not fit.
+    Both get those of Task.sizes that their parameters have the names of. Raises UserError where a plugin needs another one, or options
+    do not fit.
     """
-    name, options, where = config.model.name, config.model.options, config.where("model.name")
+    name, where = config.model.name, config.where("model.name")
     if not plugins.is_dotted(name):
         build = plugins.load(folder, name, where).build
-        return build(name, task.shape, task.classes, **plugins.convert_options(config.model, folder))
-    constructor = plugins.load_dotted(name, where)
-    signature = inspect.signature(constructor)
-    known: dict[str, Any] = {"shape": task.shape, "classes": task.classes}
-    arguments = {key: value for key, value in known.items() if key in signature.parameters} | dict(options)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise UserError(f"{name}{signature} does not fit: {error}", where, "give its parameters as model.<name>=<value>") from None
-    return constructor(**arguments)
+        signature = inspect.signature(build)
+        needed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "name"]
+        if missing := [size for size in needed if size not in task.sizes]:
+            has = f"task.name={task.name} has {', '.join(task.sizes)}"
+            what = f"model.name={name} is built from {' and '.join(missing)}, and {has}"
+            raise UserError(what, where, "another model.name, or another task.name")
+        _check_images(config, task, signature)
+        return build(name, *(task.sizes[size] for size in needed), **plugins.convert_options(config.model, folder))
+    return plugins.call_own(config.model, dict(task.sizes))
+
+
+def _check_images(config: Config, task: Task, signature: inspect.Signature) -> None:
+    """Raises UserError where a plugin whose shape is (H, W, C) gets other data than images."""
+    shape = signature.parameters.get("shape")
+    if shape is not None and shape.annotation == "tuple[int, int, int]" and len(task.sizes["shape"]) != 3:
+        what = f"model.name={config.model.name} takes images (H, W, C); the inputs of this job are {tuple(task.sizes['shape'])}"
+        raise UserError(what, config.where("model.name"), "model.name=mlp or linear, or a class of your own")

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import Hyper
+from hvdtrain.core.pieces import Piece
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.core.updates import Update
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a model is trained for: images in, one of `classes` labels out."""
-
-    shape: tuple[int, int, int]  # (H, W, C)
-    classes: int
-    mean: np.ndarray  # float64 (C,), of x / 255 over the training set
-    std: np.ndarray  # float64 (C,), of the same; never 0
 
 
 class Gpu(NamedTuple):
@@ -37,6 +28,93 @@ class Gpu(NamedTuple):
     peak_bytes: Callable[[], int]  # the most memory that this rank has allocated
 
 
+class Predictions(NamedTuple):
+    """What a model says about the samples of a batch."""
+
+    outputs: np.ndarray  # (n, ...) of the model, the first where it has several, on the host, in the order of the samples
+    sums: Sums  # as of Learner.evaluate()
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A learner that draws tokens."""
+
+    def continue_sequences(
+        self,
+        prompts: np.ndarray,
+        length: int,
+        *,
+        tokens: int,
+        temperature: float,
+        seed: int,
+        first: int,
+        before_each: Callable[[], None],
+    ) -> np.ndarray:
+        """Prompts, int64 (n, m), continued to int64 (n, length) by tokens 0 ... tokens - 1; n may be 0.
+
+        Each is drawn from softmax(logits / temperature). The random numbers of sequence i are those of seed and first + i. before_each()
+        is called before each position. Nothing that training uses changes. Raises UserError where the model cannot be read token by token.
+        """
+
+
+class Waited(NamedTuple):
+    """What a rank of a pipeline did in the passes of some steps."""
+
+    seconds: float
+    waiting: float  # of these, for other ranks
+    predicted: float  # the share of waiting, 0 to 1, by the schedule of the last step, if all stages took the same time
+
+
+class UnderWay(NamedTuple):
+    """The pass that a rank of a pipeline is in."""
+
+    text: str  # "forward pass of micro-batch 2 in stage 1"
+    waits_for: int | None  # the rank of the job whose message it waits for
+
+
+class TimedPass(NamedTuple):
+    """One pass of a micro-batch through a stage, in seconds of time.perf_counter()."""
+
+    kind: str  # "forward", "backward", "input gradient", "weight gradient"
+    stage: int
+    micro: int
+    start_s: float
+    stop_s: float
+    waited_s: float  # of these, before the pass had what it takes
+
+
+@runtime_checkable
+class HasPipeline(Protocol):
+    """A learner whose model may have stages on several ranks."""
+
+    def read_waited(self) -> Waited | None:
+        """Since it was last called; None where every rank has all layers."""
+
+    def last_passes(self) -> list[TimedPass]:
+        """Of this rank in the last step, in order; none where every rank has all layers."""
+
+    def under_way(self) -> UnderWay | None:
+        """From any thread; None between steps."""
+
+
+@runtime_checkable
+class SharesSteps(Protocol):
+    """A learner whose ranks may have different parts in a step."""
+
+    @property
+    def readers(self) -> Communicator | None:
+        """The ranks that divide the samples of a step among them; None on a rank that reads none."""
+
+    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
+        """Of the steps up to the next sync point, those that this rank makes, in order: which is known only as they come.
+
+        Each step is made before the next one is asked for; then all ranks call sync_buffers().
+        """
+
+    def read_updates(self) -> list[Update]:
+        """Of asynchronous steps, in order, since it was last called; on rank 0 alone."""
+
+
 class Learner(Protocol):
     """A model and its optimizer on this rank, and the arithmetic of a step: everything that the trainer needs from a framework.
 
@@ -44,7 +122,7 @@ class Learner(Protocol):
     communicate with the other ranks: every rank calls them, in the same order.
 
     A DeviceBatch is what to_device() of the same learner returns; its type is the framework's own. Sums are over samples, never means,
-    and their values are device scalars that float() takes: converting one may wait for the device, adding them does not.
+    and their values are device scalars that float() takes, or vectors: converting one may wait for the device, adding them does not.
     """
 
     @property
@@ -52,14 +130,22 @@ class Learner(Protocol):
         """The phases of a step: the trainer enters "data" before it takes a batch, the learner the others, and "" at the step's end."""
 
     @property
+    def data(self) -> Communicator:
+        """The ranks that read different samples: all of them, but for those that have one model together, which read the same."""
+
+    @property
     def waits_only_in_communication(self) -> bool:
         """Whether all waiting for other ranks is in the phase "communication": the rest of a step is then this rank's own work."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has only parts of some arrays of state()."""
 
     def cache_on_device(self, source: Source) -> bool:
         """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
 
-        to_device() then takes "indices" and "partner_indices" in place of images and labels. Raises UserError where data.resident=true asks
-        for a set that does not fit.
+        to_device() then takes "indices" and "partner_indices" in place of the samples' fields. Raises UserError where data.resident=true
+        asks for a set that does not fit.
         """
 
     def to_device(self, batch: Batch) -> Any:
@@ -73,10 +159,10 @@ class Learner(Protocol):
 
         `micro` are DeviceBatches, one for each pass, equally many on every rank; one may be empty. `hyper` and `seed` are the same on all
         ranks. The gradient is that of the sum over all ranks of each sample's loss times its weight "w", 1 where there is none, divided
-        by hyper.batch.
+        by the sum over all ranks of Task.weight(): the mean over the samples, or the tokens, of the global batch.
 
-        Returns this rank's own sums {"loss", "right", "count"} over its samples, unweighted; "nonfinite", 1 / ranks where the loss of
-        any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise_scale.py. With
+        Returns this rank's own sums over its samples, unweighted: "count" and those of Task.sums; "nonfinite", 1 / ranks where the loss
+        of any rank or the mean gradient was not finite, else 0; and with log.noise_scale those of recipe/noise_scale.py. With
         guard.nonfinite=skip a step that is not finite leaves weights, buffers and optimizer state as they were, on every rank.
         """
 
@@ -87,22 +173,29 @@ class Learner(Protocol):
         """
 
     def evaluate(self, batch: Any) -> Sums:
-        """{"loss", "right", "count"} of a DeviceBatch in evaluation mode: no dropout, no label smoothing, running statistics."""
+        """ "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label smoothing, running statistics."""
+
+    def predict(self, batch: Any) -> Predictions:
+        """As evaluate(), with the model's outputs too, for which the host waits. The DeviceBatch has samples."""
 
     def state(self) -> Arrays:
         """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
 
-        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own.
+        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own. A collective where
+        the learner is_sharded.
         """
 
-    def views(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of state() one by one: without a copy where they are in host memory, valid until the next step."""
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank has of the arrays of state(), one by one: without a copy where they are in host memory, until the next step.
+
+        The names are the same on all ranks, in the same order.
+        """
 
     def state_dict_names(self) -> dict[str, str]:
         """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied array has two names."""
 
-    def load(self, state: Arrays) -> None:
-        """Copies a state into the live arrays. Raises UserError where a name or a shape does not fit."""
+    def load(self, state: Arrays | ArrayStream) -> None:
+        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a name or a shape does not fit."""
 
     def describe(self) -> str:
         """One line: model, number of parameters, number type, device, and how gradients are reduced."""

@@ -1,4 +1,4 @@
-"""The numpy framework: softmax regression and linear least squares by hand-written gradients, the oracle of every other framework."""
+"""The numpy framework: one linear layer by hand-written gradients of each task's loss, the reference of the other frameworks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, as_stream
+from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.build_rule import build_rule
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.global_weight import global_weight
+from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.frameworks.state import check_fit, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.clipping import clip
 from hvdtrain.optim.rule import ArrayOps, Rule, is_excluded
+from hvdtrain.tasks.task import NumpyPart, Place, Task, part_of
 
 
 class DeviceBatch(NamedTuple):
     """A micro-batch as the learner computes with it."""
 
-    x: np.ndarray  # (n, C H W), normalised, in the learner's number type
-    labels: np.ndarray  # int64 (n,)
-    weights: np.ndarray | None = None  # float64 (n,), factors of the samples' losses
-    partner_labels: np.ndarray | None = None  # int64 (n,), of the images mixed in (mixup)
-    mixup_weight: np.ndarray | None = None  # float64 (n,) of `labels` in the loss
+    x: np.ndarray  # (n, features), as the task prepares it, in the learner's number type
+    batch: Batch  # the rest: the fields, augmented, and "w" and "mixup_weight"
+    weight: int  # of Task.weight()
 
 
 class NumpyLearner:
-    """logits = x W' + b from zero weights; names and shapes are those of torch/models/linear.py."""
+    """outputs = x W' + b from zero weights; names and shapes are those of torch/models/linear.py."""
 
     def __init__(self, config: Config, task: Task, rule: Rule, communicator: Communicator, dtype: np.dtype[Any]) -> None:
         self.config, self.task, self.communicator = config, task, communicator
+        self.data = communicator
         self.skips_nonfinite = config.guard.nonfinite == "skip"
         self.dtype = dtype
+        self.part: NumpyPart = part_of(task, "numpy", config, Place(dtype))
         self.stopwatch: Stopwatch = HostStopwatch()
         self.waits_only_in_communication = True
-        features = int(np.prod(task.shape))
-        self.weights = {"fc.weight": np.zeros((task.classes, features), dtype), "fc.bias": np.zeros(task.classes, dtype)}
+        self.is_sharded = False
+        self.weights = {name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()}
         self.ops = ArrayOps(np)
         self.optimizer_state = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
         excluded = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
@@ -56,26 +59,27 @@ class NumpyLearner:
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         batch = augment.augment_batch(batch)
-        x = (batch["x"] / 255.0 - self.task.mean) / self.task.std  # (n, H, W, C)
-        x = x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(self.task.shape))  # (n, C H W), as torch flattens; n may be 0
-        return DeviceBatch(x.astype(self.dtype), batch["y"], batch.get("w"), batch.get("partner_y"), batch.get("mixup_weight"))
+        return DeviceBatch(self.part.inputs(batch), batch, self.task.weight(batch))
 
     @np.errstate(over="ignore", invalid="ignore")  # "nonfinite" reports it
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
         gradient = np.zeros(sum(p.size for p in self.weights.values()), self.dtype)
-        total = zero_sums()
+        total = zero_sums(self.task.sums)
+        divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
         enter = self.stopwatch.enter
         for batch in micro:
             enter("forward")
-            sums, error = self._forward(batch, self.config.model.label_smoothing)
+            outputs = self._outputs(batch)
+            sums = self._sums(outputs, batch, training=True)
             enter("backward")
-            if batch.weights is not None:
-                error = error * batch.weights[:, None]
+            error = self.part.gradient(outputs, batch.batch)
+            if "w" in batch.batch:
+                error = error * batch.batch["w"][:, None]
             if not math.isfinite(sums["loss"]):
                 error = np.full_like(error, np.nan)  # the reduction brings NaN to every rank
-            error = error / hyper.batch  # a sum over ranks is then the mean over the global batch
+            error = error / divisor  # a sum over ranks is then the mean over the global batch
             gradient += np.concatenate([(error.T @ batch.x).ravel(), error.sum(0)])
-            total = {name: total[name] + sums[name] for name in total}
+            total = add_sums(total, sums)
         enter("communication")
         mean = self.communicator.allreduce(gradient, "gradient.0")
         enter("update")
@@ -89,21 +93,29 @@ class NumpyLearner:
         pass  # the model has no buffers, and all ranks' weights are equal
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
-        return self._forward(batch)[0]
+        return self._sums(self._outputs(batch), batch, training=False)
+
+    def predict(self, batch: DeviceBatch) -> Predictions:
+        return Predictions(self._outputs(batch), self.evaluate(batch))
 
     def state(self) -> Arrays:
-        return {name: array.copy() for name, array in self.views()}
+        return {name: array.copy() for name, array in self._arrays()}
 
-    def views(self) -> Iterator[tuple[str, np.ndarray]]:
+    def pieces(self) -> Iterator[Piece]:
+        return (whole(name, array) for name, array in self._arrays())
+
+    def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from ((f"p.{name}", p) for name, p in self.weights.items())
         for name, state in self.optimizer_state.items():
             yield from ((f"s.{name}.{i}", array) for i, array in enumerate(state))
 
     def state_dict_names(self) -> dict[str, str]:
-        return plain_names(name for name, _ in self.views())
+        return plain_names(name for name, _ in self._arrays())
 
-    def load(self, state: Arrays) -> None:
-        check_fit(dict(self.views()), state)
+    def load(self, state: Arrays | ArrayStream) -> None:
+        stream = as_stream(state)
+        check_fit({name: array.shape for name, array in self._arrays()}, stream.shapes, stream.is_partial)
+        state = dict(self._arrays()) | dict(stream.arrays)
         for name, old in self.optimizer_state.items():
             self.weights[name] = state[f"p.{name}"].astype(self.dtype)
             self.optimizer_state[name] = tuple(state[f"s.{name}.{i}"].astype(self.dtype) for i in range(len(old)))
@@ -119,27 +131,15 @@ class NumpyLearner:
         """Raises NotImplementedError: numpy has no profiler."""
         raise NotImplementedError(f"numpy has no profiler to write {path}")  # training/conflicts.py refuses profile.steps
 
-    def _forward(self, batch: DeviceBatch, smoothing: float = 0.0) -> tuple[Sums, np.ndarray]:
-        """Sums over the batch, and d(sum of losses) / d(logits), (n, classes)."""
-        logits = batch.x @ self.weights["fc.weight"].T + self.weights["fc.bias"]  # (n, classes)
-        loss, error = self._loss(logits, batch.labels, smoothing)
-        if batch.mixup_weight is not None and batch.partner_labels is not None:
-            partner_loss, partner_error = self._loss(logits, batch.partner_labels, smoothing)
-            weight = batch.mixup_weight.astype(self.dtype)
-            loss = weight * loss + (1 - weight) * partner_loss
-            error = weight[:, None] * error + (1 - weight)[:, None] * partner_error
-        right = (logits.argmax(1) == batch.labels).sum()
-        return {"loss": float(loss.sum()), "right": float(right), "count": len(logits)}, error
+    def _outputs(self, batch: DeviceBatch) -> np.ndarray:
+        """(n, outputs)."""
+        outputs: np.ndarray = batch.x @ self.weights["fc.weight"].T + self.weights["fc.bias"]
+        return outputs
 
-    def _loss(self, logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
-        """Each sample's loss (n,), and d(loss) / d(logits) (n, classes)."""
-        target = np.eye(self.task.classes, dtype=self.dtype)[labels] * (1.0 - smoothing) + smoothing / self.task.classes
-        if self.config.model.loss == "squared_error":
-            error = logits - target
-            return 0.5 * np.square(error).sum(1), error
-        shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
-        log_softmax = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-        return -(log_softmax * target).sum(1), np.exp(log_softmax) - target
+    def _sums(self, outputs: np.ndarray, batch: DeviceBatch, training: bool) -> Sums:
+        each = self.part.each(outputs, batch.batch, training)
+        terms = {name: _number_or_tuple(term.sum(0)) for name, term in each.terms.items()}
+        return {"loss": float(each.loss.sum()), **terms, "count": len(outputs)}
 
     def _update(self, gradient: np.ndarray, hyper: Hyper, seed: int) -> None:
         gradients = np.split(gradient, np.cumsum([p.size for p in self.weights.values()])[:-1])
@@ -153,6 +153,10 @@ class NumpyLearner:
             self.weights[name], self.optimizer_state[name] = new_p.astype(self.dtype), new_state
 
 
+def _number_or_tuple(total: Any) -> Any:
+    return tuple(total.tolist()) if np.ndim(total) else float(total)
+
+
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure of."""
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
@@ -161,4 +165,5 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The parameters by name, as build() makes them, without their memory."""
-    return {"fc.weight": (task.classes, math.prod(task.shape)), "fc.bias": (task.classes,)}
+    outputs = task.sizes["outputs"]
+    return {"fc.weight": (outputs, math.prod(task.sizes["shape"])), "fc.bias": (outputs,)}

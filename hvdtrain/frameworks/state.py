@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import UserError
 
 
@@ -13,14 +18,38 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 
-def check_fit(model: Arrays, state: Arrays) -> None:
-    """Raises UserError where `state` lacks an array of the model, has one more, or has one in another shape."""
+def gather(communicator: Communicator, pieces: Iterable[Piece]) -> Arrays:
+    """A copy of every array, on every rank; `communicator` is of the ranks that have its parts. A collective where they have."""
+    pieces = list(pieces)
+    if all(piece.is_whole for piece in pieces):
+        return {piece.name: piece.array.copy() for piece in pieces}
+    of_ranks = communicator.allgather_object([list(piece.runs()) for piece in pieces])
+    return {piece.name: _gather_one(communicator, piece, [of_rank[i] for of_rank in of_ranks]) for i, piece in enumerate(pieces)}
+
+
+def _gather_one(communicator: Communicator, piece: Piece, runs: list[list[tuple[int, int]]]) -> np.ndarray:
+    """runs[rank]: where the elements of its part lie."""
+    if piece.is_whole:
+        return piece.array.copy()
+    parts, done = communicator.allgather(piece.array, f"gather.{piece.name}"), 0
+    whole = np.empty(piece.shape, parts.dtype).reshape(-1)
+    for first, behind in itertools.chain.from_iterable(runs):
+        whole[first:behind] = parts[done : done + behind - first]
+        done += behind - first
+    return whole.reshape(piece.shape)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_fit(model: Shapes, state: Shapes, is_partial: bool = False) -> None:
+    """Raises UserError where `state` lacks an array of the model (a partial one may), has one more, or has one in another shape."""
     where = "state of the model"
     fix = "give the model and options that the checkpoint was made with: they are in its run folder's config.yaml"
-    if differing := sorted(model.keys() ^ state.keys()):
+    if differing := sorted(state.keys() - model.keys() if is_partial else model.keys() ^ state.keys()):
         side = "the state lacks" if differing[0] in model else "the model lacks"
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise UserError(f"{side} {differing[0]}{more}", where, fix)
-    for name, array in model.items():
-        if array.shape != state[name].shape:
-            raise UserError(f"{name} has shape {state[name].shape}, the model has {array.shape}", where, fix)
+    for name, shape in state.items():
+        if model[name] != shape:
+            raise UserError(f"{name} has shape {shape}, the model has {model[name]}", where, fix)

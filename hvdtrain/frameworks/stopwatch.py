@@ -49,9 +49,24 @@ class ReplaceableStopwatch:
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.current = stopwatch
+        self._phase = ""
 
     def enter(self, phase: str) -> None:
+        self._phase = phase
         self.current.enter(phase)
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """The time inside is "communication", of a step; then the phase from before goes on."""
+        before = self._phase
+        if not before:  # between steps
+            yield
+            return
+        self.enter("communication")
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def read(self) -> list[PhaseTimes]:
         return self.current.read()

@@ -34,7 +34,7 @@ class Ops(Protocol):
         """x / (sqrt(v) + eps), elementwise, in new memory"""
 
     def norm(self, x: Array) -> Scalar:
-        """The Euclidean norm of each parameter's array."""
+        """The Euclidean norm of each parameter's array, which does not depend on another norm: one sum over ranks serves all of them."""
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar: ...
     def sqrt(self, a: Scalar) -> Scalar: ...

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
+from hvdtrain.config.length import read_length
 from hvdtrain.config.schema import Config, RecipeConfig
 from hvdtrain.errors import UserError
+from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
+
+FALLING = ("cosine", "linear", "polynomial")  # schedules that end with the job, or with their piece
 
 
 def check_recipe(config: Config) -> None:
@@ -18,7 +21,7 @@ def check_recipe(config: Config) -> None:
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
     """Every contradiction in the recipe that shows without data."""
-    for rule in (_schedule, _chain, _warmup, _growth, _reference_batch):
+    for rule in (_schedule, _chain, _warmup, _end, _growth, _reference_batch):
         yield from rule(config)
 
 
@@ -40,29 +43,56 @@ def _chain(config: Config) -> Iterator[UserError]:
         if (piece.kind == "steps") != bool(piece.milestones):
             what = f"{name} is of kind {piece.kind} {'without' if piece.kind == 'steps' else 'with'} milestones"
             yield UserError(what, where, "{kind: steps, milestones: [30, 60]}")
-        if piece.epochs is None and index < len(chain) - 1:
-            yield UserError(f"{name} has no epochs, which only the last piece may leave out", where, "give its epochs")
+        if piece.length is None and index < len(chain) - 1:
+            yield UserError(f"{name} has no length, which only the last piece may leave out", where, "give its length: 5, or 500 steps")
     if chain and config.recipe.schedule != "constant":
         yield UserError(f"recipe.chain and recipe.schedule={config.recipe.schedule} both set the schedule", where, "keep one of them")
-    last_start = sum(piece.epochs or 0.0 for piece in chain[:-1])
-    if last_start >= config.epochs:
-        what = f"recipe.chain's last piece begins at epoch {last_start:g} of {config.epochs}"
-        yield UserError(what, where, "shorter pieces, or more epochs")
 
 
 def _warmup(config: Config) -> Iterator[UserError]:
+    """Of a warm-up in epochs; others are compared where the data are known (recipe/from_config.py)."""
+    length, epochs = read_length(config.recipe.warmup), total_epochs(config)
+    if length.unit != "epochs" or epochs is None or not needs_time_after_warmup(config.recipe):
+        return
+    if length.amount * epoch_multiplier(config) >= epochs:
+        words = length.words(epoch_multiplier(config))
+        what = f"a warm-up of {words} leaves nothing of {epochs:g} epoch{'s' * (epochs != 1)} to the schedule"
+        yield UserError(what, config.where("recipe.warmup"), "a shorter warm-up, or a longer job")
+
+
+def _end(config: Config) -> Iterator[UserError]:
+    """A job that only its time ends has no length that a schedule could know: each rank and each resume must have the same rates."""
     recipe = config.recipe
-    if recipe.warmup_epochs and recipe.warmup_steps:
-        what = f"recipe.warmup_epochs={recipe.warmup_epochs:g} and recipe.warmup_steps={recipe.warmup_steps} both set the warm-up's length"
-        yield UserError(what, config.where("recipe.warmup_steps"), "keep one of them")
-    elif recipe.warmup != "none" and recipe.warmup_epochs >= config.epochs and needs_time_after_warmup(recipe):
-        what = f"a warm-up of {recipe.warmup_epochs:g} epochs leaves nothing of {config.epochs} epochs to the schedule"
-        yield UserError(what, config.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
+    if total_epochs(config) is not None or config.stop.steps is not None:
+        return
+    unknown = f"stop.time={config.stop.time} alone ends the job, at a step that is not known before"
+    fix = "stop.steps or epochs as well, and the job ends with whichever comes first; or recipe.chain with a length of each piece"
+    if recipe.schedule in FALLING:
+        what = f"recipe.schedule={recipe.schedule} falls to the end of the job; {unknown}"
+        yield UserError(what, config.where("recipe.schedule"), fix)
+    if recipe.chain and recipe.chain[-1].kind in FALLING and recipe.chain[-1].length is None:
+        yield UserError(f"the last piece of recipe.chain falls to the end of the job; {unknown}", config.where("recipe.chain"), fix)
+    for key, lengths in _lengths(recipe).items():
+        for length in lengths:
+            if read_length(length).unit == "%":
+                fix = "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"
+                yield UserError(f"{key}: {length} is a share of the job; {unknown}", config.where(key), fix)
+
+
+def _lengths(recipe: RecipeConfig) -> dict[str, list[float | str]]:
+    """Every length of the recipe, by its key."""
+    of_chain = [length for piece in recipe.chain for length in (piece.length, *piece.milestones) if length is not None]
+    return {
+        "recipe.warmup": [recipe.warmup],
+        "recipe.milestones": recipe.milestones,
+        "recipe.grow_at": recipe.grow_at,
+        "recipe.chain": of_chain,
+    }
 
 
 def needs_time_after_warmup(recipe: RecipeConfig) -> bool:
     """Whether the schedule falls from the end of the warm-up to the end of the job."""
-    return recipe.schedule in ("cosine", "polynomial") or bool(recipe.chain)
+    return recipe.schedule in FALLING or bool(recipe.chain)
 
 
 def _growth(config: Config) -> Iterator[UserError]:
@@ -78,15 +108,17 @@ def _growth(config: Config) -> Iterator[UserError]:
         if recipe.batch_max is None or recipe.batch_max < config.batch.size:
             what = f"recipe.growth=decays needs recipe.batch_max of batch.size={config.batch.size} or more"
             yield UserError(what, config.where("recipe.batch_max"), f"recipe.batch_max={config.batch.size * 8}, say")
+        yield from _shares_of_two_ends(config, "recipe.milestones", recipe.milestones)
     elif recipe.batch_max is not None:
         what = f"recipe.batch_max needs recipe.growth=decays; it is {recipe.growth}"
         yield UserError(what, config.where("recipe.batch_max"), "recipe.growth=decays")
     if recipe.growth == "milestones":
         if not recipe.grow_at or len(recipe.grow_at) != len(recipe.grow_to):
-            what = f"recipe.grow_at has {len(recipe.grow_at)} epochs, recipe.grow_to {len(recipe.grow_to)} batches"
-            yield UserError(what, config.where("recipe.grow_to"), "one batch for each epoch")
+            what = f"recipe.grow_at has {len(recipe.grow_at)} lengths, recipe.grow_to {len(recipe.grow_to)} batches"
+            yield UserError(what, config.where("recipe.grow_to"), "one batch for each length")
         if min(recipe.grow_to, default=1) < 1:
             yield UserError(f"recipe.grow_to is {list(recipe.grow_to)}", config.where("recipe.grow_to"), "batches of 1 or more")
+        yield from _shares_of_two_ends(config, "recipe.grow_at", recipe.grow_at)
     elif recipe.grow_at or recipe.grow_to:
         what = f"recipe.grow_at and recipe.grow_to need recipe.growth=milestones; it is {recipe.growth}"
         yield UserError(what, config.where("recipe.grow_at"), "recipe.growth=milestones")
@@ -98,6 +130,19 @@ def _reference_batch(config: Config) -> Iterator[UserError]:
         yield UserError(what, config.where("optim.base_batch"), "optim.base_batch=128, say")
 
 
-def _not_rising(key: str, epochs: Sequence[float], where: str) -> Iterator[UserError]:
-    if not all(a < b < math.inf for a, b in itertools.pairwise([0.0, *epochs])):
-        yield UserError(f"{key} is {list(epochs)}", where, "epochs above 0, each more than the one before")
+def _shares_of_two_ends(config: Config, key: str, lengths: Sequence[float | str]) -> Iterator[UserError]:
+    """Which of two ends comes first depends on the batches, and these on the shares."""
+    if total_epochs(config) is None or config.stop.steps is None:
+        return
+    for length in lengths:
+        if read_length(length).unit == "%":
+            what = f"{key}: the batch grows at {length} of the job, which epochs and stop.steps both may end"
+            yield UserError(what, config.where(key), "epochs=null or stop.steps=null; or a length in epochs, steps, samples or tokens")
+
+
+def _not_rising(key: str, lengths: Sequence[float | str], where: str) -> Iterator[UserError]:
+    """Of lengths in one unit; others are compared where the data are known (recipe/from_config.py)."""
+    given = [read_length(length) for length in lengths]
+    first_is_0 = bool(given) and given[0].amount == 0
+    if first_is_0 or any(a.unit == b.unit and a.amount >= b.amount for a, b in itertools.pairwise(given)):
+        yield UserError(f"{key} is {list(lengths)}", where, "lengths above 0, each more than the one before")

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Sequence
 
+from hvdtrain.config.length import Length, read_length
 from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
-from hvdtrain.recipe.batch_growth import Growth, growth_instead_of_decays
+from hvdtrain.recipe.batch_growth import Growth, batches_instead_of_decays
+from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import check_recipe, needs_time_after_warmup
 from hvdtrain.recipe.recipe import Recipe, scaling
-from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
+from hvdtrain.recipe.schedule import AtLeast, Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
 
-def recipe_from_config(config: Config, dataset: int, momentum: float) -> Recipe:
+def recipe_from_config(config: Config, dataset: int, momentum: float, context: int | None = None) -> Recipe:
     """The recipe of a job on `dataset` training samples; `momentum` is the optimizer's default where optim.momentum is left out.
 
-    Raises UserError where keys of the recipe contradict each other, a batch exceeds the data set, the warm-up leaves no epoch to the
-    schedule, or a rate is not finite.
+    context: tokens of a sample, None where samples have none. Raises UserError where keys of the recipe contradict each other, a batch
+    exceeds the data set, the warm-up leaves nothing to the schedule, a length counts tokens that there are not, or a rate is not finite.
     """
     check_recipe(config)
-    growth = batch_growth(config)
+    time = clock(config, dataset, context)
+    growth = batch_growth(config, time)
     _check_batches_fit(growth, config, dataset)
-    schedule = lr_schedule(config, dataset)
-    _check_rates_are_finite(schedule, config)
+    schedule = lr_schedule(config, time, growth)
+    end = time.end(growth)
+    _check_rates_are_finite(schedule, config, end)
     return Recipe(
         lr=schedule,
         batch=growth,
         momentum=momentum,
         weight_decay=config.optim.weight_decay,
-        epochs=total_epochs(config),
+        epochs=end,
         lr_follows_batch="linear" if config.recipe.growth == "decays" else config.recipe.scale,
         base_batch=base_batch(config),
         sample_noise=config.recipe.sample_noise,
@@ -37,38 +41,17 @@ def recipe_from_config(config: Config, dataset: int, momentum: float) -> Recipe:
     )
 
 
-def base_batch(config: Config) -> int:
-    """The global batch that optim.base_lr is meant for."""
-    return config.optim.base_batch or config.batch.size
-
-
-def epoch_multiplier(config: Config) -> int:
-    """The factor on every count of epochs: with recipe.adapt_regime a job makes as many updates as it would with base_batch.
-
-    Hoffer et al. 2017, arXiv:1705.08741, section 5: every count of epochs times ceil(B / 128), here times ceil(B / base_batch).
-    """
-    if not config.recipe.adapt_regime:
-        return 1
-    return -(-config.batch.size // base_batch(config))
-
-
-def total_epochs(config: Config) -> int:
-    """Epochs of the whole job."""
-    return config.epochs * epoch_multiplier(config)
-
-
 def peak_lr(config: Config) -> float:
     """The learning rate after the warm-up, for the first batch."""
     return config.optim.base_lr * scaling(config.recipe.scale, config.batch.size, base_batch(config))
 
 
-def warmup_epochs(config: Config, dataset: int) -> float:
-    """The length of the warm-up in epochs of the job; recipe.warmup_steps counts steps of the first batch."""
-    if config.recipe.warmup == "none":
-        return 0.0
-    if config.recipe.warmup_steps:
-        return config.recipe.warmup_steps * config.batch.size / dataset
-    return config.recipe.warmup_epochs * epoch_multiplier(config)
+def warmup_epochs(config: Config, time: Clock, growth: Growth) -> float:
+    """Epochs done at the end of the warm-up.
+
+    minGPT counts the tokens of a step before it takes the step's rate: its rates are those of one step later here.
+    """
+    return time.after(0.0, read_length(config.recipe.warmup), growth, config.where("recipe.warmup"))
 
 
 def warmup_start_lr(config: Config) -> float:
@@ -78,19 +61,22 @@ def warmup_start_lr(config: Config) -> float:
     return config.optim.base_lr if peak_lr(config) > config.optim.base_lr else 0.0
 
 
-def lr_schedule(config: Config, dataset: int) -> Schedule:
+def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     """The learning rate for the first batch, over the whole job.
 
-    Raises UserError where the warm-up leaves no epoch to the schedule.
+    Raises UserError where the warm-up leaves nothing of the job to the schedule.
     """
-    recipe, warmup, end = config.recipe, warmup_epochs(config, dataset), total_epochs(config)
-    if warmup >= end and needs_time_after_warmup(recipe):  # of recipe.warmup_steps, whose length in epochs depends on the data
-        what = f"a warm-up of {warmup:g} epochs leaves nothing of {end} epochs to the schedule"
-        raise UserError(what, config.where("recipe.warmup_epochs"), "a shorter warm-up, or more epochs")
-    after_warmup = _schedule_after_warmup(config, warmup)
+    recipe, warmup, end = config.recipe, warmup_epochs(config, time, growth), time.end(growth)
+    if warmup >= end and needs_time_after_warmup(recipe):
+        length = _with_epochs(read_length(recipe.warmup), warmup)
+        what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' * (end != 1)} to the schedule"
+        raise UserError(what, config.where("recipe.warmup"), "a shorter warm-up, or a longer job")
+    after_warmup = _schedule_after_warmup(config, time, growth, warmup)
+    if recipe.floor:
+        after_warmup = AtLeast(recipe.floor * peak_lr(config), after_warmup)
     if not warmup:
         return after_warmup
-    if recipe.warmup == "constant":
+    if recipe.warmup_kind == "constant":
         return ConstantWarmup(warmup, warmup_start_lr(config), after_warmup)
     return Warmup(warmup, warmup_start_lr(config), after_warmup)
 
@@ -100,7 +86,7 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
     return list(recipe.chain) or [
         PieceConfig(
             kind=recipe.schedule,
-            epochs=None,
+            length=None,
             scale=1.0,
             milestones=recipe.milestones,
             gamma=recipe.gamma,
@@ -110,14 +96,34 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
     ]
 
 
-def batch_growth(config: Config) -> Growth:
-    """The global batch over the whole job."""
-    recipe, multiplier, first = config.recipe, epoch_multiplier(config), config.batch.size
+def batch_growth(config: Config, time: Clock) -> Growth:
+    """The global batch over the whole job. Raises UserError where a change comes before the one before it."""
+    recipe, first = config.recipe, config.batch.size
     if recipe.growth == "decays":
         assert recipe.batch_max is not None  # check_recipe()
-        milestones = tuple(epoch * multiplier for epoch in recipe.milestones)
-        return growth_instead_of_decays(first, milestones, recipe.gamma, recipe.batch_max)
-    return Growth(first, tuple(epoch * multiplier for epoch in recipe.grow_at), tuple(recipe.grow_to))
+        key, lengths = "recipe.milestones", recipe.milestones
+        to = batches_instead_of_decays(first, len(lengths), recipe.gamma, recipe.batch_max)
+    else:
+        key, lengths, to = "recipe.grow_at", recipe.grow_at, tuple(recipe.grow_to)
+    growth = Growth(first)
+    for length in lengths:  # steps are counted by the batches before
+        at = (*growth.at, time.after(0.0, read_length(length), growth, config.where(key)))
+        _check_rising(key, lengths, at, config.where(key))
+        growth = Growth(first, at, to[: len(at)])
+    return growth
+
+
+def _check_rising(key: str, lengths: Sequence[float | str], at: Sequence[float], where: str) -> None:
+    """`lengths` end after `at` epochs."""
+    for earlier, later, length, other in zip(at, at[1:], lengths, lengths[1:], strict=False):
+        if not earlier < later:
+            what = f"{key}: {_with_epochs(read_length(other), later)} come after {_with_epochs(read_length(length), earlier)}"
+            raise UserError(what, where, "lengths of which each is more than the one before")
+
+
+def _with_epochs(length: Length, epochs: float) -> str:
+    """500 steps (0.35 epochs)"""
+    return length.words() if length.unit == "epochs" else f"{length.words()} ({epochs:g} epoch{'s' * (epochs != 1)})"
 
 
 def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
@@ -129,10 +135,9 @@ def _check_batches_fit(growth: Growth, config: Config, dataset: int) -> None:
             raise UserError(f"batch {batch} is more than the {dataset} training samples", config.where(key), f"{dataset} or less")
 
 
-def _check_rates_are_finite(schedule: Schedule, config: Config) -> None:
-    end = float(total_epochs(config))
+def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> None:
     try:
-        finite = all(math.isfinite(schedule(epoch)) for epoch in (0.0, end / 2, end))
+        finite = all(math.isfinite(schedule(epoch)) for epoch in (0.0, end / 2, end) if epoch < math.inf)
     except OverflowError:
         finite = False
     if not finite:
@@ -140,27 +145,41 @@ def _check_rates_are_finite(schedule: Schedule, config: Config) -> None:
         raise UserError(what, config.where("recipe.gamma"), "a smaller gamma, or fewer epochs")
 
 
-def _schedule_after_warmup(config: Config, warmup: float) -> Schedule:
-    """The pieces one after the other, counted from the beginning of the job; those that decay begin after the warm-up."""
-    pieces, multiplier = schedule_pieces(config.recipe), epoch_multiplier(config)
-    job_end, last = float(total_epochs(config)), pieces[-1]
-    starts = [0.0, *itertools.accumulate(float((piece.epochs or 0.0) * multiplier) for piece in pieces[:-1])]
-    ends = [*starts[1:], starts[-1] + last.epochs * multiplier if last.epochs else job_end]
-    schedules = []
-    for piece, start, end in zip(pieces, starts, ends, strict=True):
-        schedules.append(_piece_schedule(piece, peak_lr(config), start, max(start, warmup), end, multiplier))
-    return schedules[0] if len(schedules) == 1 else Chain(tuple(starts), tuple(schedules))
+def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: float) -> Schedule:
+    """The pieces one after the other, counted from the beginning of the job; those that decay begin after the warm-up.
+
+    Raises UserError where the last piece begins at the end of the job or later.
+    """
+    pieces, end = schedule_pieces(config.recipe), time.end(growth)
+    key = "recipe.chain" if config.recipe.chain else "recipe.milestones"
+    where = config.where(key)
+    starts = [0.0]
+    for piece in pieces:
+        starts.append(end if piece.length is None else time.after(starts[-1], read_length(piece.length), growth, where))
+    if starts[-2] >= end:
+        what = f"recipe.chain's last piece begins at epoch {starts[-2]:g} of {end:g}"
+        raise UserError(what, where, "shorter pieces, or a longer job")
+    schedules: list[Schedule] = []
+    for piece, start, stop in zip(pieces, starts, starts[1:], strict=False):
+        milestones = tuple(time.after(start, read_length(each), growth, where) for each in piece.milestones)
+        _check_rising(key, piece.milestones, milestones, where)
+        schedules.append(_piece_schedule(piece, peak_lr(config), milestones, max(start, warmup), stop, time.multiplier))
+    return schedules[0] if len(schedules) == 1 else Chain(tuple(starts[:-1]), tuple(schedules))
 
 
-def _piece_schedule(piece: PieceConfig, peak: float, start: float, decay_start: float, end: float, multiplier: int) -> Schedule:
-    """One piece from epoch `start` to `end`; a decay begins at `decay_start`, after the warm-up."""
+def _piece_schedule(
+    piece: PieceConfig, peak: float, milestones: tuple[float, ...], decay_start: float, end: float, multiplier: int
+) -> Schedule:
+    """One piece up to epoch `end`; a decay begins at `decay_start`, after the warm-up."""
     value = peak * piece.scale
     decay_end = max(end, decay_start + 1e-9)  # a piece that ends within the warm-up is not called; its length must not be 0
     match piece.kind:
         case "steps":
-            return Steps(value, tuple(start + milestone * multiplier for milestone in piece.milestones), piece.gamma)
+            return Steps(value, milestones, piece.gamma)
         case "cosine":
             return Cosine(value, piece.end_lr, decay_start, decay_end)
+        case "linear":
+            return Polynomial(value, piece.end_lr, decay_start, decay_end, 1.0)
         case "polynomial":
             return Polynomial(value, piece.end_lr, decay_start, decay_end, piece.power)
         case "exponential":

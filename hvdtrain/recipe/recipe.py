@@ -22,7 +22,7 @@ class Recipe:
     batch: Growth  # samples over all ranks
     momentum: float
     weight_decay: float
-    epochs: int  # of the whole job
+    epochs: float  # of the whole job; infinity where only its time ends it
     lr_follows_batch: Scale = "none"  # how the rate scales where the batch grows
     base_batch: int = 1  # global batch whose gradient noise sample_noise=1 reproduces
     sample_noise: float = 0.0

@@ -85,6 +85,17 @@ class Chain:
 
 
 @dataclass(frozen=True)
+class AtLeast:
+    """The value of `schedule`, but never less than `least`."""
+
+    least: float
+    schedule: Schedule
+
+    def __call__(self, epochs: float) -> float:
+        return max(self.least, self.schedule(epochs))
+
+
+@dataclass(frozen=True)
 class Warmup:
     """Before `epochs` rises linearly from `start` towards the value of `then`; from there on equal to `then`.
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hvdtrain.config.length import read_length
 from hvdtrain.config.schema import Config, PieceConfig
-from hvdtrain.recipe.from_config import (
-    base_batch,
-    batch_growth,
-    epoch_multiplier,
-    peak_lr,
-    schedule_pieces,
-    warmup_epochs,
-    warmup_start_lr,
-)
+from hvdtrain.recipe.clock import base_batch, clock, epoch_multiplier
+from hvdtrain.recipe.from_config import batch_growth, peak_lr, schedule_pieces, warmup_start_lr
 from hvdtrain.recipe.recipe import Recipe, scaling
 
 
-def lr_summary(config: Config, dataset: int) -> str:
+def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
     """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80"""
     multiplier = epoch_multiplier(config)
-    line = _peak_and_warmup(config, dataset)
+    line = _peak_and_warmup(config, multiplier)
     for piece in schedule_pieces(config.recipe):
         summary = _piece_summary(piece, multiplier)
         if summary:
             line += f", then {summary}"
+    if config.recipe.floor:
+        line += f", never below {config.recipe.floor * peak_lr(config):g}"
     if config.recipe.growth == "decays":
         line += f", replaced by batch growth up to {config.recipe.batch_max}"
     if config.recipe.growth == "milestones" and config.recipe.scale != "none":
-        line += f"; follows the batch ({config.recipe.scale}): {_rates_of_grown_batches(config)}"
+        line += f"; follows the batch ({config.recipe.scale}): {_rates_of_grown_batches(config, dataset, context)}"
     if multiplier > 1:
         line += f"; regime adapted: {multiplier} times the epochs"
     return line
@@ -38,7 +36,7 @@ def batch_summary(recipe: Recipe) -> str:
     return ", ".join([str(recipe.batch.first), *changes])
 
 
-def _peak_and_warmup(config: Config, dataset: int) -> str:
+def _peak_and_warmup(config: Config, multiplier: int) -> str:
     """lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1)"""
     recipe, base_lr, peak = config.recipe, config.optim.base_lr, peak_lr(config)
     line, notes = f"lr {base_lr:g}", []
@@ -46,17 +44,18 @@ def _peak_and_warmup(config: Config, dataset: int) -> str:
         ratio = f"{config.batch.size}/{base_batch(config)}"
         line += f" x {ratio if recipe.scale == 'linear' else f'sqrt({ratio})'} = {peak:g}"
         notes.append(f"{recipe.scale} scaling")
-    epochs = warmup_epochs(config, dataset)
-    if epochs:
-        length = f"{epochs:g} warm-up epoch{'s' * (epochs != 1)}"
-        line += f" after {f'{recipe.warmup_steps} warm-up steps' if recipe.warmup_steps else length}"
-        notes.append(f"{'all at' if recipe.warmup == 'constant' else 'from'} {warmup_start_lr(config):g}")
+    length = read_length(recipe.warmup)
+    if length.amount:
+        words = length.words(multiplier)
+        amount, _, unit = words.rpartition(" ")
+        line += f" after a warm-up of {words}" if length.unit == "%" else f" after {amount} warm-up {unit}"
+        notes.append(f"{'all at' if recipe.warmup_kind == 'constant' else 'from'} {warmup_start_lr(config):g}")
     return f"{line} ({', '.join(notes)})" if notes else line
 
 
-def _rates_of_grown_batches(config: Config) -> str:
+def _rates_of_grown_batches(config: Config, dataset: int, context: int | None) -> str:
     """0.16 from epoch 2, 0.04 from epoch 3.5"""
-    growth, peak = batch_growth(config), peak_lr(config)
+    growth, peak = batch_growth(config, clock(config, dataset, context)), peak_lr(config)
     rates = []
     for epoch, batch in zip(growth.at, growth.to, strict=True):
         rates.append(f"{peak * scaling(config.recipe.scale, batch, growth.first):g} from epoch {epoch:g}")
@@ -65,12 +64,13 @@ def _rates_of_grown_batches(config: Config) -> str:
 
 def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
     """x 0.1 at epochs 30, 60, 80; empty for a constant piece that goes to the end at the peak rate."""
-    length = f" for {piece.epochs * multiplier:g} epochs" if piece.epochs else ""
+    length = f" for {read_length(piece.length).words(multiplier)}" if piece.length else ""
     scale = f" from x {piece.scale:g}" if piece.scale != 1 else ""
     match piece.kind:
         case "steps":
-            epochs = ", ".join(f"{milestone * multiplier:g}" for milestone in piece.milestones)
-            return f"x {piece.gamma:g} at epochs {epochs}{scale}{length}"
+            return f"x {piece.gamma:g} at {_milestones(piece.milestones, multiplier)}{scale}{length}"
+        case "linear":
+            return f"linear to {piece.end_lr:g}{scale}{length}"
         case "cosine":
             return f"cosine to {piece.end_lr:g}{scale}{length}"
         case "polynomial":
@@ -79,3 +79,11 @@ def _piece_summary(piece: PieceConfig, multiplier: int) -> str:
             period = f"{multiplier} epochs" if multiplier > 1 else "epoch"
             return f"x {piece.gamma:g} in each {period}{scale}{length}"
     return f"constant{scale}{length}" if scale or length else ""
+
+
+def _milestones(lengths: Sequence[float | str], multiplier: int) -> str:
+    """epochs 30, 60, 80; or 500 steps, 50% of the job"""
+    read = [read_length(length) for length in lengths]
+    if all(length.unit == "epochs" for length in read):
+        return f"epochs {', '.join(f'{length.amount * multiplier:g}' for length in read)}"
+    return ", ".join(length.words(multiplier) for length in read)

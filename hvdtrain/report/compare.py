@@ -13,10 +13,23 @@ from hvdtrain.report import summary
 from hvdtrain.report.run import Fields, RunRecord, number
 
 # Keys that do not change what is trained: where data and files are, and how ranks find each other.
-_LOCATION_KEYS = ("run", "resume", "data.root", "data.stage", "data.ahead", "data.readers", "comm.address", "comm.timeout_s")
+_LOCATION_KEYS = (
+    "run",
+    "resume",
+    "data.root",
+    "data.stage",
+    "data.ahead",
+    "data.readers",
+    "data.workers",
+    "comm.address",
+    "comm.timeout_s",
+)
+_MODEL_KEYS = ("parallel.pipeline", "parallel.tensor", "parallel.dense")
 _OBSERVATION_PREFIXES = ("log.", "guard.", "checkpoint.", "profile.")
+_COMMUNICATION_PREFIXES = ("comm.", "parallel.", "shard.")  # what ranks send each other, not what is trained
 _BATCH_KEYS = ("batch.size", "batch.per_rank")  # more ranks keep either the batch over all ranks or the batch of each rank
 _START_FIELDS = ("ranks", "engine", "device")
+SHORTEST_S = 10.0  # of a job whose speed is compared: the first seconds of a shorter one are most of it
 
 
 class Spread(NamedTuple):
@@ -32,12 +45,12 @@ class ScalingRow(NamedTuple):
 
     ranks: int
     seeds: str
-    images_per_s: Spread
+    samples_per_s: Spread
     speed_up: float
     efficiency: float  # speed-up divided by the ratio of the ranks
     seconds: Spread  # of the jobs that reached their end
-    accuracy: Spread  # the last one, of those jobs too
-    joules_per_image: Spread
+    last: Spread  # value of the objective, of those jobs too
+    joules_per_sample: Spread
     energy_ratio: float
 
 
@@ -64,9 +77,9 @@ def differing_keys(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
     """Comparisons at a constant batch over all ranks (strong scaling), and at a constant batch of each rank (weak scaling).
 
-    Runs are left out whose configuration or ranks are not known, or that changed ranks, engine or device on the way.
+    Runs are left out whose configuration or ranks are not known, that changed ranks, engine or device on the way, or that are short.
     """
-    comparable = [run for run in runs if run.config and run.ranks and not changes_between_starts(run)]
+    comparable = [run for run in runs if run.config and run.ranks and not changes_between_starts(run) and not is_short(run)]
     return [
         comparison
         for same_training in _groups(comparable, _training_key)
@@ -74,6 +87,11 @@ def scaling_comparisons(runs: Sequence[RunRecord]) -> list[ScalingComparison]:
         for scaling in _SCALINGS
         for comparison in _at_constant_batch(same_communication, scaling)
     ]
+
+
+def is_short(run: RunRecord) -> bool:
+    """Whether the job took too few seconds for its speed to say anything."""
+    return summary.job_seconds(run) < SHORTEST_S
 
 
 def changes_between_starts(run: RunRecord) -> str:
@@ -123,7 +141,7 @@ def _groups(runs: Sequence[RunRecord], key: Callable[[RunRecord], Any]) -> list[
 def _training_key(run: RunRecord) -> str:
     """Equal for runs that train the same, whatever their seed, ranks and communication."""
     ignored_keys = (*_LOCATION_KEYS, *_BATCH_KEYS, "seed")
-    ignored_prefixes = ("comm.", *_OBSERVATION_PREFIXES)
+    ignored_prefixes = (*_COMMUNICATION_PREFIXES, *_OBSERVATION_PREFIXES)
     config = {key: value for key, value in run.config.items() if key not in ignored_keys and not key.startswith(ignored_prefixes)}
     energy = run.start_event.get("energy")
     on_gpus = isinstance(energy, dict) and "gpu" in energy  # speed.device=auto takes what the machine has
@@ -132,7 +150,7 @@ def _training_key(run: RunRecord) -> str:
 
 def _communication_key(run: RunRecord) -> str:
     """Equal for runs whose ranks communicate alike."""
-    config = {key: value for key, value in run.config.items() if key.startswith("comm.") and key not in _LOCATION_KEYS}
+    config = {key: value for key, value in run.config.items() if key.startswith(_COMMUNICATION_PREFIXES) and key not in _LOCATION_KEYS}
     return _json([run.start_event.get("engine"), sorted(config.items())])
 
 
@@ -148,10 +166,17 @@ def _at_constant_batch(runs: list[RunRecord], scaling: _Scaling) -> list[Scaling
     known = [run for run in runs if math.isfinite(scaling.batch(run))]
     groups = sorted(_groups(known, scaling.batch), key=lambda group: scaling.batch(group[0]))
     return [
-        ScalingComparison(scaling.description.format(scaling.batch(group[0])), _scaling_rows(group), group)
+        ScalingComparison(scaling.description.format(scaling.batch(group[0])) + _of_models(group), _scaling_rows(group), group)
         for group in groups
         if len({run.ranks for run in group}) > 1
     ]
+
+
+def _of_models(group: Sequence[RunRecord]) -> str:
+    """Which ranks have one model together: ", parallel.tensor=2"; empty where every rank has a whole one."""
+    keys = {f"{key}={run.config.get(key)}" for run in group for key in _MODEL_KEYS if run.ranks != 1}
+    given = sorted(key for key in keys if not key.endswith(("=1", "=none", "=None")))
+    return f", {', '.join(given)}" if given else ""
 
 
 def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
@@ -160,20 +185,20 @@ def _scaling_rows(runs: list[RunRecord]) -> list[ScalingRow]:
     for group in sorted(_groups(runs, lambda run: run.ranks), key=lambda group: group[0].ranks or 1):
         ranks = group[0].ranks or 1
         finished = [run for run in group if run.end_event.get("kind") == "end"]
-        images_per_s = spread([summary.images_per_s(run) for run in group])
-        joules_per_image = spread([summary.joules_per_image(run) for run in group])
+        samples_per_s = spread([summary.samples_per_s(run) for run in group])
+        joules_per_sample = spread([summary.joules_per_sample(run) for run in group])
         base_ranks = rows[0].ranks if rows else ranks
-        speed_up = _ratio(images_per_s.mean, (rows[0].images_per_s if rows else images_per_s).mean)
+        speed_up = _ratio(samples_per_s.mean, (rows[0].samples_per_s if rows else samples_per_s).mean)
         row = ScalingRow(
             ranks=ranks,
             seeds=", ".join(sorted({_json(run.config.get("seed")) for run in group})),
-            images_per_s=images_per_s,
+            samples_per_s=samples_per_s,
             speed_up=speed_up,
             efficiency=speed_up * base_ranks / ranks,
             seconds=spread([summary.job_seconds(run) for run in finished]),
-            accuracy=spread([summary.last_accuracy(run) for run in finished]),
-            joules_per_image=joules_per_image,
-            energy_ratio=_ratio(joules_per_image.mean, (rows[0].joules_per_image if rows else joules_per_image).mean),
+            last=spread([summary.last_value(run) for run in finished]),
+            joules_per_sample=joules_per_sample,
+            energy_ratio=_ratio(joules_per_sample.mean, (rows[0].joules_per_sample if rows else joules_per_sample).mean),
         )
         rows.append(row)
     return rows

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
 from hvdtrain.report import page_tables, summary
-from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons
+from hvdtrain.report.compare import SHORTEST_S, changes_between_starts, differing_keys, is_short, scaling_comparisons
+from hvdtrain.report.mesh import mesh_of, stage_summary
+from hvdtrain.report.objective import objective_of
 from hvdtrain.report.page_tables import Table
 from hvdtrain.report.run import RunRecord
+from hvdtrain.report.samples import read_samples
 from hvdtrain.version import __version__
 
 _LAST_EVENTS = 8  # of a run without a regular end
@@ -36,18 +39,23 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
-        raise UserError("jinja2 is not installed", "report", "pip install 'hvdtrain[report]'") from None
+        raise UserError("jinja2 is not installed", "report", "pip install jinja2") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     labelled = list(zip(runs, labels, strict=True))
+    several_ranks = len({run.ranks for run in runs}) > 1
     return template.render(
         title=f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs",
         lead=_sentences(runs, labels, _lead) if len(runs) <= _MOST_LEADS else [],
-        warnings=[line for run, label in labelled for line in _warnings(run, label)],
+        warnings=[line for run, label in labelled for line in _warnings(run, label, several_ranks)],
         tables=_tables(runs, labels),
         start=page_tables.startup(runs, labels),
         images=images,
-        stragglers=_sentences(runs, labels, summary.straggler_summary),
+        samples=[(label, drawn) for run, label in labelled if (drawn := read_samples(run))],
+        stragglers=[
+            *_sentences(runs, labels, lambda run: stage_summary(run, summary.rank_work_ms(run))),
+            *_sentences(runs, labels, summary.straggler_summary),
+        ],
         ranks=page_tables.ranks(runs[0]) if len(runs) == 1 else Table([], []),
         crashes=[(label, _last_events(run)) for run, label in labelled if run.end_event.get("kind") not in ("end", "stop")],
         settings=[(label, page_tables.settings(run)) for run, label in labelled if run.config],
@@ -58,7 +66,14 @@ def render_page(runs: Sequence[RunRecord], labels: Sequence[str], images: Sequen
 
 def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str, Table]]:
     """(title, table) of those that have a row."""
-    tables = [("Summary", page_tables.summary_table(runs, labels)), ("Time to accuracy", page_tables.targets(runs, labels))]
+    tables = [("Summary", page_tables.summary_table(runs, labels))]
+    tables.append((f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels)))
+    tables.append(("Evaluations", page_tables.evaluations_table(runs, labels)))
+    if len(runs) == 1:
+        tables.append(("Mesh", page_tables.mesh_grid(runs[0])))
+        tables.append(("Stages", page_tables.stages(runs[0])))
+        tables.append(("Classes in the last evaluation", page_tables.classes(runs[0])))
+        tables.append(("Updates between a worker's reading of the weights and its update", page_tables.staleness(runs[0])))
     for comparison in scaling_comparisons(runs):
         tables.append((f"More ranks: batch {comparison.batch}", page_tables.scaling(comparison)))
     if len(runs) > 1:
@@ -68,10 +83,13 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
 
 def _lead(run: RunRecord) -> str:
     """The run in one sentence."""
-    ranks = f"{run.ranks:,} rank{'s' * (run.ranks > 1)}, " if run.ranks else ""
+    mesh = mesh_of(run)
+    in_mesh = f" ({mesh.summary})" if mesh else ""
+    ranks = f"{run.ranks:,} rank{'s' * (run.ranks > 1)}{in_mesh}, " if run.ranks else ""
     time = summary.duration(summary.job_seconds(run))
-    accuracy = page_tables.percent(summary.best_accuracy(run))
-    return f"{ranks}{time}, {f'best accuracy {accuracy}' if accuracy else 'not evaluated'}; {run.ending}"
+    objective = objective_of(run)
+    best = objective.shown(summary.best_value(run))
+    return f"{ranks}{time}, {f'best {objective.name} {best}' if best else 'not evaluated'}; {run.ending}"
 
 
 def _sentences(runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Callable[[RunRecord], str]) -> list[str]:
@@ -80,8 +98,8 @@ def _sentences(runs: Sequence[RunRecord], labels: Sequence[str], sentence_of: Ca
     return [f"{label}: {sentence}" if len(runs) > 1 else sentence for label, sentence in sentences if sentence]
 
 
-def _warnings(run: RunRecord, label: str) -> list[str]:
-    """What limits the results of a run."""
+def _warnings(run: RunRecord, label: str, several_ranks: bool) -> list[str]:
+    """What limits the results of a run; `several_ranks`: the report has runs on different numbers of ranks."""
     lines = []
     nonfinite = run.events_of("nonfinite")
     if nonfinite:
@@ -98,6 +116,11 @@ def _warnings(run: RunRecord, label: str) -> list[str]:
     changes = changes_between_starts(run)
     if changes:
         lines.append(f"{changes}: the run is left out of the comparisons of ranks")
+    elif several_ranks and is_short(run):
+        time = summary.duration(summary.job_seconds(run))
+        lines.append(
+            f"a job of {time} says nothing about speed: the run is left out of the comparisons of ranks ({SHORTEST_S:g} s or more)"
+        )
     return [f"{label}: {line}" for line in lines]
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.events import redaction
-from hvdtrain.report import summary
+from hvdtrain.report import evaluations, mesh, summary
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
+from hvdtrain.report.objective import objective_of
 from hvdtrain.report.run import RunRecord, number
 
 _MOST_RANKS = 32  # rows: the slowest ranks
 _MOST_HOSTS = 8
+_MOST_COLUMNS = 16  # of the mesh
+_MOST_EVALUATIONS = 10  # rows of a run
+_MOST_CLASSES = 100  # rows
+_MOST_AGES = 12  # of a row
 
 
 class Table(NamedTuple):
@@ -39,12 +45,18 @@ def percent(value: float) -> str:
 
 def summary_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
     """A column for each run; a row that is empty in all of them is left out."""
-    columns = [_summary_column(run) for run in runs]
+    columns = [_summary_column(run, objective_name(runs)) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return Table(["", *labels], [row for row in rows if any(row[1:])])
 
 
-def _summary_column(run: RunRecord) -> dict[str, str]:
+def objective_name(runs: Sequence[RunRecord]) -> str:
+    """The metric that decides; "objective" where it is not the same in all runs."""
+    names = {objective_of(run).name for run in runs}
+    return names.pop() if len(names) == 1 else "objective"
+
+
+def _summary_column(run: RunRecord, objective: str) -> dict[str, str]:
     start = run.start_event
     begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.events[0]["time"]))
     starts = len(run.events_of("start"))
@@ -53,6 +65,7 @@ def _summary_column(run: RunRecord) -> dict[str, str]:
         "ending": run.ending,
         "begun": begun + (f", in {starts} starts" if starts > 1 else ""),
         "ranks": shown(number(start, "ranks"), ",.0f"),
+        "mesh": mesh.ways(run),
         "hosts": _hosts(start.get("hosts")),
         "engine": _cell(start.get("engine")),
         "framework": _cell(start.get("framework") or run.config.get("framework")),
@@ -62,11 +75,13 @@ def _summary_column(run: RunRecord) -> dict[str, str]:
         "training samples": shown(number(start, "samples"), ",.0f"),
         "global batch at first": shown(global_batch(run), ",g"),
         "epochs": shown(summary.epochs_done(run)),
-        "best accuracy": percent(summary.best_accuracy(run)) or "not evaluated",
-        "last accuracy": percent(summary.last_accuracy(run)) or "not evaluated",
+        f"best {objective}": objective_of(run).shown(summary.best_value(run)) or "not evaluated",
+        f"last {objective}": objective_of(run).shown(summary.last_value(run)) or "not evaluated",
         "time": summary.duration(summary.job_seconds(run)),
-        "images/s": shown(summary.images_per_s(run)),
-        "energy per image": summary.energy_summary(run),
+        "samples/s": shown(summary.samples_per_s(run)),
+        **({"tokens/s": shown(tokens)} if math.isfinite(tokens := summary.tokens_per_s(run)) else {}),
+        "memory of a rank": summary.memory_summary(run),
+        "energy per sample": summary.energy_summary(run),
         "hvdtrain": _cell(start.get("version")),
     }
 
@@ -79,20 +94,65 @@ def _hosts(hosts: Any) -> str:
 
 
 def targets(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
-    """Time to accuracy: a row for each target that a run reached."""
+    """Time to a value of the objective: a row for each target that a run reached."""
     rows = [
         [
             label,
-            percent(target.accuracy),
+            objective_of(run).shown(target.value),
             summary.duration(target.seconds),
             shown(target.epochs),
-            shown(target.images, ",.0f"),
+            shown(target.samples, ",.0f"),
             shown(target.joules) or "not measured",
         ]
         for run, label in zip(runs, labels, strict=True)
         for target in summary.targets(run)
     ]
-    return Table(["run", "target", "time", "epochs", "images", "energy (J)"], rows)
+    return Table(["run", "target", "time", "epochs", "samples", "energy (J)"], rows)
+
+
+def staleness(run: RunRecord) -> Table:
+    """How old gradients were when they were applied: a row for each worker of parameter servers that are asynchronous."""
+    found: dict[str, Counter[int]] = {}
+    for event in run.events_of("step"):
+        of_workers = event.get("staleness")
+        for worker, counts in of_workers.items() if isinstance(of_workers, dict) else ():
+            if isinstance(counts, dict):
+                ages = {int(age): n for age, n in counts.items() if age.isdecimal() and isinstance(n, int)}
+                found.setdefault(worker, Counter()).update(ages)
+    rows = []
+    for worker, counts in sorted(found.items(), key=lambda item: (len(item[0]), item[0]))[:_MOST_RANKS]:
+        total = counts.total()
+        shares = ", ".join(f"{age}: {percent(counts[age] / total)}" for age in sorted(counts)[:_MOST_AGES])
+        if total:
+            mean = sum(age * n for age, n in counts.items()) / total
+            rows.append([_cell(worker), shown(total, ",.0f"), shown(mean), shown(max(counts), ",.0f"), shares])
+    return Table(["worker", "updates", "mean", "most", "share of updates of each staleness"], rows)
+
+
+def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
+    """A row for each time that `evaluate` was run, of each run the last ones."""
+    rows = [
+        [
+            label,
+            _cell(evaluation.get("checkpoint")),
+            redaction.redact_urls(evaluations.data_of(evaluation)),
+            shown(number(evaluation, "count"), ",.0f"),
+            shown(number(evaluation, "loss"), ".4f"),
+            objective_of(run).shown(number(evaluation, objective_of(run).name)),
+        ]
+        for run, label in zip(runs, labels, strict=True)
+        for evaluation in evaluations.of_run(run)[-_MOST_EVALUATIONS:]
+    ]
+    return Table(["run", "checkpoint", "data", "samples", "loss", objective_name(runs)], rows)
+
+
+def classes(run: RunRecord) -> Table:
+    """Of the last evaluation, the class with the lowest accuracy first."""
+    last = next(reversed(evaluations.of_run(run)), {})
+    results = sorted(evaluations.class_results(last), key=lambda result: result.accuracy)
+    rows = [[one.name, shown(one.samples, ",.0f"), percent(one.accuracy), one.mistake] for one in results[:_MOST_CLASSES]]
+    note = f"The {_MOST_CLASSES} classes with the lowest accuracy, of {len(results):,}." if len(results) > _MOST_CLASSES else ""
+    return Table(["class", "samples", "accuracy", "most often taken for"], rows, note)
 
 
 def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> Table:
@@ -103,17 +163,20 @@ def differing(keys: Sequence[tuple[str, list[Any]]], labels: Sequence[str]) -> T
 
 def scaling(comparison: ScalingComparison) -> Table:
     """A row for each number of ranks; a column that is empty in all of them is left out."""
-    header = ["ranks", "seeds", "images/s", "speed-up", "efficiency", "time (s)", "last accuracy (%)", "J per image", "energy ratio"]
+    objective = objective_of(comparison.runs[0])
+    scale, unit = (100.0, " (%)") if objective.percent else (1.0, "")
+    last = f"last {objective.name}{unit}"
+    header = ["ranks", "seeds", "samples/s", "speed-up", "efficiency", "time (s)", last, "J per sample", "energy ratio"]
     rows = [
         [
             f"{row.ranks:,}",
             row.seeds,
-            _spread(row.images_per_s),
+            _spread(row.samples_per_s),
             shown(row.speed_up, ",.3g"),
             f"{100 * row.efficiency:.1f}%" if math.isfinite(row.efficiency) else "",
             _spread(row.seconds),
-            _spread(Spread(100 * row.accuracy.mean, 100 * row.accuracy.sd, row.accuracy.n)),
-            _spread(row.joules_per_image),
+            _spread(Spread(scale * row.last.mean, scale * row.last.sd, row.last.n)),
+            _spread(row.joules_per_sample),
             shown(row.energy_ratio, ".3g"),
         ]
         for row in comparison.rows
@@ -140,17 +203,48 @@ def ranks(run: RunRecord) -> Table:
     work_ms = summary.rank_work_ms(run)
     measured = [rank for rank in range(len(work_ms)) if math.isfinite(work_ms[rank])]
     slowest_first = sorted(measured, key=lambda rank: -work_ms[rank])
+    found, medians = mesh.mesh_of(run), summary.median_of_stage(run, work_ms)
     rows = [
         [
             str(rank),
             summary.host_of(run.start_event, rank),
+            *([found.name(rank) if rank < len(found.places) else ""] if found else []),
             f"{work_ms[rank]:.3f}",
-            shown(work_ms[rank] / slowest.median_ms if slowest.median_ms else math.nan, ".2f"),
+            shown(work_ms[rank] / medians[rank] if medians[rank] else math.nan, ".2f"),
         ]
         for rank in slowest_first[:_MOST_RANKS]
     ]
     note = f"The slowest {_MOST_RANKS} of {len(work_ms):,} ranks." if len(measured) > _MOST_RANKS else ""
-    return Table(["rank", "host", "own work in a step (ms)", "times the median"], rows, note)
+    median_name = "times the median of its stage" if found and found.sizes.stage > 1 else "times the median"
+    return Table(["rank", "host", *["place"] * bool(found), "own work in a step (ms)", median_name], rows, note)
+
+
+def mesh_grid(run: RunRecord) -> Table:
+    """Which rank on which host has which place: a row for each place in `data`; empty where every rank has a whole model."""
+    found = mesh.mesh_of(run)
+    if found is None or found.sizes.stage * found.sizes.tensor > _MOST_COLUMNS:
+        return Table([], [])
+    columns = [place for place in found.places if place.data == 0]
+    header = [found.name(found.places.index(place)).replace("data 0, ", "").replace(", data 0", "") for place in columns]
+    rows = []
+    for data in range(min(found.sizes.data, _MOST_RANKS)):
+        ranks = [found.places.index(place._replace(data=data)) for place in columns]
+        hosts = [summary.host_of(run.start_event, rank) for rank in ranks]
+        rows.append([f"data {data}", *(f"{rank} on {host}" if host else f"{rank}" for rank, host in zip(ranks, hosts, strict=True))])
+    more = f"The first {_MOST_RANKS} of {found.sizes.data:,} rows. " if found.sizes.data > _MOST_RANKS else ""
+    return Table(["rank", *header], rows, f"{more}Ranks of a row read the same samples; those of a column have the same part of the model.")
+
+
+def stages(run: RunRecord) -> Table:
+    """Of a pipeline, what each stage does and how long it waits."""
+    work_ms = summary.rank_work_ms(run)
+    rows = [
+        [f"{number}", f"{len(stage.ranks)}", shown(stage.work_ms), f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else ""]
+        for number, stage in enumerate(mesh.stages(run, work_ms)[:_MOST_RANKS])
+    ]
+    predicted = mesh.predicted_bubble(run)
+    note = f"By the schedule, with stages that take the same time, each waits {predicted:.1%}." if math.isfinite(predicted) else ""
+    return Table(["stage", "ranks", "own work in a step (ms)", "waits, of the time of its passes"], rows, note)
 
 
 def startup(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.read import read_file
+from hvdtrain.config.read import read_run_config
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.errors import UserError
 from hvdtrain.events.redaction import redact_urls
 
 Fields = dict[str, Any]  # of one event: "time", "kind", "step", and those of docs/events.md
-_REPEATED_KINDS = ("step", "epoch", "target", "step_times", "nonfinite")  # a resumed job writes them again for the steps that it repeats
+_OF_EVALUATIONS = ("epoch", "target")
+_REPEATED_KINDS = (
+    "step",
+    "epoch",
+    "target",
+    "step_times",
+    "nonfinite",
+    "passes",
+)  # a resumed job writes them again for the steps that it repeats
 _OUTCOMES = {"end": "done", "stop": "stopped", "failed": "failed"}
 _LARGEST = 1e45  # of a number; more than float32 holds, and still what matplotlib can scale
 _LATEST_S = 1e11  # seconds since 1970 that time.gmtime() accepts
+MOST_FILE_BYTES = 2**32
+MOST_LINE_BYTES = 2**22  # of one event; a start event of 4,096 ranks has 0.2 MB
+MOST_MEMORY_BYTES = 600 * 2**20  # of all events: 300,000 events of steps, or a million of step_times
+_VALUE_BYTES = 80
+_MOST_DEPTH = 8  # an event has three
+_FEWER_EVENTS = "fewer events; a larger log.every_steps writes fewer, and log.step_times=false"
 _EVENT_PREFIX = b'{"time":'  # of every line
 _STEP_TIMES = b'"kind": "step_times"'
 
@@ -57,8 +74,13 @@ class RunRecord:
         end = self.end_event
         if end:
             return redact_urls(f"{_OUTCOMES[end['kind']]}: {end.get('reason') or 'no reason given'}")
-        last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.events[-1]["time"]))
+        last = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.last_of_job["time"]))
         return f"no end: it is running, or was killed; last event {last}"
+
+    @property
+    def last_of_job(self) -> Fields:
+        """The last event of the job itself: an evaluation may come days later."""
+        return next((event for event in reversed(self.events) if event["kind"] != "evaluation"), self.events[-1])
 
     @property
     def ranks(self) -> int | None:
@@ -97,16 +119,46 @@ def read_run(folder: Path, step_times: bool = False) -> RunRecord:
     try:
         if not folder.is_dir():
             raise UserError(f"there is no run folder {folder}", "RUN", "give the folder that `run folder:` names at the end of a job")
-        data = path.read_bytes()
+        with Folder.open(folder) as opened, opened.open_file(path.name) as file:
+            if os.fstat(file.fileno()).st_size > MOST_FILE_BYTES:
+                raise UserError(f"{path} has more than {MOST_FILE_BYTES // 2**30} GiB", "RUN", f"give a run folder with {_FEWER_EVENTS}")
+            events = _without_repeated_steps(_bounded(_events(file, step_times), path))
     except FileNotFoundError:
         raise UserError(f"{folder} has no events.jsonl", "RUN", "give a run folder: it has config.yaml and events.jsonl") from None
+    except WrongKind as error:
+        raise UserError(f"{path} is {error.strerror}", "RUN", NO_LINKS) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}", "RUN", "give a run folder that can be read") from None
-    lines = (line for line in data.splitlines() if step_times or _STEP_TIMES not in _last_event(line))
-    events = _without_repeated_steps(event for line in lines for event in _parse(line))
     if not events:
         raise UserError(f"{path} has no event", "RUN", "the job has not started yet: give another run, or wait for its first line")
-    return RunRecord(folder, _read_config(folder / "config.yaml"), events)
+    return RunRecord(folder, _read_config(folder), events)
+
+
+def _events(file: BufferedReader, step_times: bool) -> Iterator[tuple[Fields, int]]:
+    """Each event with the length of its line, read as it comes; a line of more than MOST_LINE_BYTES is none."""
+    while line := file.readline(MOST_LINE_BYTES):
+        if not line.endswith(b"\n") and len(line) == MOST_LINE_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MOST_LINE_BYTES)
+        elif step_times or _STEP_TIMES not in _last_event(line):
+            for event in _parse(line):
+                yield event, _memory_bytes(line)
+
+
+def _memory_bytes(line: bytes) -> int:
+    """About the most that the parsed line takes: each value is an object."""
+    return len(line) + _VALUE_BYTES * (line.count(b",") + line.count(b"[") + line.count(b"{"))
+
+
+def _bounded(events: Iterator[tuple[Fields, int]], path: Path) -> Iterator[Fields]:
+    """Raises UserError where they would take more than MOST_MEMORY_BYTES."""
+    total = 0
+    for event, size in events:
+        total += size
+        if total > MOST_MEMORY_BYTES:
+            what = f"the events of {path} take more than {MOST_MEMORY_BYTES // 2**20} MiB of memory"
+            raise UserError(what, "RUN", f"give a run folder with {_FEWER_EVENTS}")
+        yield event
 
 
 def _parse(line: bytes) -> Iterator[Fields]:
@@ -116,14 +168,33 @@ def _parse(line: bytes) -> Iterator[Fields]:
             event = json.loads(candidate, parse_constant=lambda _: None)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             continue
-        if isinstance(event, dict) and isinstance(event.get("kind"), str) and _has_time_and_step(event):
-            yield event
+        if isinstance(event, dict) and isinstance(event.get("kind"), str) and _has_time_and_step(event) and _is_flat(event, _MOST_DEPTH):
+            yield _renamed(event)
         return
+
+
+_FORMER_NAMES = {"images_per_s": "samples_per_s", "joules_per_image": "joules_per_sample"}  # of schema 1
+_FORMER_TOTALS = {"images": "samples"}  # the same, of a target and of the end
+
+
+def _renamed(event: Fields) -> Fields:
+    """An event of schema 1 with the names of schema 2."""
+    names = _FORMER_NAMES | (_FORMER_TOTALS if event["kind"] in ("target", "end", "stop") else {})
+    if not names.keys() & event.keys():
+        return event
+    return {new: value for name, value in event.items() if (new := names.get(name, name)) == name or new not in event}
 
 
 def _last_event(line: bytes) -> bytes:
     """The line from the beginning of its last event."""
     return line[max(0, line.rfind(_EVENT_PREFIX)) :]
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Whether lists and mappings in it are nested in so many levels at most."""
+    if not isinstance(value, dict | list):
+        return True
+    return levels > 0 and all(_is_flat(inner, levels - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def _has_time_and_step(event: Fields) -> bool:
@@ -132,18 +203,20 @@ def _has_time_and_step(event: Fields) -> bool:
 
 
 def _without_repeated_steps(events: Iterator[Fields]) -> list[Fields]:
-    """A resumed job repeats the steps after its checkpoint: their earlier events are dropped."""
+    """A resumed job, and one that lost ranks, repeats steps and evaluations: their earlier events are dropped."""
     kept: list[Fields] = []
     for event in events:
-        if event["kind"] == "start":
+        if event["kind"] in ("start", "lost"):
             kept = [old for old in kept if old["kind"] not in _REPEATED_KINDS or old["step"] <= event["step"]]
+        if event["kind"] == "lost" and number(event, "evaluated") < event["step"]:
+            kept = [old for old in kept if old["kind"] not in _OF_EVALUATIONS or old["step"] < event["step"]]
         kept.append(event)
     return kept
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """Empty where it cannot be read: a run is worth reporting without its configuration."""
     try:
-        return {assignment.key: assignment.value for assignment in read_file(str(path))}
+        return {assignment.key: assignment.value for assignment in read_run_config(folder)}
     except UserError:
         return {}

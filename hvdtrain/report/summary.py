@@ -1,4 +1,4 @@
-"""The key figures of a run: speed, accuracy, time, energy, and its slowest rank."""
+"""The key figures of a run: speed, the objective of its task, time, energy, and its slowest rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from hvdtrain.report.mesh import mesh_of
+from hvdtrain.report.objective import objective_of
 from hvdtrain.report.run import Fields, RunRecord, number, numbers
 
 LONGEST_LABEL = 40  # characters of a run's name in a legend
@@ -15,12 +17,12 @@ _ENERGY_NAMES = {"gpu": "GPUs", "cpu": "processors"}
 
 
 class Target(NamedTuple):
-    """An accuracy that was reached, and what it took; NaN for what is not known."""
+    """A value of the objective that was reached, and what it took; NaN for what is not known."""
 
-    accuracy: float
+    value: float
     seconds: float
     epochs: float
-    images: float
+    samples: float
     joules: float
 
 
@@ -30,11 +32,12 @@ class Straggler(NamedTuple):
     rank: int
     host: str  # empty where it is not known
     work_ms: float
-    median_ms: float  # of all ranks
+    median_ms: float  # of all ranks; with a pipeline of those of its stage
+    place: str = ""  # in the mesh
 
 
 class _WeightedRate(NamedTuple):
-    """Images per second during some seconds, or joules per image of some images."""
+    """Samples per second during some seconds, or joules per sample of some samples."""
 
     rate: float
     weight: float
@@ -49,11 +52,17 @@ def first_finite(*values: float) -> float:
     return next(iter(finite(values)), math.nan)
 
 
-def images_per_s(run: RunRecord) -> float:
-    """Of training, over the whole job: all images by all seconds, not a mean of rates."""
-    epochs = [_WeightedRate(number(event, "images_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
-    steps = [_WeightedRate(number(event, "images_per_s"), first_finite(number(event, "window_s"), 1.0)) for event in run.step_events()]
-    return first_finite(number(run.end_event, "images_per_s"), _weighted_mean(epochs), _weighted_mean(steps))
+def samples_per_s(run: RunRecord) -> float:
+    """Of training, over the whole job: all samples by all seconds, not a mean of rates."""
+    epochs = [_WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
+    steps = [_WeightedRate(number(event, "samples_per_s"), first_finite(number(event, "window_s"), 1.0)) for event in run.step_events()]
+    return first_finite(number(run.end_event, "samples_per_s"), _weighted_mean(epochs), _weighted_mean(steps))
+
+
+def tokens_per_s(run: RunRecord) -> float:
+    """The same of tokens; NaN of a task without tokens."""
+    epochs = [_WeightedRate(number(event, "tokens_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
+    return first_finite(number(run.end_event, "tokens_per_s"), _weighted_mean(epochs))
 
 
 def _weighted_mean(rates: list[_WeightedRate]) -> float:
@@ -63,54 +72,57 @@ def _weighted_mean(rates: list[_WeightedRate]) -> float:
     return sum(one.rate * one.weight for one in known) / total if total else math.nan
 
 
-def last_accuracy(run: RunRecord) -> float:
-    """Of the last evaluation; NaN without one."""
-    return first_finite(*(number(event, "val_accuracy") for event in reversed(run.epoch_events())))
+def last_value(run: RunRecord) -> float:
+    """Of the objective, in the last evaluation; NaN without one."""
+    name = objective_of(run).name
+    return first_finite(*(number(event, f"val_{name}") for event in reversed(run.epoch_events())))
 
 
-def best_accuracy(run: RunRecord) -> float:
-    """Of all evaluations; NaN without one."""
-    evaluated = [number(event, "val_accuracy") for event in run.epoch_events()]
-    return max(finite([number(run.end_event, "best_accuracy"), *evaluated]), default=math.nan)
+def best_value(run: RunRecord) -> float:
+    """Of the objective, in all evaluations; NaN without one."""
+    objective = objective_of(run)
+    evaluated = [number(event, f"val_{objective.name}") for event in run.epoch_events()]
+    best = min if objective.lower_is_better else max
+    return best(finite([number(run.end_event, f"best_{objective.name}"), *evaluated]), default=math.nan)
 
 
 def epochs_done(run: RunRecord) -> float:
     steps = run.step_events()
     of_last_step = number(steps[-1], "epochs") if steps else math.nan
-    of_evaluations = [number(event, "epoch") for event in reversed(run.epoch_events())]
+    of_evaluations = [first_finite(number(event, "epochs"), number(event, "epoch")) for event in reversed(run.epoch_events())]
     return first_finite(number(run.end_event, "epochs"), of_last_step, *of_evaluations)
 
 
 def job_seconds(run: RunRecord) -> float:
     """Up to the last event that has `seconds`; else up to the last event."""
     known = [number(event, "seconds") for event in run.events if event["kind"] not in ("target", "start")]
-    return first_finite(*reversed(known), run.seconds_at(run.events[-1]))
+    return first_finite(*reversed(known), run.seconds_at(run.last_of_job))
 
 
-def joules_per_image(run: RunRecord) -> float:
-    """Of the job; while it has no end, the mean of the epochs that measured the same hardware as the last one, weighted by images."""
-    of_job = number(run.end_event, "joules_per_image")
+def joules_per_sample(run: RunRecord) -> float:
+    """Of the job; while it has no end, the mean of the epochs that measured the same hardware as the last one, weighted by samples."""
+    of_job = number(run.end_event, "joules_per_sample")
     if math.isfinite(of_job):
         return of_job
-    measured = [event for event in run.epoch_events() if math.isfinite(number(event, "joules_per_image"))]
+    measured = [event for event in run.epoch_events() if math.isfinite(number(event, "joules_per_sample"))]
     rates = []
     for event in measured:
         if measured_hardware(event) == measured_hardware(measured[-1]):
-            images = first_finite(number(event, "images_per_s") * number(event, "epoch_s"), 1.0)
-            rates.append(_WeightedRate(number(event, "joules_per_image"), images))
+            samples = first_finite(number(event, "samples_per_s") * number(event, "epoch_s"), 1.0)
+            rates.append(_WeightedRate(number(event, "joules_per_sample"), samples))
     return _weighted_mean(rates)
 
 
 def measured_hardware(event: Fields) -> set[str] | None:
     """The kinds of hardware (gpu, cpu) whose joules an event has; None where it does not say which."""
     joules = event.get("joules")
-    if not isinstance(joules, dict) or (not joules and math.isfinite(number(event, "joules_per_image"))):
+    if not isinstance(joules, dict) or (not joules and math.isfinite(number(event, "joules_per_sample"))):
         return None
     return set(map(str, joules))
 
 
 def energy_summary(run: RunRecord) -> str:
-    """Joules per image and of which hardware, or why there are none: 0.6 J (GPUs); not measured: processors: no counter"""
+    """Joules per sample and of which hardware, or why there are none: 0.6 J (GPUs); not measured: processors: no counter"""
     energy = run.start_event.get("energy")  # kind of hardware -> empty where it is measured, else why not
     if not isinstance(energy, dict):
         return "not recorded"
@@ -123,11 +135,23 @@ def energy_summary(run: RunRecord) -> str:
             missing.append(f"{name}: {why}")
         else:
             measured.append(name)
-    joules = joules_per_image(run)
+    joules = joules_per_sample(run)
     if not math.isfinite(joules):
         return f"not measured: {'; '.join(missing) or 'no epoch has ended'}"
     of = " and ".join(measured) or "of what was measured"
     return f"{joules:.3g} J ({of})" + (f"; not measured: {'; '.join(missing)}" if missing else "")
+
+
+def memory_summary(run: RunRecord) -> str:
+    """What the job took of a rank's memory, and what was predicted of rank 0: 480 MB, 421 predicted (+14.0%); empty where no end tells."""
+    ranks = numbers(run.end_event, "rank_memory_mb")
+    predicted = number(run.end_event, "memory_predicted_mb")
+    if not finite(ranks):
+        return ""
+    most = f"{max(finite(ranks)):,.0f} MB"
+    if not (predicted > 0 and math.isfinite(ranks[0])):
+        return most
+    return f"{most}, {predicted:,.0f} predicted ({ranks[0] / predicted - 1:+.1%} on rank 0)"
 
 
 def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
@@ -139,14 +163,14 @@ def _lost_counters(run: RunRecord, kinds: set[str]) -> dict[str, str]:
 
 
 def targets(run: RunRecord) -> list[Target]:
-    """In ascending order of accuracy; of each the first time that it was reached."""
+    """The easiest first; of each the first time that it was reached."""
     reached: dict[float, Target] = {}
     for event in run.events_of("target"):
-        accuracy = number(event, "target")
-        target = Target(accuracy, run.seconds_at(event), number(event, "epochs"), number(event, "images"), number(event, "joules"))
-        if math.isfinite(accuracy):
-            reached.setdefault(accuracy, target)
-    return [reached[accuracy] for accuracy in sorted(reached)]
+        value = number(event, "target")
+        target = Target(value, run.seconds_at(event), number(event, "epochs"), number(event, "samples"), number(event, "joules"))
+        if math.isfinite(value):
+            reached.setdefault(value, target)
+    return [reached[value] for value in sorted(reached, reverse=objective_of(run).lower_is_better)]
 
 
 def rank_work_ms(run: RunRecord) -> list[float]:
@@ -163,14 +187,26 @@ def straggler(run: RunRecord) -> Straggler | None:
     known = finite(work_ms)
     if len(known) < 2:
         return None
-    rank = work_ms.index(max(known))
-    return Straggler(rank, host_of(run.start_event, rank), work_ms[rank], median(known))
+    mesh, medians = mesh_of(run), median_of_stage(run, work_ms)
+    measured = [rank for rank, ms in enumerate(work_ms) if math.isfinite(ms)]
+    rank = max(measured, key=lambda rank: (work_ms[rank] / medians[rank] if medians[rank] else 1.0, work_ms[rank]))
+    place = mesh.name(rank) if mesh and rank < len(mesh.places) else ""
+    return Straggler(rank, host_of(run.start_event, rank), work_ms[rank], medians[rank], place)
+
+
+def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
+    """Of each rank the median of those that do the same work: of its stage, or of all."""
+    mesh = mesh_of(run)
+    if mesh is None or len(mesh.places) != len(work_ms):
+        return [median(finite(work_ms))] * len(work_ms)
+    medians = [median(finite(work_ms[rank] for rank in mesh.ranks_of(stage)) or [math.nan]) for stage in range(mesh.sizes.stage)]
+    return [medians[place.stage] for place in mesh.places]
 
 
 def host_of(start: Fields, rank: int) -> str:
     """Empty where it is not known."""
     hosts = start.get("host_of_rank")
-    return str(hosts[rank]) if isinstance(hosts, list) and rank < len(hosts) else ""
+    return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
 
 def straggler_summary(run: RunRecord) -> str:
@@ -178,8 +214,9 @@ def straggler_summary(run: RunRecord) -> str:
     slowest = straggler(run)
     if not slowest:
         return ""
-    host = f" on {slowest.host}" if slowest.host else ""
-    line = f"rank {slowest.rank}{host} is slowest: {slowest.work_ms:.3g} ms of own work a step, median {slowest.median_ms:.3g}"
+    host = (f" on {slowest.host}" if slowest.host else "") + (f" ({slowest.place})" if slowest.place else "")
+    among = " of its stage" if len(set(median_of_stage(run, rank_work_ms(run)))) > 1 else ""
+    line = f"rank {slowest.rank}{host} is slowest{among}: {slowest.work_ms:.3g} ms of own work a step, median {slowest.median_ms:.3g}"
     return line if slowest.work_ms > SLOW * slowest.median_ms else f"{line}: the ranks are even"
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
-from hvdtrain.config.schema import Config, DataConfig
+from hvdtrain.config.schema import Config
+from hvdtrain.config.yaml_reader import MOST_BYTES
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
-from hvdtrain.data.source import Source, Split
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.sampler import evaluated_samples, shuffle_version
+from hvdtrain.data.source import LabelledImages, Source, Split, reads_in_process
+from hvdtrain.data.subset import Division, divide, subset
+from hvdtrain.data.tokens.images import UnencodedImages
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
+from hvdtrain.tasks.classification.build import Classification, is_image
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
+from hvdtrain.training.build_task import build_task
 from hvdtrain.training.checkpoint.files import Identity
+from hvdtrain.training.common_codebook import CommonCodebook
+
+# Task.facts() of images, by the name that a message gives them
+_FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
+_OF_TASK = " of the task"  # after the names of all others
 
 
 class Datasets(NamedTuple):
@@ -24,24 +40,113 @@ class Datasets(NamedTuple):
     task: Task
 
 
-def open_datasets(config: Config) -> Datasets:
-    """Opens both sets. Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation."""
-    train = build_source(config, "train")
-    val = build_source(config, "val")
-    build_recipe(config, len(train))
-    augment.check_augmentation(config.augment, train.shape)
-    return Datasets(train, val, build_task(train, val, config.data))
+def open_datasets(config: Config, communicator: Communicator | None = None) -> Datasets:
+    """Opens both sets; every rank of a communicator calls it, which makes what is computed of the data the same on all of them.
+
+    Raises UserError where data are missing or broken, or do not fit the recipe or the augmentation.
+    """
+    train, val = _open_sources(config, CommonCodebook(communicator or SingleProcessCommunicator()))
+    _check_reading(config, train, val)
+    check_augmentation(config, train)
+    task = build_task(train, val, config)
+    build_recipe(config, len(train), task.sizes.get("context"))
+    evaluated_part(config, val)
+    return Datasets(train, val, task)
 
 
-def build_source(config: Config, split: Split) -> Source:
-    """One of the two sets. It needs no ranks: missing data is reported before any rank waits for another. Raises UserError."""
-    make = plugins.load("data/datasets", config.data.name, config.where("data.name")).build
+def evaluated_part(config: Config, val: Source) -> Source:
+    """What an evaluation reads of the validation set: evaluate.samples of it, drawn by the seed, in the order of the set; or all.
+
+    Raises UserError where there are not so many.
+    """
+    count = config.evaluate.samples
+    if count is None or count == len(val):
+        return val
+    if count > len(val):
+        what = f"evaluate.samples={count} is more than the {len(val)} validation samples"
+        raise UserError(what, config.where("evaluate.samples"), f"{len(val)} or less, or leave it out")
+    return subset(val, evaluated_samples(len(val), count, config.seed))
+
+
+def check_augmentation(config: Config, source: Source) -> None:
+    """Raises UserError where the data are no images that can be augmented so."""
+    x = source.fields.get("x")
+    if x is not None and is_image(x):
+        height, width, channels = x.shape
+        augment.check_augmentation(config.augment, (height, width, channels))
+    elif augment.is_enabled(config.augment):
+        fields = ", ".join(f"{name} {field}" for name, field in source.fields.items())
+        raise UserError(f"augmentation is of images; the data have {fields}", config.where("data.name"), "leave the keys of augment out")
+
+
+def _check_reading(config: Config, *sources: Source) -> None:
+    """Raises UserError where threads would run the user's code beside the training."""
+    data = config.data
+    key = "readers" if data.readers else "ahead"
+    if (data.ahead or data.readers) and any(map(reads_in_process, sources)):
+        what = f"data.{key}={getattr(data, key)} reads on other threads than the one that trains, and the random generators that "
+        what += "a Dataset draws from are of all threads"
+        raise UserError(what, config.where(f"data.{key}"), f"leave data.{key} out, or data.workers=1: worker processes read ahead")
+
+
+def build_source(config: Config, split: Split, codebook: CommonCodebook | None = None) -> Source:
+    """One of the two sets. It needs no ranks: missing data is reported before any rank waits for another. Raises UserError.
+
+    codebook: of image tokens; without it, this process makes one of the training images.
+    """
+    codebook = codebook or CommonCodebook(SingleProcessCommunicator())
+    if config.data.val_share is not None:
+        return getattr(divide(_open(config, "train", codebook), config.data.val_share), split)
+    return _open(config, split, codebook)
+
+
+def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
+    """Both sets. Raises UserError, for class folders that do not fit before an image is decoded."""
+    if config.data.val_share is not None:
+        return divide(_open(config, "train", codebook), config.data.val_share)
+    check_splits = None if plugins.is_users_own(config.data) else getattr(_plugin(config), "check_splits", None)
+    if check_splits:
+        check_splits(_root(config))
+    return Division(_open(config, "train", codebook), _open(config, "val", codebook))
+
+
+def _plugin(config: Config) -> ModuleType:
+    return plugins.load("data/datasets", config.data.name, config.where("data.name"))
+
+
+def _root(config: Config) -> Path | None:
+    return Path(config.data.root).expanduser() if config.data.root else None
+
+
+def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
+    """A set as the plugin of data.name gives it. Raises UserError."""
+    if plugins.is_users_own(config.data):
+        return _open_own(config, split)
+    if config.data.workers is not None:
+        what = f"data.workers={config.data.workers} are processes that read a Dataset of your own; data.name={config.data.name} has threads"
+        raise UserError(what, config.where("data.workers"), "data.readers=N, or leave it out")
+    make = _plugin(config).build
     options = plugins.convert_options(config.data, "data/datasets")
-    root = Path(config.data.root).expanduser() if config.data.root else None
+    root = _root(config)
     if config.data.stage is not None:
         root, options = stage_data(config.data.name, root, options, config.data.stage, config.where("data.stage"))
-    source: Source = make(config.data.name, root, split, **options)
-    return source
+    found: Source | UnencodedImages = make(config.data.name, root, split, **options)
+    if isinstance(found, UnencodedImages):
+        images = found
+        return codebook.encode(images, lambda: images if split == "train" else make(config.data.name, root, "train", **options))
+    return found
+
+
+def _open_own(config: Config, split: Split) -> Source:
+    """What the user's own package.module:function gives, which gets split and root where its parameters have these names.
+
+    Raises UserError where that is nothing that as_source() knows.
+    """
+    where = config.where("data.name")
+    if config.data.stage is not None:
+        raise UserError("data.stage copies the files of hvdtrain's own data sets", config.where("data.stage"), "leave it out")
+    found = plugins.call_own(config.data, {"name": config.data.name, "root": _root(config), "split": split})
+    return as_source(found, f"{config.data.name}, {split}", where, config.data.workers)
 
 
 def unstaged(config: Config) -> Config:
@@ -49,39 +154,72 @@ def unstaged(config: Config) -> Config:
     return config.replace(data=config.data.replace(stage=None))
 
 
-def build_task(train: Source, val: Source, config: DataConfig) -> Task:
-    """The task of both sets; the statistics of the training set normalize the channels. Raises UserError where the sets do not fit."""
-    if (train.shape, train.classes) != (val.shape, val.classes):
-        what = f"training images are {train.shape} with {train.classes} classes, validation images {val.shape} with {val.classes}"
-        raise UserError(what, config.where("root"), "both sets need the same shape (H, W, C) and the same classes")
-    mean, std = train.stats()
-    return Task(train.shape, train.classes, mean, std)
+def with_class_names(config: Config, source: Source) -> Config:
+    """The configuration with the names of the classes, where the data set or the user gives them.
+
+    Raises UserError where both do and they differ, and where there are not as many names as classes.
+    """
+    where = config.where("data.class_names")
+    if not isinstance(source, LabelledImages):
+        if config.data.class_names is None:
+            return config
+        raise UserError("the data have no classes to name", where, "leave data.class_names out")
+    given, own = config.data.class_names, list(source.class_names)
+    if given is None:
+        return config.replace(data=config.data.replace(class_names=own)) if own and _fit_into_file(own) else config
+    if own and given != own:
+        wrong = next((f"class {label} is {name}" for label, name in enumerate(own) if name not in given[label : label + 1]), "it has fewer")
+        raise UserError(f"data.class_names differs from the data set: {wrong}", where, "leave it out, or give data.root the data it is of")
+    if len(given) != source.classes:
+        raise UserError(f"{len(given)} names for {source.classes} classes", where, "one name for each class, by label")
+    return config
 
 
-def facts(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """What must be equal on all ranks, by the name that a message gives it: the data, and every key of the configuration."""
+def _fit_into_file(names: Sequence[str]) -> bool:
+    """Whether config.yaml can hold them and be read again."""
+    return sum(len(json.dumps(name)) + 8 for name in names) < MOST_BYTES // 2 and not any("${" in name for name in names)
+
+
+def notes(datasets: Datasets) -> list[str]:
+    """Lines for the user about data that may not be what was meant."""
+    lines = [line for source in (datasets.train, datasets.val) for line in getattr(source, "notes", ())]
     task = datasets.task
-    found: dict[str, Any] = {
-        "training samples": len(datasets.train),
-        "validation samples": len(datasets.val),
-        "image shape": task.shape,
-        "classes": task.classes,
-        "mean of the pixels": task.mean.tolist(),
-        "their deviation": task.std.tolist(),
+    if not isinstance(task, Classification) or not task.is_of_images:
+        return lines
+    is_grey = task.shape[2] == 3 and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
+    return lines + ["grey images: the three channels have the same values; data.channels=1 reads one"] * is_grey
+
+
+def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:
+    """What of the data must be equal on all ranks, by the name that a message gives it."""
+    task, train, val = datasets.task, datasets.train, datasets.val
+    return {
+        "training samples": len(train),
+        "validation samples": len(val),
+        **{_FACT_NAMES.get(name, name + _OF_TASK): value for name, value in task.facts().items()},
+        **digests(train, "training", config.seed),
+        **digests(val, "validation", config.seed),
     }
-    for name, value in config.model_dump().items():
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+
+
+def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
+    """Task.facts() again, from data_facts()."""
+    names = {shown: name for name, shown in _FACT_NAMES.items()}
+    facts = {names.get(shown, shown.removesuffix(_OF_TASK)): value for shown, value in found.items()}
+    return {name: facts[name] for name in facts if name in _FACT_NAMES or name + _OF_TASK in found}
+
+
+def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
+    """Of labels and images, or of arrays, by the name that a message gives them."""
+    return {f"digest of the {name} {part}": value for part, value in source.digests(seed).items()}
 
 
 def identity(config: Config, datasets: Datasets) -> Identity:
-    """What a checkpoint keeps, to be compared at a resume: the seed and the training set."""
+    """What a checkpoint keeps, to be compared at a resume: the seed and the training set, of which all labels."""
     task = datasets.task
-    data = {
-        "samples": len(datasets.train),
-        "shape": list(task.shape),
-        "classes": task.classes,
-        "mean": task.mean.tolist(),
-        "std": task.std.tolist(),
-    }
+    named = {} if task.name == Classification.name else {"task": task.name}  # older checkpoints are all of classification
+    data = {"samples": len(datasets.train), **named, **task.facts(), **datasets.train.identity()}
+    version = shuffle_version(len(datasets.train))
+    if version is not None:
+        data["shuffle"] = version
     return {"seed": config.seed, "data": data}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -11,7 +12,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+from hvdtrain.core.own_line import own_frame
+from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, exit_code_of
+from hvdtrain.training.system_limits import limit_reached
 
 if TYPE_CHECKING:
     from hvdtrain.comm.communicator import Communicator
@@ -22,6 +26,13 @@ FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that i
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 
 
+def report_crashes() -> None:
+    """Has a process that the system ends print where it was: a bus error, where a mapped file was cut off, says nothing otherwise."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(ValueError, AttributeError, RuntimeError):  # a standard error that is no file, as in a notebook
+            faulthandler.enable()
+
+
 class RankFailed(Exception):
     """The job is over with this exit code: the error was reported already."""
 
@@ -30,31 +41,44 @@ class RankFailed(Exception):
         self.code = code
 
 
-def end_every_rank(error: BaseException, communicator: Communicator | None, what: str = "job") -> int:
+def end_every_rank(error: BaseException, communicator: Communicator | None, what: str = "job", doing: str = "") -> int:
     """Reports the error on the standard error and ends all ranks: if one rank ended alone, the others would wait forever.
 
-    `communicator` is None before the ranks are connected. Returns the exit code where no other rank is connected to this one.
+    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and what it did. Returns the exit code
+    where no other rank is connected to this one.
     """
     if isinstance(error, BrokenPipeError):
-        discard_stdout()
+        discard_unwritten_output()
+    error = limit_reached(error) or error
     code = exit_code_of(error)
-    message = f"hvdtrain: {error}" if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
+    message = _of_user_error(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
     if code in ADVICE:
         message += f"\nhvdtrain: {ADVICE[code]}"
     rank = _rank(communicator)
     if rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
-        message += f"\nrank {rank} on {socket.gethostname()}: the error above ends the {what}"
-    with contextlib.suppress(OSError):  # a closed pipe, as after the end of mpirun
-        print(message, file=sys.stderr, flush=True)
+        message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
+    print_stderr(message)
     _abort(code, communicator)
     return code
 
 
-def discard_stdout() -> None:
-    """After the reader of the standard output has gone: what is left of it must not change the exit code to Python's 120."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _of_user_error(error: UserError) -> str:
+    """Its three lines; where the user's own code raised what it was made of, that traceback before them, and where it was."""
+    lines = [f"hvdtrain: {error}", *getattr(error, "__notes__", ())]
+    if error.__cause__ is not None and own_frame(error.__cause__) is not None:
+        lines.insert(0, "".join(traceback.format_exception(error.__cause__)).rstrip())
+    return "\n".join(lines)
+
+
+def discard_unwritten_output() -> None:
+    """Drops what a closed pipe or a full disk does not take: Python would try again at its end, and exit with 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the start
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_only_process(communicator: Communicator | None) -> bool:

@@ -6,29 +6,38 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config.schema import Config
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.folder import Folder
 from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
+from hvdtrain.events.rank_log import RankWarnings
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe import from_config
+from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.checkpoint.files import OpenFolder
 from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.datasets import Datasets, identity
+from hvdtrain.training.datasets import Datasets, evaluated_part, identity
 from hvdtrain.training.health.deadline import Deadline
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.memory.meter import MemoryMeter
+from hvdtrain.training.memory_copy import MemoryCopy
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.probe import Probe
+from hvdtrain.training.samples.series import SampleSeries
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
+from hvdtrain.training.telemetry.update_log import Header, open_update_log
 
 
 @dataclass
@@ -38,16 +47,22 @@ class Job:
     config: Config
     communicator: Communicator
     hosts: list[str]  # of each rank
+    task: Task
     learner: Learner
     recipe: Recipe
     prefetcher: Prefetcher  # of the training samples
-    val: Source
+    val: Source  # what an evaluation reads
+    val_samples: int  # of the whole validation set
     log: Log
     heartbeat: Heartbeat
+    warnings: RankWarnings
     checkpoints: Checkpoints
     health: HealthMonitor
     telemetry: Telemetry
+    samples: SampleSeries
     noise_scale: NoiseScale
+    memory: MemoryMeter | None  # None for a job that writes nothing
+    memory_copy: MemoryCopy | None  # where the job goes back to when ranks are lost; None where that ends it
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
 
 
@@ -63,44 +78,107 @@ def make_job(
     start: TrainState,
     run: Path | None,
     checkpoint_limit_bytes: int = 0,
+    record_config: Callable[[], None] | None = None,
+    open_run: OpenFolder = Folder.open,
+    warnings: RankWarnings | None = None,
+    memory: MemoryMeter | None = None,
 ) -> Job:
     """The job that continues from `start`. Every rank calls it, with its learner in the common state.
 
     run: the run folder, where rank 0 writes checkpoints; None for a job that writes nothing. checkpoint_limit_bytes: files of a
-    checkpoint that are larger are not read.
+    checkpoint that are larger are not read. record_config, open_run: as Saver's.
     """
     hosts = communicator.allgather_object(socket.gethostname())
     deadline = saver = None
     if communicator.rank == 0:
-        deadline = Deadline(config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic)
+        deadline = _deadline(config, heartbeat)
         if run is not None:
-            saver = Saver(run, config.checkpoint, identity(config, datasets), log, size_bytes=checkpoint_limit_bytes // 8)
-            saver.resume_from(start)
-    recipe = build_recipe(config, len(datasets.train))
+            saver = make_saver(config, datasets, log, start, run, checkpoint_limit_bytes, record_config, open_run)
+    updates = None
+    if config.servers.log and run is not None:
+        threads = int(os.environ.get("OMP_NUM_THREADS") or fair_threads(communicator))
+        header = Header(config.servers.count, communicator.size - config.servers.count, threads, start.progress.step)
+        updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
+    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
-    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver)
+    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts)
+    health = HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe=Probe(config, datasets.task))
     return Job(
         config=config,
         communicator=communicator,
         hosts=hosts,
+        task=datasets.task,
         learner=learner,
         recipe=recipe,
         prefetcher=prefetcher,
-        val=datasets.val,
+        val=evaluated_part(config, datasets.val),
+        val_samples=len(datasets.val),
         log=log,
         heartbeat=heartbeat,
+        warnings=warnings or RankWarnings(),
         checkpoints=checkpoints,
-        health=HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline),
-        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path()),
+        health=health,
+        telemetry=make_telemetry(config, communicator, learner, hosts, log, run or Path(), updates),
+        samples=SampleSeries(
+            config, datasets.task, datasets.val, communicator, learner, heartbeat, health, log, run=run, open_run=open_run
+        ),
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
+        memory=memory,
+        memory_copy=None,
         clock=_clock(start.seconds),
     )
 
 
-def begin(config: Config, datasets: Datasets) -> TrainState:
-    """The state of a new job."""
-    samples = len(datasets.train)
-    return TrainState(Progress(samples, samples * from_config.total_epochs(config)))
+def make_saver(
+    config: Config,
+    datasets: Datasets,
+    log: Log,
+    now: TrainState,
+    run: Path,
+    limit_bytes: int,
+    record_config: Callable[[], None] | None,
+    open_run: OpenFolder,
+) -> Saver:
+    """What writes the checkpoints of a job that goes on from `now`; limit_bytes, record_config, open_run: as Saver's."""
+    saver = Saver(
+        run,
+        config.checkpoint,
+        identity(config, datasets),
+        log,
+        limit_bytes=limit_bytes,
+        record_config=record_config,
+        open_run=open_run,
+        mtbf_hours=config.guard.mtbf_hours,
+    )
+    saver.resume_from(now)
+    return saver
+
+
+def on_other_ranks(job: Job, now: TrainState) -> Job:
+    """The job as it goes on from `now` where the communicator has other ranks than before. Every rank calls it.
+
+    What reads and writes goes on as it is: readers, the log, the writer of checkpoints.
+    """
+    hosts = job.communicator.allgather_object(socket.gethostname())
+    deadline = job.health.deadline
+    if deadline is None and job.communicator.rank == 0:
+        deadline = _deadline(job.config, job.heartbeat)
+    checkpoints = job.checkpoints.on_other_ranks(hosts)
+    health = replace(job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None)
+    telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run)
+    return replace(
+        job,
+        hosts=hosts,
+        checkpoints=checkpoints,
+        health=health,
+        telemetry=telemetry,
+        samples=replace(job.samples, health=health),
+        noise_scale=NoiseScale(signal=now.noise[0], noise=now.noise[1]),
+    )
+
+
+def _deadline(config: Config, heartbeat: Heartbeat) -> Deadline:
+    return Deadline(config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic)
 
 
 def _clock(before_s: float) -> Callable[[], float]:

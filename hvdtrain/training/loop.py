@@ -7,19 +7,18 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.sampler import share_bounds
+from hvdtrain.data.sampler import evaluation_batches
+from hvdtrain.frameworks.learner import SharesSteps
 from hvdtrain.training.health.monitor import nonfinite_steps
 from hvdtrain.training.job import Job
-from hvdtrain.training.progress.event_fields import epoch_fields, nonfinite_fields, step_fields
+from hvdtrain.training.progress.event_fields import epoch_fields, nonfinite_fields, step_fields, target_fields
 from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import evaluation_due, is_sync_point, stop_reason
+from hvdtrain.training.progress.triggers import evaluation_due, steps_to_sync_point, stop_reason, time_is_over
 from hvdtrain.training.telemetry import startup
 
 STOP_CHECK_BATCHES = 4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
@@ -35,9 +34,11 @@ class Window(NamedTuple):
 
 
 def train(job: Job, now: TrainState) -> tuple[TrainState, str]:
-    """Trains until the job is over or has to stop early; returns the state and the reason. One evaluation ends each epoch."""
+    """Trains until the job is over or has to stop early; returns the state and the reason. An evaluation ends each epoch."""
     while not (reason := stop_reason(job.config, now) or job.health.stop_request):
-        now = evaluate_epoch(job, now) if evaluation_due(job.config, now) else train_to_sync_point(job, now)
+        now = evaluate_and_record(job, now) if evaluation_due(job.config, now) else train_to_sync_point(job, now)
+        if job.memory_copy:
+            job.memory_copy.keep(now)
         if not job.health.stop_request and not evaluation_due(job.config, now):
             job.checkpoints.save_if_due(now)
     return now, reason
@@ -52,16 +53,15 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
 
 def run_steps(job: Job, now: TrainState) -> Window:
     """One step after the other up to the next sync point. The host does not wait for the device here."""
-    began_s, p, sums = time.perf_counter(), now.progress, zero_sums()
-    while True:
+    began_s, sums = time.perf_counter(), zero_sums((*job.task.sums, "nonfinite"))  # the same names on a rank that makes no step
+    steps, end = steps_to_sync_point(job.config, job.recipe, now)
+    for p in job.learner.own_steps(steps) if isinstance(job.learner, SharesSteps) else steps:
         job.heartbeat.beat("reading samples", p.epoch, p.step)
-        job.telemetry.before_step(p.step)
+        job.telemetry.before_step(p)
         hyper, micro_batches = job.prefetcher.take(p)
         job.heartbeat.beat("step", p.epoch, p.step)
         sums = add_sums(sums, job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step)))
-        p = p.advance(hyper.batch)
-        if is_sync_point(job.config, now, p):
-            return Window(p, hyper, sums, began_s)
+    return Window(end, job.recipe.at(steps[-1]), sums, began_s)
 
 
 def synchronize(job: Job, window: Window) -> Sums:
@@ -70,15 +70,17 @@ def synchronize(job: Job, window: Window) -> Sums:
     job.heartbeat.beat("synchronizing", p.epoch, p.step)
     job.learner.sync_buffers(job.communicator)
     # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
-    sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums()
-    return allreduce_sums(job.communicator, sums, "train.sums")  # the host waits for the device here
+    over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())  # rank 0's clock decides for all
+    sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
+    return allreduce_sums(job.communicator, sums, "train.sums", job.task.sums)  # the host waits for the device here
 
 
 def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
     """The state after a window: emits its events, and acts on flags and on numbers that are not finite. `sums` are of all ranks."""
-    p, guard = window.progress, job.config.guard
+    p, guard = window.progress.end_here() if sums["over"] else window.progress, job.config.guard
     telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
     if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
+        job.warnings.exchange(job.communicator)
         job.log.emit("started", p.step, **startup.fields(job.heartbeat))
     job.health.after_sync(sums)
     now = replace(before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch).add_energy(sums)
@@ -87,41 +89,46 @@ def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: fl
     if bad_steps:
         now = job.health.handle_nonfinite(now, bad_steps)
         job.log.emit("nonfinite", p.step, **nonfinite_fields(job.config, now))
-        if guard.nonfinite == "rollback" or not math.isfinite(sums["loss"]):
-            return now  # the sums are of weights that were replaced, or are no numbers
+        if guard.nonfinite == "rollback":
+            return now  # the sums are of weights that were replaced, on all ranks by the same
 
     before_save = bool(sums["save"]) or evaluation_due(job.config, now)
+    if before_save:
+        job.checkpoints.expect()
     job.health.compare_ranks(job.learner, before, now, window.last, before_save=before_save)
+    if not math.isfinite(sums["loss"]):
+        return now  # guard.nonfinite=skip: the sums are no numbers
     noise_scale = job.noise_scale.update(sums)
-    job.log.emit("step", p.step, **step_fields(now, sums, seconds), **telemetry_fields, **noise_scale)
+    job.log.emit("step", p.step, **step_fields(job.task, now, sums, seconds, job.recipe.epochs), **telemetry_fields, **noise_scale)
     return now.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))
 
 
-def evaluate_epoch(job: Job, now: TrainState) -> TrainState:
-    """Evaluates, and ends the epoch; returns the state unchanged where the job has to stop meanwhile."""
+def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
+    """Evaluates, at the end of an epoch or within it; returns the state unchanged where the job has to stop meanwhile."""
     val = evaluate(job, now)
     if val is None:
         return now
+    job.warnings.exchange(job.communicator)
     now = now.add_energy(val)
-    after, reached = after_evaluation(job.config, now, val, job.clock(), job.telemetry.energy.kinds)
-    fields = epoch_fields(job.config, now, after, val, job.noise_scale.value)
+    after, reached = after_evaluation(job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds)
+    fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
     job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
+    job.telemetry.emit_passes(now.progress.step)
     for target in reached:
-        job.log.emit("target", now.progress.step, **target._asdict())
+        job.log.emit("target", now.progress.step, **target_fields(target, now.objective))
+    job.samples.draw(after)
     return after
 
 
 def evaluate(job: Job, now: TrainState) -> Sums | None:
-    """Sums over the whole validation set, each sample once, whatever the number of ranks; None where the job has to stop.
+    """Sums over the validation set, or evaluate.samples of it, each once on any number of ranks; None where the job has to stop.
 
     Buffers are equal on all ranks: a sync point came before.
     """
-    size, p, ranks = job.config.batch.evaluate, now.progress, job.communicator.size
-    start, end = share_bounds(len(job.val), job.communicator.rank, ranks)
-    largest_share = -(-len(job.val) // ranks)
-    firsts = range(start, start + largest_share, size)  # equally many batches on every rank; the last one may be empty
-    rows = [np.arange(first, min(first + size, end)) for first in firsts]
-    sums = zero_sums()
+    p, sums = now.progress, zero_sums(job.task.sums)
+    data = job.learner.data
+    rows = evaluation_batches(len(job.val), job.config.batch.evaluate, data.rank, data.size)
+    job.heartbeat.beat("evaluation", p.epoch, p.step)
     for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
         job.heartbeat.beat("evaluation", p.epoch, p.step)
         job.telemetry.energy.keep_up()
@@ -129,6 +136,6 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
             return None
         if batch is not None:
             sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = allreduce_sums(job.communicator, sums | job.telemetry.energy.read_sums(), "val.sums")
+    sums = allreduce_sums(job.communicator, sums | job.telemetry.energy.read_sums(), "val.sums", job.task.sums)
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

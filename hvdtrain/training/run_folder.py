@@ -1,57 +1,141 @@
-"""The run folder, where rank 0 writes: a new one, or that of the run to resume."""
+"""The run folder, where rank 0 writes: a new one, or that of the run to resume; never a folder of something else."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import time
 from pathlib import Path
 
+from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.read import to_yaml
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.errors import UserError, short
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.changes import PLACE
+from hvdtrain.training.checkpoint.resume import began_from, former_run
+from hvdtrain.training.checkpoint.room import cannot_write, check_room
+from hvdtrain.training.run_lock.lock import LOCK, RunLock
+from hvdtrain.version import __version__
+
+MARKER = ".hvdtrain"  # in every run folder; those of versions before 0.1 have none
+FILES = ("config.yaml", "codebook.json", "events.jsonl", "report.html", "mlflow_run.json", "wandb_run.json", "launch.jsonl", MARKER, LOCK)
+FOLDERS = ("checkpoints", "samples", "ranks", "profile", "tensorboard", "mlflow", "wandb")
+_OUTPUT = re.compile(r".+\.(log|out|err)")  # of a batch system, which may be there first
+_FIRST_EVENT = b'{"time":'  # as every event begins
 
 
 def make_run_folder(config: Config, resumed: Path | None = None) -> Path:
-    """Makes the folder, or returns the one of the resumed run. Raises UserError where it holds another run, or cannot be written."""
-    try:
-        if config.run is not None:
-            run = Path(config.run).expanduser()
-            if config.resume != "auto" and _holds_a_run(run) and (resumed is None or resumed.resolve() != run.resolve()):
-                fix = f"resume=auto or resume={run} resumes it; or give another run="
-                raise UserError(f"{run} holds another run", config.where("run"), fix)
-            run.mkdir(parents=True, exist_ok=True)
-            return run
-        return resumed or _new_folder(config)
-    except OSError as error:
-        raise UserError(f"cannot write the run folder: {error}", config.where("run"), "give run= a folder that can be written") from None
+    """Makes the folder, or returns the one of the resumed run.
 
-
-def write_config(config: Config, run: Path, *, resumed: bool) -> str:
-    """Writes config.yaml, whole or not at all; returns a line for the user where it cannot and the job goes on with its former one.
-
-    Raises UserError where a new job cannot write it, as on a full disk.
+    Raises UserError where it holds another run or is no run folder, where a name in it is a link, or where it cannot be written.
     """
-    unfinished = run / ".config.yaml.unfinished"
+    where = config.where("resume" if config.run is None and resumed else "run")
     try:
-        unfinished.write_text(to_yaml(config), encoding="utf-8")
-        files.sync(unfinished)
-        unfinished.replace(run / "config.yaml")
+        if config.run is None:
+            run = resumed or _new_folder(config)
+        else:
+            run = Path(config.run).expanduser()
+            if config.resume != "auto" and _holds_a_run(run) and not _is_of_this_command(run, config, resumed):
+                fix = f"resume=auto or resume={run} resumes it; or give another run="
+                raise UserError(f"{run} holds another run", where, fix)
+            run.mkdir(parents=True, exist_ok=True)
+        with Folder.open(run) as folder:
+            _refuse_links(folder, where)
+            _mark(folder, where)
+        return run
     except OSError as error:
-        what = f"cannot write config.yaml: {error.strerror or error}"
-        if not resumed:
-            raise UserError(what, str(run), "give run= a folder that can be written, with room") from None
-        return what
-    return ""
+        raise cannot_write(error, where) from None
+
+
+def open_run_folder(config: Config, lock: RunLock) -> tuple[Path, list[str]]:
+    """Makes the folder, or takes that of the run to resume, and locks it; returns lines for the user, too. Raises UserError."""
+    run = make_run_folder(config, former_run(config))
+    try:
+        return run, lock.acquire(run)
+    except OSError as error:
+        raise cannot_write(error, config.where("run")) from None
+
+
+def check_run_folder(run: Path, needed_bytes: int) -> None:
+    """Raises UserError where the files of a run that goes on cannot be written, or a checkpoint of so many bytes has no room."""
+    files.remove_leftovers(run)
+    try:
+        with Folder.open(run) as folder:
+            if folder.status("events.jsonl") is not None:
+                folder.append("events.jsonl").close()
+            if folder.status("checkpoints") is not None:
+                with folder.folder("checkpoints") as checkpoints:
+                    checkpoints.try_to_write()
+    except OSError as error:
+        what = f"cannot write in the run folder {run}: {error.strerror or error}"
+        raise UserError(what, f"{error.filename or run}", "make it writable, or give another run=") from None
+    check_room(run, needed_bytes)
+
+
+def remove_if_empty(run: Path) -> None:
+    """Removes a folder that was made for a job which does not start."""
+    with contextlib.suppress(OSError):
+        with Folder.open(run) as folder:
+            if folder.names() == [MARKER]:
+                folder.remove(MARKER)
+        run.rmdir()
+
+
+def write_config(config: Config, run: Path, lock: RunLock) -> None:
+    """Writes config.yaml, whole or not at all, without the keys that say where the run is. Raises OSError, and what the lock raises."""
+    with lock.open(run) as folder:
+        folder.replace("config.yaml", to_yaml(config, leave_out=PLACE).encode())
+
+
+def _is_of_this_command(run: Path, config: Config, resumed: Path | None) -> bool:
+    """Whether the run is the one that is resumed, or was begun by this resume= and has no checkpoint yet."""
+    return resumed is not None and (resumed.resolve() == run.resolve() or (began_from(run) == config.resume and not files.finished(run)))
 
 
 def _holds_a_run(run: Path) -> bool:
-    return any((run / name).exists() for name in ("config.yaml", "events.jsonl", "checkpoints"))
+    return any(os.path.lexists(run / name) for name in ("config.yaml", "events.jsonl", "checkpoints"))
+
+
+def _refuse_links(folder: Folder, where: str) -> None:
+    """Raises UserError where one of the names that a job writes leads elsewhere."""
+    for name in (*FILES, *FOLDERS):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                (folder.open_file(name) if name in FILES else folder.folder(name)).close()
+            except WrongKind as error:
+                raise UserError(f"{folder.path / name} is {error.strerror}", where, NO_LINKS) from None
+
+
+def _mark(folder: Folder, where: str) -> None:
+    """Raises UserError where the folder is neither new nor a run folder."""
+    if folder.status(MARKER) is not None:
+        return
+    foreign = [name for name in folder.names() if not _OUTPUT.fullmatch(name) and name != MARKER]
+    shared = os.path.realpath(folder.path) in ("/", os.path.realpath(os.path.expanduser("~")))
+    if shared or (foreign and not _has_run_without_marker(folder)):
+        what = f"{folder.path} is no run folder" + (f": {short(foreign[0], 100)} in it is not of hvdtrain" if foreign else "")
+        raise UserError(what, where, f"give run= a folder of its own, such as run={folder.path / 'run-1'}")
+    with contextlib.suppress(FileExistsError), folder.create(MARKER) as file:  # another job has just made it
+        file.write(f"a run folder of hvdtrain {__version__}\n".encode())
+
+
+def _has_run_without_marker(folder: Folder) -> bool:
+    """Whether events or a checkpoint of hvdtrain are there."""
+    with contextlib.suppress(FileNotFoundError), folder.open_file("events.jsonl") as events:
+        if events.read(len(_FIRST_EVENT)) == _FIRST_EVENT:
+            return True
+    with contextlib.suppress(FileNotFoundError), folder.folder("checkpoints") as checkpoints:
+        return any(re.fullmatch(r"step-\d+", name) for name in checkpoints.names())
+    return False
 
 
 def _new_folder(config: Config) -> Path:
     """runs/DATA-MODEL-TIME, or with a number behind it where another job began in the same second."""
-    name = f"{config.data.name}-{config.model.name.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    data, model = (class_of(section.name) if is_object(section.name) else section.name for section in (config.data, config.model))
+    name = f"{data}-{model.split(':')[-1]}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):
             run = Path("runs") / f"{name}{suffix}"

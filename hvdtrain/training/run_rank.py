@@ -1,42 +1,99 @@
-"""One rank of a job, from the arguments of the command line to the result: reads the configuration, connects the ranks, trains."""
+"""One rank from its command line to its work: reads the configuration, connects the ranks, and ends them all on an error."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.mesh import place_of
+from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.config.given import Given
 from hvdtrain.config.plugins import check_names
-from hvdtrain.config.read import assignments, configure, read_resumed
+from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.events.rank_log import tagged_warnings
+from hvdtrain.errors import UserError
+from hvdtrain.events.rank_log import RankWarnings, rank_warnings
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.build import connect
 from hvdtrain.training.conflicts import refuse_before_connecting, refuse_conflicts
-from hvdtrain.training.datasets import open_datasets
-from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process
+from hvdtrain.training.datasets import open_datasets, with_class_names
+from hvdtrain.training.elastic_job import ready_for_losses
+from hvdtrain.training.failure import RankFailed, end_every_rank, is_only_process, report_crashes
+from hvdtrain.training.given import with_given
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.job_memory import advised, forecast_of_job, resolve_micro
+from hvdtrain.training.memory.room import room_of_rank
+from hvdtrain.training.own_error import noted, place_and_pass
+from hvdtrain.training.run_lock.lock import RunLock
 from hvdtrain.training.train_job import JobResult, train_job
 
+T = TypeVar("T")
+_NOTHING: Mapping[str, Given] = {}
+ReadFormerRun = Callable[[Sequence[Assignment]], list[Assignment]]  # what the assignments take from the run that resume= names
 
-def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: bool = False) -> JobResult:
-    """Trains with a YAML file and key=value arguments. The launcher's variables tell which rank this process is.
 
-    An error ends every rank after it was reported, and RankFailed is raised here. Raised as they are: a UserError of the configuration
-    alone, before ranks connect; and with from_script any error where this process is the whole job.
+class Rank(NamedTuple):
+    """A rank that is connected with the others and knows the configuration, before it reads data."""
+
+    config: Config
+    communicator: Communicator
+    engine_reason: str
+    signals: Signals
+    heartbeat: Heartbeat
+    warnings: RankWarnings
+    lock: RunLock  # not taken
+    watchdog: Watchdog
+
+
+def run_rank(
+    config_file: str | None, arguments: Sequence[str], *, from_script: bool = False, given: Mapping[str, Given] = _NOTHING
+) -> JobResult:
+    """Trains with a YAML file and key=value arguments. given: objects of the script, by section. Raises as on_connected_ranks()."""
+    return on_connected_ranks(_train, config_file, arguments, from_script=from_script, given=given)
+
+
+def _train(rank: Rank) -> JobResult:
+    ready_for_losses(rank.config, rank.communicator)
+    rank.heartbeat.beat("reading the data", 0, 0)
+    datasets = open_datasets(rank.config, rank.communicator)
+    config = with_class_names(rank.config, datasets.train)
+    config = resolve_micro(config, datasets, rank.communicator)
+    with advised(lambda: forecast_of_job(config, datasets, rank.communicator), room_of_rank(config, rank.communicator)):
+        return train_job(
+            config, datasets, rank.communicator, rank.engine_reason, rank.signals, rank.heartbeat, rank.lock, rank.warnings, rank.watchdog
+        )
+
+
+def on_connected_ranks(
+    work: Callable[[Rank], T],
+    config_file: str | None,
+    arguments: Sequence[str],
+    *,
+    read_former_run: ReadFormerRun = read_resumed,
+    from_script: bool = False,
+    given: Mapping[str, Given] = _NOTHING,
+    what: str = "job",
+) -> T:
+    """Does the work on this rank, which the launcher's variables tell from the others; returns its result. Every rank calls it.
+
+    what: the work is called so where an error ends it. An error ends every rank after it was reported, and RankFailed is raised here.
+    Raised as they are: a UserError of the configuration alone, before ranks connect; and with from_script any error where this process
+    is the whole job.
     """
+    report_crashes()
     place = placement(os.environ)
-    config = configure(config_file, arguments, None if place.rank == 0 else ())
-    check_names(config)
+    config = _before_connecting(config_file, arguments, place, read_former_run, given)
     heartbeat = Heartbeat(owns_process=not from_script)
     with (
         Signals(place.rank) as signals,
-        Watchdog(heartbeat, signals, config.guard, place.rank) as watchdog,
-        tagged_warnings(place.rank, place.size),
+        RunLock(heartbeat, signals, config.guard.start_s) as lock,
+        Watchdog(heartbeat, signals, config.guard, place.rank, lock.release) as watchdog,
+        rank_warnings(place.rank, place.size, from_script=from_script) as shown_warnings,
     ):
         communicator: Communicator | None = None
         try:
@@ -45,21 +102,52 @@ def run_rank(config_file: str | None, arguments: Sequence[str], *, from_script: 
             communicator, engine_reason = connect(config, place)
             watchdog.attach(communicator)
             if config.resume not in ("auto", "no"):
-                config = _with_former_run(config_file, arguments, communicator)
+                config = _with_former_run(config_file, arguments, communicator, read_former_run, given)
             config = resolve_batch_size(config, communicator.size)
             refuse_conflicts(config, communicator.name, communicator.size)
-            heartbeat.beat("reading the data", 0, 0)
-            datasets = open_datasets(config)
-            result = train_job(config, datasets, communicator, engine_reason, signals, heartbeat)
+            heartbeat.place = place_of(communicator.rank, communicator.size, config.parallel)
+            with noted(heartbeat, communicator.rank):
+                result = work(Rank(config, communicator, engine_reason, signals, heartbeat, shown_warnings, lock, watchdog))
+            shown_warnings.exchange(communicator)
             communicator.close()
             return result
         except BaseException as error:  # SystemExit too
+            lock.release()
             if from_script and is_only_process(communicator):
                 raise
-            raise RankFailed(end_every_rank(error, communicator)) from error
+            raise RankFailed(end_every_rank(error, communicator, what, place_and_pass(heartbeat))) from error
 
 
-def _with_former_run(config_file: str | None, arguments: Sequence[str], communicator: Communicator) -> Config:
+def _before_connecting(
+    config_file: str | None, arguments: Sequence[str], place: Placement, read_former_run: ReadFormerRun, given: Mapping[str, Given]
+) -> Config:
+    """The configuration that this rank knows by itself; rank 0 has read the run to resume.
+
+    What is wrong with that run is raised once the ranks are connected: mpirun may hang where one rank ends while others connect.
+    """
+    if place.rank == 0:
+        try:
+            return _configure(config_file, arguments, read_former_run(assignments(config_file, arguments)), given)
+        except UserError:
+            if place.size == 1:
+                raise
+    return _configure(config_file, arguments, (), given)
+
+
+def _with_former_run(
+    config_file: str | None,
+    arguments: Sequence[str],
+    communicator: Communicator,
+    read_former_run: ReadFormerRun,
+    given: Mapping[str, Given],
+) -> Config:
     """The configuration with what the run to resume has; rank 0 reads that, since hosts need not share a file system."""
-    former = on_rank_0(communicator, lambda: read_resumed(assignments(config_file, arguments)))
-    return configure(config_file, arguments, former)
+    former = on_rank_0(communicator, lambda: read_former_run(assignments(config_file, arguments)))
+    return _configure(config_file, arguments, former, given)
+
+
+def _configure(config_file: str | None, arguments: Sequence[str], former: Sequence[Assignment], given: Mapping[str, Given]) -> Config:
+    """With the keys of a former run. Raises UserError, also where no file has the name of a plugin."""
+    config = with_given(configure(config_file, arguments, former), given)
+    check_names(config)
+    return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,13 +10,20 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.data.tokens.images import codebook_of
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.recipe import from_config
-from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point
+from hvdtrain.training.begin import begin
+from hvdtrain.training.checkpoint.changes import Change
+from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
+from hvdtrain.training.checkpoint.room import needed_bytes
+from hvdtrain.training.common_codebook import write_codebook
 from hvdtrain.training.datasets import Datasets, identity
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.broadcast import broadcast_state
-from hvdtrain.training.run_folder import make_run_folder, write_config
+from hvdtrain.training.run_folder import check_run_folder, open_run_folder, remove_if_empty, write_config
+from hvdtrain.training.run_lock.lock import RunLock
 
 
 class Start(NamedTuple):
@@ -23,30 +31,80 @@ class Start(NamedTuple):
 
     run: Path  # as rank 0 knows it
     train_state: TrainState
+    resumed_from: str | None  # another run folder, whose state this is
     notes: list[str]  # lines for the user
+    changes: list[Change]  # in the configuration of the run that goes on
+    config_is_written: bool  # as config.yaml; if not, the first checkpoint that is trained with it will change that
+    is_over: bool  # nothing will be trained: the run folder stays as it is
     digest: str  # of the state that all ranks have
     weights: int  # numbers that are trained
     checkpoint_limit_bytes: int  # that a file of a checkpoint of this job can have
 
 
-def start_or_resume(config: Config, datasets: Datasets, communicator: Communicator, learner: Learner) -> Start:
-    """Makes the run folder, and gives all ranks the same state. Every rank calls it.
+class Found(NamedTuple):
+    """What rank 0 has found."""
 
-    Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written.
+    run: Path
+    point: ResumePoint
+    notes: list[str]
+    goes_on: bool  # with the run that is in this folder
+    is_over: bool
+
+
+def start_or_resume(config: Config, datasets: Datasets, communicator: Communicator, learner: Learner, lock: RunLock) -> Start:
+    """Makes and locks the run folder, and gives all ranks the same state. Every rank calls it.
+
+    Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written, has no room or is in use.
     """
-    sizes = [(name, array.size, array.nbytes) for name, array in learner.views()]
-    limit_bytes = 2**20 + 8 * sum(nbytes for _, _, nbytes in sizes)  # a user's optimizer may not have made its state yet
-    weights = sum(size for name, size, _ in sizes if name.startswith("p."))
-    total = len(datasets.train) * from_config.total_epochs(config)
+    pieces = list(learner.pieces())
+    array_bytes = sum(piece.nbytes for piece in pieces)
+    limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have made its state yet
+    weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
     restored: Arrays | None = None
 
-    def find() -> tuple[ResumePoint, Path]:
+    def find() -> Found:
         nonlocal restored
-        point, restored = find_resume_point(config, identity(config, datasets), total, limit_bytes)
-        return point, make_run_folder(config, point.resumed)
+        run, notes = open_run_folder(config, lock)
+        try:
+            former = former_run(config)  # by now: the job before this one may just have written its last checkpoint
+            point, restored = find_resume_point(
+                former, config, identity(config, datasets), begin(config, datasets), limit_bytes, mapped=learner.is_sharded
+            )
+            goes_on = former is not None and former.resolve() == run.resolve()
+            is_over = goes_on and bool(stop_reason(config, point.train_state))
+            if not is_over:
+                check_run_folder(run, needed_bytes(array_bytes))
+        except UserError:
+            lock.release()
+            remove_if_empty(run)
+            raise
+        return Found(run, point, [*notes, *point.notes], goes_on, is_over)
 
-    point, run = on_rank_0(communicator, find)
+    run, point, notes, goes_on, is_over = on_rank_0(communicator, find)
     digest = broadcast_state(communicator, learner, restored)
-    # not before: where the state does not fit the model, the run folder stays as it was
-    note = on_rank_0(communicator, lambda: write_config(config, run, resumed=point.train_state.progress.step > 0))
-    return Start(run, point.train_state, [*point.notes, note] if note else point.notes, digest, weights, limit_bytes)
+    if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
+        on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
+    return Start(
+        run=run,
+        train_state=point.train_state,
+        resumed_from=None if goes_on or point.resumed is None else config.resume,
+        notes=notes,
+        changes=point.changes or [],
+        config_is_written=not goes_on or point.changes == [],
+        is_over=is_over,
+        digest=digest,
+        weights=weights,
+        checkpoint_limit_bytes=limit_bytes,
+    )
+
+
+def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunLock) -> None:
+    """config.yaml, and the codebook of image tokens. Raises UserError, as on a full disk."""
+    codebook = codebook_of(datasets.train)
+    try:
+        if codebook is not None:
+            write_codebook(codebook, run)
+        write_config(config, run, lock)
+    except OSError as error:
+        what = f"cannot write config.yaml: {error.strerror or error}"
+        raise UserError(what, str(run), "give run= a folder that can be written, with room") from None

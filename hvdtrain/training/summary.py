@@ -5,24 +5,34 @@ from __future__ import annotations
 import math
 import platform
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.plugins import is_dotted
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, ServersConfig
+from hvdtrain.core.metrics import Metric
+from hvdtrain.core.program import command_line
 from hvdtrain.data.sampler import share_bounds
-from hvdtrain.errors import DONE, REQUEUE
+from hvdtrain.errors import DONE, REQUEUE, short
+from hvdtrain.events import redaction
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_summary, lr_summary
+from hvdtrain.tasks.task import samples_of
+from hvdtrain.training.checkpoint.changes import PLACE, flat
+from hvdtrain.training.checkpoint.resume_command import further, resume_command
 from hvdtrain.training.input.micro_batches import micro_batches_per_step
 from hvdtrain.training.job import Job
+from hvdtrain.training.memory.meter import line as memory_line
+from hvdtrain.training.mesh_picture import mesh_fields, mesh_lines
 from hvdtrain.training.progress.event_fields import job_energy
 from hvdtrain.training.progress.train_state import Reached, TrainState
+from hvdtrain.training.progress.triggers import stop_seconds
 from hvdtrain.training.start import Start
 from hvdtrain.training.telemetry import energy
 from hvdtrain.version import __version__
 
-SCHEMA = 1  # of the events; docs/events.md
+SCHEMA = 2  # of the events; docs/events.md
+CLASS_NAMES_WIDTH = 40  # letters of class names in the header
 
 
 def emit_start(job: Job, start: Start, engine_reason: str) -> None:
@@ -39,49 +49,72 @@ def emit_start(job: Job, start: Start, engine_reason: str) -> None:
         ranks=job.communicator.size,
         hosts=sorted(set(job.hosts)),
         host_of_rank=job.hosts,
+        **mesh_fields(job.config.parallel, job.communicator.size),
         framework=job.config.framework,
         model=f"{job.config.model.name}: {job.learner.describe()}",
         device=_device(job.learner.gpu()),
         samples=job.prefetcher.samples,
-        val_samples=len(job.val),
-        max_steps=job.config.max_steps,
+        val_samples=job.val_samples,
+        task=job.task.name,
+        objective=job.task.objective,
+        unit=samples_of(job.task),
+        counts="tokens" if "tokens" in job.task.sums else "samples",
+        metrics={metric.name: metric_fields(metric) for metric in job.task.metrics},
+        shape=job.task.sizes.get("shape"),
+        classes=job.task.sizes.get("classes"),
+        class_names=job.config.data.class_names,
+        max_steps=job.config.stop.steps,
+        max_seconds=stop_seconds(job.config),
         seconds=round(start.train_state.seconds, 3),
         energy=job.telemetry.energy.reasons,
         run=str(start.run),
+        resumed_from=start.resumed_from,
+        config=redaction.redact(flat(job.config.model_dump(exclude=set(PLACE)))),
+        changed={change.key: [change.before, change.now] for change in start.changes},
     )
 
 
-def emit_end(job: Job, start: Start, now: TrainState, reason: str) -> None:
-    """The event "end", of a job that is over."""
-    lines = done(job, start.train_state, now, reason, start.run)
-    job.log.emit("end", now.progress.step, reason=reason, exit_code=DONE, lines=lines, **end_fields(job, now))
+def emit_end(job: Job, start: Start, now: TrainState, reason: str, memory: dict[str, Any]) -> None:
+    """The event "end", of a job that is over; memory: fields of what it took."""
+    lines = done(job, start.train_state, now, reason, start.run, memory)
+    job.log.emit("end", now.progress.step, reason=reason, exit_code=DONE, lines=lines, **end_fields(job, now), **memory)
 
 
-def emit_stop(job: Job, start: Start, now: TrainState, reason: str, failure: str) -> None:
+def emit_stop(job: Job, start: Start, now: TrainState, reason: str, failure: str, memory: dict[str, Any]) -> None:
     """The event "stop", of a job that had to stop before its end; failure: why its last checkpoint is not written, or empty."""
-    lines = stopped(job, now, reason, failure, start.run)
-    job.log.emit("stop", now.progress.step, reason=reason, exit_code=REQUEUE, lines=lines, **end_fields(job, now))
+    lines = stopped(job, now, reason, failure, start.run, memory)
+    job.log.emit("stop", now.progress.step, reason=reason, exit_code=REQUEUE, lines=lines, **end_fields(job, now), **memory)
 
 
 def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     """What will run, in about ten lines."""
-    config, ranks = job.config, job.communicator.size
+    config, ranks, readers = job.config, job.communicator.size, job.config.readers(job.communicator.size)
     where = ", ".join(f"{host} x {job.hosts.count(host)}" for host in sorted(set(job.hosts)))
-    counts = f"{job.prefetcher.samples:,} training and {len(job.val):,} validation samples"
-    of_each = f"{_share(job.prefetcher.samples, ranks)} of an epoch on each rank, " if ranks > 1 else ""
+    counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
+    if config.evaluate.samples is not None:
+        counts += f" ({len(job.val):,} of them in an evaluation)"
+    reader = "worker" if config.servers.count else "rank"
+    of_each = f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, " if readers > 1 else ""
     at_first = " at first" if job.recipe.batch.to else ""
+    divided = f"over all {reader}s, {_share(config.batch.size, readers)} on each{at_first}"
     lines = [
         f"ranks   {ranks} ({where}), engine {job.communicator.name}: {engine_reason}",
-        f"data    {config.data.name}: {counts}, {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
-        f"batch   {batch_summary(job.recipe)} over all ranks, {_share(config.batch.size, ranks)} on each{at_first}",
-        f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples)}",
+        *mesh_lines(config.parallel, job.hosts),
+        *([f"servers {_server_summary(config.servers, ranks)}"] if config.servers.count else []),
+        f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
+        f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
+        f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
+        f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
     ]
+    if (why := config.batch.origin("micro")).startswith("auto"):
+        lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
     if config.norm.kind != "batch":
-        largest_share = -(-config.batch.size // ranks)
+        largest_share = -(-config.batch.size // readers)
         samples = -(-largest_share // micro_batches_per_step(config.batch, largest_share, config.batch.size, config.batch.size))
         lines.append(f"norm    {_norm_summary(config, samples)}")
     lines += [
         f"model   {config.model.name}: {job.learner.describe()}",
+        *([f"memory  {job.memory.note}"] if job.memory and job.memory.note else []),
         energy.summary(job.telemetry.energy.reasons),
         f"run     {start.run}",
     ]
@@ -96,78 +129,72 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
     """Of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
     joules, p = job_energy(now, job.telemetry.energy.kinds), now.progress
-    trained, trained_s = now.trained_images + now.sums["count"], now.trained_s + now.epoch_s
+    trained, trained_s = now.trained_images + now.trained_samples, now.trained_s + now.epoch_s
+    tokens = job.task.sample_weight if "tokens" in job.task.sums else None  # of a sample; with padding they are not counted over the job
     return {
-        "val_accuracy": now.accuracy,
-        "best_accuracy": now.best,
+        f"val_{now.objective}": now.last,
+        f"best_{now.objective}": now.best,
         "best_epoch": now.best_epoch,
         "seconds": round(now.seconds, 3),
         "epochs": p.epochs,
-        "images": p.samples,
-        "images_per_s": round(trained / trained_s, 1) if trained_s else None,
+        "samples": p.samples,
+        "samples_per_s": round(trained / trained_s, 1) if trained_s else None,
+        **({"tokens_per_s": round(trained * tokens / trained_s, 1) if trained_s else None} if tokens else {}),
         "joules": joules,
-        **({"joules_per_image": sum(joules.values()) / p.samples} if joules and p.samples else {}),
+        **({"joules_per_sample": sum(joules.values()) / p.samples} if joules and p.samples else {}),
     }
 
 
-def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path) -> list[str]:
+def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]) -> list[str]:
     """Of a job that is over; `before`: where this run of it began."""
-    reached = f"validation accuracy {now.accuracy:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
-    lines = [f"done ({reason}): {reached}", *_results(job, now), *_resume_command(job.config, now, run)]
+    reached = f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
+    lines = [f"done ({reason}): {reached}", *_results(job, now, memory)]
+    lines.append(f"resume   {resume_command(job.config, run, *further(job.config, now))}")
     if now.progress.step == before.progress.step:
         lines.insert(0, f"nothing was trained: {run} has a job that was over before; another run=, or more epochs= than it has")
-    return [*lines, f"report   {shlex.join(['python', '-m', 'hvdtrain', 'report', str(run)])}", f"run folder: {run}"]
+    folder = f"./{run}" if str(run).startswith("-") else str(run)  # not an option
+    return [*lines, f"report   {command_line('report', folder)}", f"run folder: {run}"]
 
 
-def _resume_command(config: Config, now: TrainState, run: Path) -> list[str]:
-    """The command that trains on. Code that a run folder names is imported only where the command names it too."""
-    if config.model.name.startswith("__main__:"):
-        return [f"resume   the same script, with {shlex.join([f'run={run}', _further(config, now)])}"]
-    command = ["python", "-m", "hvdtrain", f"resume={run}"]
-    if is_dotted(config.model.name):
-        command.append(f"model.name={config.model.name}")
-    if is_dotted(config.optim.name) and not config.optim.name.startswith("torch.optim."):
-        command.append(f"optim.name={config.optim.name}")
-    return [f"resume   {shlex.join([*command, _further(config, now)])}"]
-
-
-def _further(config: Config, now: TrainState) -> str:
-    """The argument that extends a job that is over."""
-    if config.max_steps is not None and now.progress.step >= config.max_steps:
-        return f"max_steps={2 * config.max_steps}"
-    if config.stop.target_accuracy is not None and now.at_target >= config.stop.patience:
-        return "stop.target_accuracy=null"
-    return f"epochs={2 * max(config.epochs, now.epoch)}"
-
-
-def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path) -> list[str]:
+def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]) -> list[str]:
     """Of a job that has to stop before its end; failure: why its last checkpoint is not written, or empty."""
     step = now.progress.step
     checkpoint = (
         f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
     )
-    arguments = [f"run={run}"] if job.config.resume != "no" else [f"run={run}", "resume=auto"]
+    config = job.config
+    if config.resume == "no":
+        further_words = f", with {shlex.join([f'run={run}', 'resume=auto'])}"
+    elif config.resume == "auto" and config.run is None:
+        further_words = f", with {shlex.join([f'run={run}'])}"
+    else:
+        further_words = ""  # the command names the folder
     where = f"stopped ({reason}) at step {step}, epoch {now.progress.epochs:.2f}: {checkpoint}"
-    return [where, *_results(job, now), f"the same command resumes the job, with {shlex.join(arguments)}"]
+    return [where, *_results(job, now, memory), f"the same command resumes the job{further_words}"]
 
 
-def _results(job: Job, now: TrainState) -> list[str]:
-    fields = end_fields(job, now)
+def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
+    fields, unit = end_fields(job, now), samples_of(job.task)
     lines = []
     if not math.isnan(now.best):
-        lines.append(f"best     {now.best:.4f} in epoch {now.best_epoch}, last {now.accuracy:.4f}")
-    if fields["images_per_s"]:
-        lines.append(f"speed    {fields['images_per_s']:,.0f} images/s of training")
+        lines.append(f"best     {now.best:.4f} in epoch {now.best_epoch}, last {now.last:.4f}")
+    if fields["samples_per_s"]:
+        tokens = f"{fields['tokens_per_s']:,.0f} tokens/s, " if fields.get("tokens_per_s") else ""
+        lines.append(f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training")
+    lines += job.telemetry.pipeline.lines() + job.telemetry.staleness.lines()
+    if memory:
+        lines.append(memory_line(memory))
     if fields["joules"]:
         kinds = " and ".join({"gpu": "GPUs", "cpu": "processors"}[kind] for kind in fields["joules"])
-        lines.append(f"energy   {sum(fields['joules'].values()):,.0f} J of {kinds}, {fields['joules_per_image']:.4g} J per image")
-    return lines + [reached_line(one) for one in now.reached]
+        of_each = f"{fields['joules_per_sample']:.4g} J per {unit.removesuffix('s')}"
+        lines.append(f"energy   {sum(fields['joules'].values()):,.0f} J of {kinds}, {of_each}")
+    return lines + [reached_line(one, unit) for one in now.reached]
 
 
-def reached_line(one: Reached) -> str:
+def reached_line(one: Reached, unit: str) -> str:
     """target   0.95 after 2.1 s, 3.00 epochs, 4,352 images, 140 J"""
     joules = "" if one.joules is None else f", {one.joules:,.0f} J"
-    return f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, {one.images:,} images{joules}"
+    return f"target   {one.target:g} after {one.seconds:.1f} s, {one.epochs:.2f} epochs, {one.images:,} {unit}{joules}"
 
 
 def _device(gpu: Gpu | None) -> str:
@@ -181,6 +208,35 @@ def _device(gpu: Gpu | None) -> str:
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or platform.machine()
     )
+
+
+def metric_fields(metric: Metric) -> dict[str, Any]:
+    """How a metric is shown, for those that read the events."""
+    return {"better": metric.better, "column": metric.short_name, "percent": metric.percent}
+
+
+def first_names(names: Sequence[str] | None) -> str:
+    """Of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress, ...`; empty where they have no names."""
+    first = ""
+    for name in map(short, names or ()):
+        if len(first) + len(name) > CLASS_NAMES_WIDTH:
+            first += ", ..." if first else ": ..."
+            break
+        first += f", {name}" if first else f": {name}"
+    return first
+
+
+def _server_summary(servers: ServersConfig, ranks: int) -> str:
+    """rank 0; the others are workers, whose gradients are at most 4 updates old when they are applied"""
+    first = "rank 0" if servers.count == 1 else f"ranks 0 to {servers.count - 1}"
+    if not servers.are_asynchronous:
+        return f"{first}; every update waits for a gradient of each of the {ranks - servers.count} workers"
+    bound = "of any age" if servers.bound == "none" else f"at most {servers.bound} updates old"
+    return f"{first}; the gradients of the {ranks - servers.count} workers are {bound} when they are applied"
+
+
+def _divided(config: Config) -> str:
+    return f" (data.val_share={config.data.val_share:g} of train)" if config.data.val_share is not None else ""
 
 
 def _share(count: int, size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +14,35 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import DONE, REQUEUE, Diverged, UserError, exit_code_of
+from hvdtrain.errors import DONE, MEMORY, Diverged, UserError, exit_code_of
 from hvdtrain.events.background import CLOSE_S, BackgroundSink
 from hvdtrain.events.log import Log, Sink
-from hvdtrain.events.rank_log import LOGGER, rank_log
+from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
+from hvdtrain.frameworks.learner import HasPipeline
 from hvdtrain.training import summary
-from hvdtrain.training.build import build_learner
-from hvdtrain.training.datasets import Datasets, facts
+from hvdtrain.training.build import build_learner, load_libraries
+from hvdtrain.training.checkpoint.room import NO_MEMORY
+from hvdtrain.training.datasets import Datasets, data_facts, notes
+from hvdtrain.training.elastic_job import ElasticJob, ready_for_losses
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.job import Job, make_job
+from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.job import Job, make_job, make_saver
+from hvdtrain.training.job_memory import forecast_of_job
 from hvdtrain.training.loop import train
+from hvdtrain.training.memory.meter import MemoryMeter
+from hvdtrain.training.memory.room import room_of_rank
+from hvdtrain.training.own_error import noted
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
-from hvdtrain.training.replicas.broadcast import check_same_facts
+from hvdtrain.training.replicas.probe import Probe
+from hvdtrain.training.replicas.same_job import check_same_facts, facts
+from hvdtrain.training.run_folder import write_config
+from hvdtrain.training.run_lock.lock import RunLock
 from hvdtrain.training.start import Start, start_or_resume
+from hvdtrain.training.successor import Successor
 
 TRACKED_S = 2.0  # between two events of steps that a tracker gets
 HASTY_S = 3.0  # that the end of a job which failed, or has to go, waits for what its sinks have not written
@@ -38,7 +51,7 @@ HASTY_S = 3.0  # that the end of a job which failed, or has to go, waits for wha
 class JobResult(NamedTuple):
     """How a job ended, on every rank."""
 
-    code: int  # exit code: DONE, or REQUEUE where the job had to stop before its end
+    code: int  # exit code: DONE, or REQUEUE (LOST after the loss of a rank) where the job had to stop before its end
     run: Path  # as rank 0 knows it
     reason: str
     train_state: TrainState
@@ -51,17 +64,33 @@ def train_job(
     engine_reason: str,
     signals: Signals,
     heartbeat: Heartbeat,
+    lock: RunLock,
+    warnings: RankWarnings | None = None,
+    watchdog: Watchdog | None = None,
 ) -> JobResult:
-    """Every rank calls it; rank 0 writes the run folder and the log. engine_reason: why the communicator is this one.
+    """Every rank calls it; rank 0 locks and writes the run folder and the log. engine_reason: why the communicator is this one.
 
     Raises UserError, on all ranks or on the one whose fault it is, and Diverged on all ranks.
     """
-    check_same_facts(communicator, facts(config, datasets))
+    heartbeat.beat("comparing the ranks", 0, 0)
+    ranks = ready_for_losses(config, communicator)
+    if communicator.size > 1:
+        check_same_facts(communicator, facts(config, data_facts(config, datasets), communicator.name))
     heartbeat.beat("building the model", 0, 0)
+    load_libraries(config)
+    memory = MemoryMeter(forecast_of_job(config, datasets, communicator), room_of_rank(config, communicator))
     learner = build_learner(config, datasets.task, communicator)
+    if isinstance(learner, HasPipeline):
+        heartbeat.under_way = learner.under_way
     heartbeat.beat("reading the checkpoint", 0, 0)
-    start = start_or_resume(config, datasets, communicator, learner)
-    log = open_log(config, communicator, start.run)
+    start = start_or_resume(config, datasets, communicator, learner, lock)
+    if communicator.size > 1:
+        hosts = communicator.allgather_object(socket.gethostname())
+        Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")
+    memory.begin(learner, start.weights, communicator.rank)
+    start = start._replace(notes=[*start.notes, *notes(datasets)])
+    log = open_log(config, communicator, start, lock)
+    record_config = None if start.config_is_written else lambda: write_config(config, start.run, lock)
     job = make_job(
         config,
         datasets,
@@ -69,50 +98,79 @@ def train_job(
         learner,
         signals=signals,
         heartbeat=heartbeat,
+        warnings=warnings,
         log=log,
         start=start.train_state,
         run=start.run,
         checkpoint_limit_bytes=start.checkpoint_limit_bytes,
+        record_config=record_config,
+        open_run=lock.open,
+        memory=memory,
     )
     summary.emit_start(job, start, engine_reason)
-    with closing(job), rank_log(start.run / "ranks" / f"rank-{communicator.rank:05d}.log" if config.log.per_rank else None):
+    successor = Successor(
+        config,
+        start,
+        lock,
+        lambda: open_sinks(config, start.run, lock),
+        lambda now: make_saver(config, datasets, log, now, start.run, start.checkpoint_limit_bytes, record_config, lock.open),
+    )
+    living = ElasticJob(job, ranks, successor, watchdog, start.train_state)
+    log_path = start.run / "ranks" / f"rank-{communicator.rank:05d}.log"
+    with closing(living), rank_log(log_path if config.log.per_rank and not start.is_over else None), noted(heartbeat, communicator.rank):
         LOGGER.info(
             f"rank {communicator.rank} of {communicator.size} on {job.hosts[communicator.rank]}, process {os.getpid()}: "
             f"{learner.describe()}"
         )
         heartbeat.training = True
-        if config.guard.nonfinite == "rollback":
-            job.checkpoints.save(start.train_state)  # so that there is always one to roll back to
-        now, reason = train(job, start.train_state)
-        return finish(job, start, now, reason)
+        if memory.warning:
+            warn(memory.warning)
+        return living.run(lambda job, now: train_to_the_end(job, start, now, lock), start.train_state)
 
 
-def open_log(config: Config, communicator: Communicator, run: Path) -> Log:
-    """events.jsonl, the terminal and the trackers on rank 0; nothing on the other ranks. Every rank calls it.
+def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> JobResult:
+    """From `now` to the last checkpoint. Every rank calls it."""
+    if now == start.train_state:
+        if job.config.guard.nonfinite == "rollback":
+            job.checkpoints.save(now)  # so that there is always one to roll back to
+        if not now.progress.step:
+            job.samples.draw(now)
+    now, reason = train(job, now)
+    lock.ending()
+    return finish(job, start, now, reason)
 
-    Raises UserError on all ranks where a tracker's package is missing.
+
+def open_log(config: Config, communicator: Communicator, start: Start, lock: RunLock) -> Log:
+    """events.jsonl, the terminal and the trackers on rank 0, of a job that is over the terminal alone; nothing on the other ranks.
+
+    Every rank calls it. Raises UserError on all ranks where a tracker's package is missing.
     """
+
+    def sinks() -> list[Sink]:
+        return [terminal_sink(sys.stdout, config.log)] if start.is_over else open_sinks(config, start.run, lock)
+
+    return Log(on_rank_0_only(communicator, sinks) or [])
+
+
+def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
+    """events.jsonl first, then the terminal and the trackers. Raises UserError where a tracker's package is missing."""
     where = config.where("log.trackers")
-
-    def open_sinks() -> list[Sink]:
-        trackers = {name: plugins.load("events/trackers", name, where).build(config, run) for name in dict.fromkeys(config.log.trackers)}
-        return [
-            JsonLinesWriter(run / "events.jsonl"),
-            terminal_sink(sys.stdout, config.log),
-            *(BackgroundSink(tracker, name, warn, step_interval_s=TRACKED_S) for name, tracker in trackers.items()),
-        ]
-
-    return Log(on_rank_0_only(communicator, open_sinks) or [])
+    trackers = {name: plugins.load("events/trackers", name, where).build(config, run) for name in dict.fromkeys(config.log.trackers)}
+    return [
+        JsonLinesWriter(run / "events.jsonl", lock),
+        terminal_sink(sys.stdout, config.log),
+        *(BackgroundSink(tracker, f"log.trackers {name}", warn, step_interval_s=TRACKED_S) for name, tracker in trackers.items()),
+    ]
 
 
 @contextlib.contextmanager
-def closing(job: Job) -> Iterator[None]:
+def closing(living: ElasticJob) -> Iterator[None]:
     """Closes what the job has open. An error inside becomes the event "failed"; Diverged waits on all ranks for a checkpoint under way."""
     error: BaseException | None = None  # ours: sys.exc_info() may be one that the caller is handling
     try:
         yield
     except Diverged as diverged:  # raised on every rank alike: no rank ends the job while rank 0 writes
-        error = diverged
+        error, job = diverged, living.job
         job.heartbeat.limit = "start_s"
         job.checkpoints.close_on_all_ranks()
         raise
@@ -120,6 +178,7 @@ def closing(job: Job) -> Iterator[None]:
         error = other
         raise
     finally:
+        job = living.job
         if error is not None:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             job.log.emit("failed", job.heartbeat.step, reason=reason, exit_code=exit_code_of(error))
@@ -139,11 +198,16 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     job.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
     last = job.checkpoints.finish(now)
     if last.failure and (is_over or not last.any_left):
-        kind = Diverged if last.failure.endswith("is not finite") else UserError
         what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
-        raise kind(what, str(start.run), "a lower optim.base_lr" if kind is Diverged else "make room; start it again")
+        if last.failure.endswith("is not finite"):
+            raise Diverged(what, str(start.run), "a lower optim.base_lr")
+        error = UserError(what, str(start.run), "make room; start it again")
+        if last.failure.startswith(NO_MEMORY):
+            error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
+        raise error
+    memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if is_over:
-        summary.emit_end(job, start, now, reason)
+        summary.emit_end(job, start, now, reason, memory_fields)
         return JobResult(DONE, start.run, reason, now)
-    summary.emit_stop(job, start, now, reason, last.failure)
-    return JobResult(REQUEUE, start.run, reason, now)
+    summary.emit_stop(job, start, now, reason, last.failure, memory_fields)
+    return JobResult(job.health.stop_code, start.run, reason, now)

@@ -1,4 +1,4 @@
-"""python -m hvdtrain check under real launchers: ranks that differ, one process, a rank that fails, a rank that is late."""
+"""hvdtrain check under real launchers: ranks that differ, one process, a rank that fails, a rank that is late."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
 
 import hvdtrain
+from hvdtrain.cli.check.dry_run import try_run_folder
+from hvdtrain.config.read import configure
 
 CHECK = ["-m", "hvdtrain", "check"]
 SMALL = ["framework=numpy", "model.name=linear"]  # needs no torch
@@ -67,10 +69,10 @@ def test_one_process(tmp_path: Path) -> None:
     assert tree["engine"] == "single: no launcher" and tree["run"]["locks"] is True and tree["speed"] == {"engine": None, "mpi": None}
     rank = tree["ranks"][0]
     assert rank["versions"]["hvdtrain"] == hvdtrain.__version__ and rank["cores"] == sorted(os.sched_getaffinity(0))
-    assert rank["data"] | {"seconds": 0, "mean of the pixels": 0} == {
-        **{"training samples": 1437, "validation samples": 360, "image shape": [8, 8, 1], "classes": 10},
-        **{"seconds": 0, "mean of the pixels": 0},
-    }
+    sizes = {"training samples": 1437, "validation samples": 360, "image shape": [8, 8, 1], "classes": 10}
+    assert rank["data"].items() >= sizes.items()
+    digests = {key: value for key, value in rank["data"].items() if key.startswith("digest of the ")}
+    assert len(digests) == len({*digests.values()}) == 4, "labels and images, for training and validation"
     assert not list(tmp_path.glob("**/.hvdtrain-check*")) and not (tmp_path / "run").exists(), "a check leaves nothing behind"
 
 
@@ -91,6 +93,14 @@ def test_errors_and_warnings_of_one_process(tmp_path: Path) -> None:
     assert any(str(tmp_path / "nowhere") in what + where for what, (_, where, _) in found.items())
 
 
+def test_a_run_folder_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("nowhere")
+    facts, (finding,) = try_run_folder(configure(None, [f"run={tmp_path}/run"]))
+    assert facts["locks"] is None and finding.level == "error"
+    assert finding.what == f"cannot write the run folder {tmp_path}/run: No such file or directory"
+    assert os.listdir(tmp_path) == ["run"]
+
+
 @needs_mpirun
 def test_ranks_that_differ(tmp_path: Path) -> None:
     """One start of four ranks, each with a mistake of its own: every one is named, with its rank, and the code is 2."""
@@ -103,7 +113,7 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     (tmp_path / "code/hvdtrain/mine.py").write_text('"""Mine."""\n')
     stay, pin = f"os.chdir({str(tmp_path / 'most')!r})", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])"
     preparations = {
-        0: Preparation(stay),
+        0: Preparation(stay, environ={"PYTHONHASHSEED": "5"}),
         1: Preparation(f"{stay}; {pin}", arguments=("seed=2",)),
         2: Preparation(f"os.chdir({str(tmp_path / 'fewer')!r}); {pin}", environ={"PYTHONPATH": str(tmp_path / "code")}),
         3: Preparation(f"os.chdir({str(tmp_path / 'none')!r})", environ={"OMP_NUM_THREADS": "64"}),
@@ -116,6 +126,9 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert code[:2] == ("error", f"rank 2 on {host}; 3 other ranks agree")
     assert found["the configuration differs: seed is 2 instead of 1"][:2] == ("error", f"rank 1 on {host}; 3 other ranks agree")
     assert found["training samples: 6 instead of 8"][:2] == ("error", f"rank 2 on {host}")
+    labels = next(where for what, (_, where, _) in found.items() if what.startswith("digest of the training labels: "))
+    assert labels == f"rank 2 on {host}"
+    assert found["PYTHONHASHSEED is 5; other ranks: not set"][:2] == ("error", f"rank 0 on {host}")
     missing = next(where for what, (_, where, _) in found.items() if "MNIST" in what + where)
     assert missing.startswith(f"rank 3 on {host}")
     assert any(what.startswith("OMP_NUM_THREADS=64 starts 67 threads") for what in found)
@@ -126,7 +139,35 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert tree["speed"]["engine"]["bytes_per_s"] > 1e6 and tree["speed"]["mpi"] is None  # the mpi engine is plain MPI itself
     for what in found:
         assert f": {what}\n  where: " in result.stdout
-    assert "5 errors" in result.stdout and "the job would fail or run incorrectly" in result.stdout
+    assert "10 errors" in result.stdout and "the job would fail or run incorrectly" in result.stdout
+
+
+APART = """
+import os
+import torch
+class Apart(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.fc = torch.nn.Linear(shape[0] * shape[1] * shape[2], classes)
+        self.factor = 1.5 if os.environ.get("APART") == "1" else 1.0
+    def forward(self, x):
+        return self.fc(x.flatten(1)) * self.factor
+"""
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_a_model_with_other_outputs_on_one_rank(tmp_path: Path) -> None:
+    """Its code, the data and the configuration are the same: it reads a variable that nobody knows of."""
+    (tmp_path / "apart.py").write_text(APART)
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    preparations = {0: Preparation(environ=path), 1: Preparation(environ={**path, "APART": "1"})}
+    result = mpirun(2, wrapped(preparations, ["comm.engine=mpi", "model.name=apart:Apart", "--json", "-"]))
+    assert result.returncode == 2, result
+    found = findings(json.loads(result.stdout))
+    ((what, where, fix),) = ((what, where, fix) for what, (level, where, fix) in found.items() if level == "error")
+    assert what.startswith("the model gives other outputs on some ranks before the first step: its loss for a fixed batch is "), what
+    assert where.startswith(f"rank 1 on {os.uname().nodename}, against") and fix.startswith("give every rank the same model"), (where, fix)
 
 
 @needs_mpirun
@@ -172,6 +213,7 @@ def test_a_launcher_that_contradicts_itself() -> None:
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_or_never_connects(tmp_path: Path) -> None:
     """A rank that fails prints its error; where a rank never connects, rank 0 reports that and no rank waits forever."""
     (tmp_path / "mpi4py").mkdir()
@@ -187,10 +229,10 @@ def test_a_rank_that_cannot_start_or_never_connects(tmp_path: Path) -> None:
 
 
 def test_the_command_line() -> None:
-    result = python([*CHECK, "--json"])
-    assert (
-        result.returncode == 2 and "expected one argument" in result.stderr and "python -m hvdtrain check [--json FILE|-]" in result.stderr
-    )
+    result = python([*CHECK, *SMALL, "--json"])
+    assert result.returncode == 0 and json.loads(result.stdout)["exit_code"] == 0, "without a value it is the standard output"
+    result = python([*CHECK, "--limit"])
+    assert result.returncode == 2 and "expected one argument" in result.stderr
     result = python([*CHECK, "batch.sise=3"])
     assert result.returncode == 2 and "1 error: " in result.stdout and "batch.size" in result.stdout
     result = python([*CHECK, *SMALL, "--json", "/nowhere/out.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -26,13 +27,14 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.progress.train_state import TrainState
 
-TASK = Task((8, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+TASK = Classification((8, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 DATA = {"samples": 40, "shape": [8, 4, 2], "classes": 3, "mean": [0.4, 0.5], "std": [0.2, 0.3]}
 
 
@@ -43,8 +45,9 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def save(step: int, arrays: Arrays | None = None, accuracy: float = 0.5, evaluated: int | None = None) -> Path:
     """A checkpoint of `run`: weight w is the step."""
-    train_state = TrainState(Progress(40, 400, step, 20 * step), evaluated=step if evaluated is None else evaluated, accuracy=accuracy)
+    train_state = TrainState(Progress(40, 400, step, 20 * step), evaluated=step if evaluated is None else evaluated, last=accuracy)
     arrays = arrays or {"p.w": np.full(2, step, np.float32), "b.n": np.array(7), "s.w.0": np.zeros(2, np.float32)}
+    Path("run").mkdir(exist_ok=True)
     return files.write(Path("run"), train_state, arrays, {"seed": 5, "data": DATA})
 
 
@@ -163,11 +166,11 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--to", "m.pt"], ["RUN is missing\n  where: command line of export\n  fix: python -m hvdtrain export RUN --to FILE"]),
-        (["run"], ["--to is missing\n", "fix: python -m hvdtrain export RUN"]),
-        (["run", "--to"], ["argument --to: expected one argument\n", "fix: python -m hvdtrain export RUN"]),
-        (["run", "--too", "m.pt"], ["unknown argument '--too'\n", "fix: did you mean --to?; python -m hvdtrain export RUN"]),
-        (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --force; python"]),
+        (["--to", "m.pt"], ["RUN is missing\n  where: command line of export\n  fix: hvdtrain export RUN --to FILE"]),
+        (["run"], ["--to is missing\n", "fix: hvdtrain export RUN"]),
+        (["run", "--to"], ["argument --to: expected one argument\n", "fix: hvdtrain export RUN"]),
+        (["run", "--too", "m.pt"], ["unknown argument '--too'\n", "fix: did you mean --to?; hvdtrain export RUN"]),
+        (["run", "more", "--to", "m.pt"], ["unknown argument 'more'\n", "fix: known: --to, --checkpoint, --force; hvdtrain"]),
         (["run", "--to", "m.onnx"], ["m.onnx ends neither in .safetensors nor in .pt\n  where: --to\n  fix: as in --to model.safetensors"]),
         (["run", "--to", "no/m.pt"], ["there is no folder no\n  where: --to\n  fix: mkdir -p no"]),
         (["run", "--to", "old.pt"], ["old.pt exists already\n  where: --to\n  fix: --force overwrites it"]),
@@ -180,7 +183,8 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
             ["run", "--to", "m.pt", "--checkpoint", "best"],
             ["no checkpoint of run was evaluated at its own step\n", "fix: --checkpoint newest"],
         ),
-        (["run", "--to", f"{'m' * 250}.pt"], ["File name too long\n", "fix: give a folder that can be written and has room"]),
+        (["r" * 256, "--to", "m.pt"], ["a name of 256 bytes: rrr", "  where: RUN\n", "fix: a name has at most 255 bytes"]),
+        (["run", "--to", f"{'m' * 253}.pt"], ["a name of 256 bytes: mmm", "  where: --to\n", "fix: a name has at most 255 bytes"]),
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )
@@ -254,6 +258,6 @@ def test_listed_names_of_missing_arrays_are_refused() -> None:
     folder = save(3)
     tree = json.loads((folder / "progress.json").read_text())
     (folder / "progress.json").write_text(json.dumps(tree | {"names": {"w": "s.w.0"}}))
-    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, files.PROGRESS)]
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in (*files.ARRAYS, files.PROGRESS)]
     (folder / "SHA256SUMS").write_text("".join(sums))
     assert "the checkpoint lists names of arrays that are missing" in refused("run", "--to", "model.pt")

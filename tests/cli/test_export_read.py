@@ -81,8 +81,8 @@ def test_a_pipe_does_not_block(name: str) -> None:
     path.unlink()
     os.mkfifo(path)
     text = refused("run", "--to", "m.pt")
-    assert f"no checkpoint of run is good: damaged step-00000001 is skipped: {name}: not a plain file\n  where: run/checkpoints" in text
-    assert f"the checkpoint is damaged: {name}: not a plain file" in refused("run", "--to", "m.pt", "--checkpoint", "step-00000001")
+    assert f"no checkpoint of run is good: damaged step-00000001 is skipped: {name}: a pipe, not a file\n  where: run/checkpoints" in text
+    assert f"the checkpoint is damaged: {name}: a pipe, not a file" in refused("run", "--to", "m.pt", "--checkpoint", "step-00000001")
 
 
 def test_a_checkpoint_larger_than_the_memory_is_not_read() -> None:
@@ -95,7 +95,7 @@ def test_a_checkpoint_larger_than_the_memory_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (os.mkfifo, "cannot read the configuration: not a regular file: 'run/config.yaml'"),
+        (os.mkfifo, "run/config.yaml is a pipe, not a file"),
         (lambda path: path.write_text("x: y\n" * 20000), "cannot read the configuration: more than 65536 bytes"),
         (lambda path: path.write_text("a: &a [1]\n" + "".join(f"b{i}: [*a, *a]\n" for i in range(9))), "not YAML: an alias is not read"),
         (lambda path: path.write_text("[" * 30000), "cannot read the configuration: more than 32 levels deep"),
@@ -131,8 +131,9 @@ def test_no_part_of_a_configuration_is_run_or_resolved(monkeypatch: pytest.Monke
 
 def test_invalid_data_fields_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     run = Path("run")
+    run.mkdir()
     for step, identity in enumerate(({"data": 3}, {"data": {"mean": "\x1b[2J", "std": [[1]], "shape": {}, "classes": True}}, {})):
-        files.write(run, TrainState(Progress(40, 400, step)), {"p.w": np.zeros(2)}, identity)
+        files.write(run, TrainState(Progress(40, 400, step, step)), {"p.w": np.zeros(2)}, identity)
         lines = exported(capsys, "--to", "m.safetensors", "--force")
         assert "input    (pixels / 255 - mean) / std: mean unknown, std unknown, image_shape unknown, classes unknown" in lines
-        assert metadata() == {"format": "pt", "hvdtrain": __version__, "step": str(step), "epochs": "0.0"}
+        assert metadata() == {"format": "pt", "hvdtrain": __version__, "step": str(step), "epochs": str(step / 40)}

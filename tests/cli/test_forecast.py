@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.cli.plan.forecast import Forecast, forecast, memory, steps_until
+from hvdtrain.cli.plan.forecast import Forecast, forecast, memory
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.frameworks.build_rule import build_rule
-from hvdtrain.frameworks.learner import Task
+from hvdtrain.recipe.batch_growth import steps_until
+from hvdtrain.recipe.clock import total_samples
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.input.micro_batches import split_step
 
@@ -29,31 +31,32 @@ def planned(*arguments: str, dataset: int, ranks: int = 1) -> Forecast:
 
 JOBS = [
     ["batch.size=64", "epochs=3"],
-    ["batch.size=30", "epochs=2", "recipe.warmup_steps=7"],
-    ["batch.size=1000", "epochs=2", "recipe.warmup_epochs=2"],  # ends with its warm-up
-    ["batch.size=64", "epochs=4", *GROWTH, "recipe.warmup_epochs=1.1"],
+    ["batch.size=30", "epochs=2", "recipe.warmup=7 steps"],
+    ["batch.size=1000", "epochs=2", "recipe.warmup=2"],  # ends with its warm-up
+    ["batch.size=64", "epochs=4", *GROWTH, "recipe.warmup=1.1"],
     ["batch.size=7", "epochs=3", "recipe.growth=milestones", "recipe.grow_at=[0.007,0.3,0.301,2.9]", "recipe.grow_to=[9,100,3,50]"],
     ["batch.size=10", "epochs=4", "recipe.schedule=steps", "recipe.milestones=[1,2,3]", "recipe.gamma=0.2", "recipe.growth=decays",
      "recipe.batch_max=80"],
     ["batch.size=64", "epochs=4", *GROWTH, "max_steps=18"],
-    ["batch.size=256", "optim.base_batch=100", "recipe.adapt_regime=true", "recipe.schedule=cosine", "recipe.warmup_epochs=0.7"],
+    ["batch.size=64", "epochs=0.7", *GROWTH, "max_steps=18"],
+    ["batch.size=64", "stop.epochs=2.25", "recipe.schedule=linear"],
+    ["batch.size=64", "stop.steps=30", "recipe.growth=milestones", "recipe.grow_at=[25%,20 steps]", "recipe.grow_to=[100,20]"],
+    ["batch.size=256", "optim.base_batch=100", "recipe.adapt_regime=true", "recipe.schedule=cosine", "recipe.warmup=0.7"],
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", JOBS, ids=" ".join)
 def test_a_forecast_equals_a_walk_over_every_step(arguments: list[str]) -> None:
     job = planned(*arguments, dataset=1000)
-    p, walked = Progress(1000, 1000 * job.recipe.epochs), []
-    while not p.done and p.step < (job.config.max_steps or 1e9):
+    p, walked = Progress(1000, total_samples(job.config, 1000)), []
+    while not p.done and p.step < (job.config.stop.steps or 1e9):
         assert job.progress(p.step) == p
         walked.append((p, job.recipe.at(p)))
         p = p.advance(walked[-1][1].batch)
     assert job.steps == len(walked)
     assert [job.hyper(step) for step in range(job.steps)] == [hyper for _, hyper in walked]
     assert sum(phase.steps * phase.batch for phase in job.batch_phases) == p.samples
-    warm = float(job.config.recipe.warmup_epochs or job.config.recipe.warmup_steps * job.config.batch.size / 1000)
-    if job.config.recipe.adapt_regime:
-        warm *= 3  # ceil(256 / 100)
+    warm = {"7 steps": 0.21, 0.7: 3 * 0.7}.get(job.config.recipe.warmup, job.config.recipe.warmup)  # with 3 = ceil(256 / 100)
     assert job.after_warmup() == next((hyper for p, hyper in walked if p.epochs >= warm), None)
 
 
@@ -93,7 +96,7 @@ FRAMEWORKS = [
 @pytest.mark.parametrize(("framework", "arguments"), FRAMEWORKS, ids=[f"{framework} {arguments[0]}" for framework, arguments in FRAMEWORKS])
 def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: list[str], optimizer: str) -> None:
     config = configure(None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])
-    task = Task((8, 6, 2), 5, np.zeros(2), np.ones(2))
+    task = Classification((8, 6, 2), 5, np.zeros(2), np.ones(2))
     shapes = plugins.load("frameworks", framework, "").shapes(config, task)
     state = build_learner(config, task, SingleProcessCommunicator()).state()
     assert shapes == {name[2:]: array.shape for name, array in state.items() if name.startswith("p.")}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock
 import pytest
 from ranks import ROOT
 
-from hvdtrain.cli.horovod import build, verify
+from hvdtrain.cli.horovod import build, cache, verify
 from hvdtrain.cli.horovod.build import BuildTarget
 from hvdtrain.errors import USER, UserError
 
@@ -41,18 +43,97 @@ def test_a_build_is_named_by_everything_that_it_must_fit(version: str, target: B
     assert key != build.wheel_key(version, target, variables)
 
 
+def wheel_in(cache_home: Path) -> Path:
+    """A wheel as a build leaves it in the cache."""
+    folder = cache_home / "hvdtrain" / "horovod" / build.wheel_key("0.28.1", TARGET, VARIABLES)
+    for private in (folder.parent, folder):
+        cache.private_folder(private, print)
+    wheel = folder / "horovod-0.28.1-any.whl"
+    wheel.write_bytes(b"compiled")
+    cache.record(wheel)
+    return wheel
+
+
 def test_a_wheel_in_the_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "hvdtrain" / "horovod" / build.wheel_key("0.28.1", TARGET, VARIABLES)
-    folder.mkdir(parents=True)
-    (folder / "horovod-0.28.1-any.whl").touch()
-    assert build.cached_wheel("0.28.1", TARGET, VARIABLES, rebuild=False) == folder / "horovod-0.28.1-any.whl"
-    assert "from the cache: " in capsys.readouterr().out
+    wheel = wheel_in(tmp_path)
+    assert build.cached_wheel("0.28.1", TARGET, VARIABLES, rebuild=False) == wheel
+    assert capsys.readouterr().out == f"from the cache: {wheel}\n"
+    assert cache.cache_folder() == tmp_path / "hvdtrain" / "horovod"
+
+
+def planted(wheel: Path) -> None:
+    wheel.write_bytes(b"something else")
+
+
+def unrecorded(wheel: Path) -> None:
+    (wheel.parent / "SHA256SUMS").unlink()
+
+
+def record_of_another(wheel: Path) -> None:
+    record = wheel.parent / "SHA256SUMS"
+    record.write_text(record.read_text().replace(wheel.name, "horovod-0.28.0-any.whl"))
+
+
+def linked(wheel: Path) -> None:
+    wheel.replace(wheel.parent / "elsewhere")
+    wheel.symlink_to("elsewhere")
+
+
+def writable_by_others(wheel: Path) -> None:
+    wheel.chmod(0o602)
+
+
+def writable_by_the_group(wheel: Path) -> None:
+    wheel.chmod(0o620)
+
+
+def in_a_folder_that_others_write(wheel: Path) -> None:
+    wheel.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (planted, "its sha256 is not that of SHA256SUMS"),
+        (record_of_another, "its sha256 is not that of SHA256SUMS"),
+        (unrecorded, "there is no SHA256SUMS beside it"),
+        (linked, "it is no regular file"),
+        (writable_by_others, "others can write it"),
+        (writable_by_the_group, "others can write it"),
+        (in_a_folder_that_others_write, "others can write in"),
+    ],
+)
+def test_a_cached_wheel_that_anybody_may_have_changed_is_not_used(
+    change: Callable[[Path], None], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = wheel_in(tmp_path)
+    assert cache.usable_wheel(wheel.parent, print) == wheel
+    change(wheel)
+    cache.private_folder(wheel.parent, print)
+    assert cache.usable_wheel(wheel.parent, print) is None
+    assert reason in capsys.readouterr().out
+    assert not list(wheel.parent.glob("*.whl"))
+    assert stat.S_IMODE(wheel.parent.stat().st_mode) == 0o700
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
+    wheel = wheel_in(tmp_path)
+    (tmp_path / "link").symlink_to(wheel.parent)
+    with pytest.raises(UserError, match="is a link, not a folder"):
+        cache.private_folder(tmp_path / "link", print)
+    if os.geteuid():
+        pytest.skip("only root can give files to another user")
+    os.chown(wheel, 12345, -1)
+    assert cache.usable_wheel(wheel.parent, print) is None
+    os.chown(wheel.parent, 12345, -1)
+    with pytest.raises(UserError, match="belongs to user 12345, who could put any program in it; this is user 0"):
+        cache.private_folder(wheel.parent, print)
 
 
 def test_a_second_builder_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "hvdtrain" / "horovod" / build.wheel_key("0.28.1", TARGET, VARIABLES)
+    folder = cache.cache_folder() / build.wheel_key("0.28.1", TARGET, VARIABLES)
     folder.mkdir(parents=True)
     ask = "from pathlib import Path; from hvdtrain.cli.horovod.build import BuildTarget, cached_wheel\n"
     ask += f"print(cached_wheel('0.28.1', BuildTarget(*{TARGET[:2]}, Path({str(TARGET.mpirun)!r})), {VARIABLES}, rebuild=False))"
@@ -61,9 +142,9 @@ def test_a_second_builder_waits_for_the_first(tmp_path: Path, monkeypatch: pytes
         second = subprocess.Popen([sys.executable, "-c", ask], env=env, stdout=subprocess.PIPE, text=True)
         assert second.stdout is not None
         assert second.stdout.readline() == f"waiting for another process that builds it: {folder}.lock\n"
-        (folder / "horovod-0.28.1-any.whl").touch()
+        wheel = wheel_in(tmp_path)
     output, _ = second.communicate(timeout=60)
-    assert output.splitlines()[-1] == str(folder / "horovod-0.28.1-any.whl")
+    assert output.splitlines()[-1] == str(wheel)
 
 
 def test_the_users_variables_win() -> None:
@@ -179,6 +260,15 @@ def test_the_users_environment_wins_in_the_verification() -> None:
     env = verify.environment_anywhere({"OMPI_MCA_btl": "ofi", "OMP_NUM_THREADS": "8"}, mpi_inside=True)
     assert (env["OMPI_MCA_btl"], env["OMP_NUM_THREADS"], env["OMPI_ALLOW_RUN_AS_ROOT"]) == ("ofi", "8", "1")
     assert "OMPI_MCA_btl" not in verify.environment_anywhere({}, mpi_inside=False)
+
+
+def test_the_version_of_torch_is_known_without_its_import() -> None:
+    code = "import sys; from hvdtrain.cli.horovod.build import torch_version; print(torch_version(), 'torch' in sys.modules)\n"
+    said = subprocess.run(
+        [sys.executable, "-c", f"{code}import torch; print(torch.__version__)"], capture_output=True, text=True, check=True
+    )
+    found, loaded, version = said.stdout.split()
+    assert (found, loaded) == (version, "False")
 
 
 def test_the_installed_horovod_was_built_for_this_torch_and_passes_verification() -> None:

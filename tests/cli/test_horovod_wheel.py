@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.cli.horovod import wheel
 from hvdtrain.errors import UserError
 
-CMAKE_LISTS = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\ncreate_metadata()\n"
+CMAKE_LISTS = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_EXTENSIONS OFF)\ncreate_metadata()\n"
 TORCH_LISTS = "  set(CMAKE_CXX_STANDARD 14)\nadd_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n"
 SETUP = "config = 'Debug' if self.debug else 'RelWithDebInfo'\n"
 
@@ -60,7 +60,7 @@ POLICY_LOG = """\
 
 
 def test_the_cxx_standard_is_raised() -> None:
-    first, second, release, *_ = wheel.corrections(mpi_inside=False)
+    first, second, _, _, release, *_ = wheel.corrections(mpi_inside=False)
     assert wheel.apply_correction(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
     assert second.path == "horovod/torch/CMakeLists.txt"
     assert wheel.apply_correction(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
@@ -82,7 +82,9 @@ def test_a_correction_that_does_not_occur_once_is_refused(correction: wheel.Corr
 
 
 def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
-    archive = sdist(tmp_path, {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP})
+    files = {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP}
+    span = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
+    archive = sdist(tmp_path, {**files, span: " private:\n  pointer const data_;\n  const size_type count_;\n};\n"})
     source = wheel.unpack(archive, tmp_path / "out", wheel.corrections(mpi_inside=False))
     assert "STANDARD 17" in (source / "CMakeLists.txt").read_text()
     torch_lists = (source / "horovod/torch/CMakeLists.txt").read_text()
@@ -90,6 +92,8 @@ def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
     assert "if(NOT HAVE_CUDA AND NOT HAVE_ROCM)\n  set(CMAKE_UNITY_BUILD ON)\nendif()\nadd_library(" in torch_lists
     assert "SHARED ${PYTORCH_SOURCES} ${SOURCES})" in torch_lists
     assert "'Release'" in (source / "setup.py").read_text()
+    assert "const" not in (source / span).read_text()
+    assert ":SHELL:-include string -include stdexcept>" in (source / "CMakeLists.txt").read_text()
 
 
 def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path) -> None:
@@ -104,10 +108,28 @@ def test_an_archive_that_writes_outside_its_folder_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "escaped").exists() and not (tmp_path / "out").exists()
 
 
-def test_an_archive_with_another_digest_is_refused(tmp_path: Path) -> None:
+def test_an_archive_with_another_digest_is_refused_and_removed(tmp_path: Path) -> None:
     (tmp_path / "horovod-0.28.1.tar.gz").write_bytes(b"something else")
-    with pytest.raises(UserError, match=r"not the released source: sha256 is .*, expected 92a43f5a94c4"):
+    with pytest.raises(UserError, match=r"not the released source: sha256 is .*, expected 92a43f5a94c4") as refused:
         wheel.download_source("0.28.1", tmp_path, tmp_path / "log")
+    assert refused.value.fix == "it was removed: try again"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_download_that_is_not_the_released_source_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    mirror, cache = tmp_path / "mirror", tmp_path / "cache"
+    mirror.mkdir()
+    planted = f"open({str(ran)!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='horovod', version='0.28.1')\n"
+    sdist(mirror, {"setup.py": planted, "PKG-INFO": "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n"})
+    (mirror / "member").unlink()
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(mirror), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"horovod 0\.28\.1 could not be downloaded:\n.*DO NOT MATCH THE HASHES") as refused:
+        wheel.download_source("0.28.1", cache, tmp_path / "log")
+    assert "serves another file than the released one" in refused.value.fix
+    assert not ran.exists()
+    assert not list(cache.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -123,6 +145,7 @@ def test_an_archive_with_another_digest_is_refused(tmp_path: Path) -> None:
         ("FindNCCL.cmake\nCMake Error at x:1 (message):\n  Could NOT find NCCL (missing: NCCL_LIBRARIES)\n", "NCCL", "HOROVOD_NCCL_HOME"),
         ("ModuleNotFoundError: No module named 'packaging'\n", "packaging", "hvdtrain[horovod]"),
         ("Failed to establish a new connection: [Errno -3] Temporary failure in name resolution\n", "name resolution", "network"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM\n    horovod==0.28.1 from x:\n", "DO NOT MATCH THE HASHES", "another file"),
         ("one\ntwo\n\nthree\nmake: *** [all] Error 2\n", "two\nthree\nmake: *** [all] Error 2", "the log has the details"),
     ],
 )

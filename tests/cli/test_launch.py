@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ranks import ROOT as PROJECT
 from ranks import environment, mpirun_path, needs_mpirun
 
+from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.command import USAGE, launch
 from hvdtrain.cli.launch.launcher_commands import (
     Host,
@@ -29,7 +31,8 @@ from hvdtrain.cli.launch.launcher_commands import (
     select_pmi,
     srun_command,
 )
-from hvdtrain.errors import UserError
+from hvdtrain.cli.launch.run import STOPPING
+from hvdtrain.errors import REQUEUE, UserError
 
 # The first lines that real launchers and libraries printed, and two that are unknown.
 RECORDED: list[tuple[str, MpiKind | None]] = [
@@ -63,6 +66,8 @@ MPI_TABLE: list[tuple[MpiKind, dict[str, object], str]] = [
         {"ranks": 8, "hosts": EVEN, "forwarded": ("OMP_NUM_THREADS", "PATH")},
         "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x OMP_NUM_THREADS -x PATH python train",
     ),
+    ("openmpi5", {"ranks": 2, "fault_tolerant": True}, "mpirun --with-ft ulfm -np 2 --bind-to none python train"),
+    ("openmpi4", {"ranks": 2, "fault_tolerant": True}, "mpirun -np 2 --bind-to none python train"),
     ("openmpi4", {"ranks": 4, "hosts": UNEVEN}, "mpirun -np 4 -H n1:3,n2:1 --bind-to none python train"),
     ("openmpi4", {"ranks": 3, "oversubscribe": True}, "mpirun -np 3 --bind-to none --map-by :OVERSUBSCRIBE python train"),
     ("mpich", {"ranks": 2, "as_root": True, "oversubscribe": True}, "mpirun -bind-to none -np 2 python train"),
@@ -181,8 +186,26 @@ def test_ranks_fill_the_slots_host_by_host() -> None:
 
 
 def test_variables_for_other_hosts_are_never_secrets() -> None:
-    forwarded = ("HOROVOD_FUSION_THRESHOLD", "LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
-    others = ("AWS_SECRET_ACCESS_KEY", "HOME", "HVDTRAIN_API_TOKEN", "TORCH_PASSWORD", "WANDB_API_KEY", "SSH_AUTH_SOCK", "DATA")
+    forwarded = (
+        "HOROVOD_FUSION_THRESHOLD",
+        "LD_LIBRARY_PATH",
+        "MY_SEED",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_CORETYPE",
+        "PATH",
+        "PYTHONPATH",
+    )
+    others = (
+        "AWS_SECRET_ACCESS_KEY",
+        "HOME",
+        "WALLET_KEY_SEED",
+        "HVDTRAIN_API_TOKEN",
+        "TORCH_PASSWORD",
+        "WANDB_API_KEY",
+        "SSH_AUTH_SOCK",
+        "DATA",
+    )
     assert forwarded_variables(dict.fromkeys((*others, *forwarded), "1"), []) == forwarded
     assert forwarded_variables({"DATA": "1", "HOME": "1"}, ["DATA"]) == ("DATA",)
     with pytest.raises(UserError, match="--env DATA=1: this variable is not set.*\n.*\n  fix: give the name alone"):
@@ -226,10 +249,9 @@ def test_arguments_to_command(bare: Path, capsys: pytest.CaptureFixture[str], mo
     program(bare / "mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     python, run = f"{bare}/python", f"{bare}/mpirun"
     monkeypatch.setenv("WANDB_API_KEY", "x")
-    for name in [
-        name for name in os.environ if name.startswith(("OMP_", "KMP_", "HOROVOD_", "PYTHON", "VIRTUAL_ENV", "LD_LIB", "XDG_", "HVD"))
-    ]:
-        monkeypatch.delenv(name)
+    for name in forwarded_variables(os.environ, []):
+        if name != "PATH":
+            monkeypatch.delenv(name)
     command = launch_command(capsys, "-H", "n1:4,n2:4", "--", "data.root=/a b", "run=x;y")
     tail = [python, "-m", "hvdtrain", "data.root=/a b", "run=x;y"]
     assert command == [run, *ROOT, "-np", "8", "-H", "n1:4,n2:4", "--bind-to", "none", "-x", "PATH", *tail]
@@ -257,6 +279,31 @@ def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monke
         *shlex.split("--mpi=pmi2 --kill-on-bad-exit=1 -n 4 --cpus-per-task=3"),
         *shlex.split(f"{bare}/python -m hvdtrain train"),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads
+def test_srun_brings_a_secret_to_the_ranks(bare: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A new one for each start; one that is set stays. Afterwards the process has the signal handlers that it had."""
+    handlers = [signal.getsignal(number) for number in STOPPING]
+    monkeypatch.setenv("HVDTRAIN_SECRET", "")
+    monkeypatch.delenv("HVDTRAIN_SECRET")
+    program(bare / "srun", f"case $1 in --mpi=list) echo {shlex.quote(PMI_LIST)};; *) echo secret=$HVDTRAIN_SECRET;; esac")
+    program(bare / "python", "echo 'MPICH Version:      5.0.2'")
+    assert launch(["--slurm", "-np", "2", "--", "train"]) == 0
+    assert re.search("secret=[0-9a-f]{32}\n", capfd.readouterr().out)
+    monkeypatch.setenv("HVDTRAIN_SECRET", "mine")
+    assert launch(["--slurm", "-np", "2", "--", "train"]) == 0
+    assert "secret=mine\n" in capfd.readouterr().out
+    assert [signal.getsignal(number) for number in STOPPING] == handlers
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads
+def test_a_signal_while_the_python_of_a_rank_starts_asks_for_another_start(bare: Path) -> None:
+    """It kills: Open MPI's mpirun then ends with 140. Nothing is lost, and the code is that of a job to start again."""
+    other = "kill -USR2 $PPID; sleep 20"  # to launch, which sends it to its child
+    program(bare / "mpirun", f"case $1 in --version) echo 'mpirun (Open MPI) 5.0.1';; *) {other};; esac")
+    (bare / "sleep").symlink_to("/bin/sleep")
+    assert launch(["-np", "2", "--", "train"]) == REQUEUE
 
 
 def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -297,6 +344,18 @@ def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], 
         (["epochs=3"], ["unknown argument 'epochs=3'", "arguments of the job come after --: launch ... -- epochs=3"]),
         (["--dryrun"], ["unknown argument '--dryrun'", "did you mean --dry-run?"]),
         (["--", "plan"], ["'plan' does not run on ranks", "train (or nothing), check"]),
+        (
+            ["-np", "2", "--", "--dry-run"],
+            ["--dry-run is an option of launch\n  where: command line of launch, after --", "before --: launch --dry"],
+        ),
+        (["--", "epochs=1", "-np", "2"], ["-np is an option of launch", "fix: before --: launch -np ... -- ..."]),
+        (["--", "train", "--hostfile=x"], ["--hostfile=x is an option of launch"]),
+        (["-np", "2", "--", "nowhere.py", "x"], ["there is no script nowhere.py\n  where: command line of launch, after --"]),
+        (["-np", "2", "--mpi", "opnmpi"], ["--mpi opnmpi is not known", "did you mean openmpi?"]),
+        (["-np", "2", "--mpi", "mpich", "--"], ["--mpi is for another machine", "fix: launch --mpi mpich --dry-run"]),
+        (["--mpi", "mpich"], ["how many ranks?", "fix: -np, as in launch -np 8 --mpi mpich --dry-run; or -H n1:4,n2:4"]),
+        (["-np", "2", "--mpi", "intel", "--slurm"], ["--slurm looks at this machine, --mpi is for another"]),
+        (["--mpi", "srun", "-np", "4", "-H", "n1:3,n2:1"], ["srun distributes ranks evenly, not 3 to n1, 1 to n2"]),
         (["--inside"], ["--inside needs --container", "fix: --container IMAGE"]),
         (["--bind", "/x"], ["--bind needs --container"]),
         (["--container", "i.sif", "--inside", "-H", "n1:2"], ["the mpirun of the image starts ranks on one host", "without --inside"]),
@@ -332,9 +391,36 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         launch(["-np", "2", "--dry-run"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("-np 8 --mpi openmpi -- epochs=1", "mpirun -np 8 --bind-to none -x PATH python -m hvdtrain epochs=1"),
+        ("-H n1:4,n2:4 --mpi openmpi --env DATA --", "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x PATH -x DATA python -m hvdtrain"),
+        ("-H n1:4,n2:4 --mpi mpich -- check", "mpirun -bind-to none -hosts n1:4,n2:4 -np 8 python -m hvdtrain check"),
+        ("-H n1:4,n2:4 --mpi intel -- x.py a", "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python x.py a"),
+        ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python -m hvdtrain seed=2"),
+    ],
+)
+def test_the_command_line_for_another_machine(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, command: str
+) -> None:
+    """Nothing of this machine is in it: no MPI, no host's variable, not its Python, and not the rank that this process is."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.setenv(name, "3")
+    assert launch_command(capsys, *arguments.split()) == command.split()
+
+
+def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program(bare / "mpirun", "echo 'mpirun (Open MPI) 5.0.1'")
+    monkeypatch.chdir(bare)
+    Path("my script.py").touch()
+    command = launch_command(capsys, "-np", "1", "--", "my script.py", "--dry-run", "epochs=1")
+    assert command[-4:] == [f"{bare}/python", "my script.py", "--dry-run", "epochs=1"]
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["-np", "2", "--help"]) == 0
-    assert capsys.readouterr().out == USAGE + "\n"
+    assert capsys.readouterr().out == f"{USAGE}\n{elastic.USAGE}\n"
 
 
 def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -356,10 +442,3 @@ def test_launch_runs_the_job_and_has_its_exit_code(tmp_path: Path) -> None:
     assert done.stderr.startswith(str(mpirun_path()))
     assert f"-m hvdtrain {run}" in done.stderr.splitlines()[0]
     assert run_launch(["-np", "2", "--", "bach.size=1"]).returncode == 2
-
-
-def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
-    """It looks in RUN for the end of the job: with run= among the words every end would look like a lost node."""
-    env = {**os.environ, "PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "ARGUMENTS": "epochs=1 run=mine"}
-    done = subprocess.run(["bash", str(PROJECT / "jobs/pbs.sh")], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not an argument in ARGUMENTS\n")

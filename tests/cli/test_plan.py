@@ -10,9 +10,12 @@ import pytest
 from ranks import python
 
 from hvdtrain.__main__ import main
+from hvdtrain.config.read import configure
+from hvdtrain.core.layout import Held
+from hvdtrain.tasks.classification.build import without_statistics
 
 IMAGENET = ["--samples", "1281167", "--image", "224x224x3", "--classes", "1000"]
-GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup_epochs=5",
+GOYAL = ["model.name=resnet50", "optim.base_lr=0.1", "optim.base_batch=256", "batch.per_rank=32", "epochs=90", "recipe.warmup=5",
          "recipe.schedule=steps", "recipe.milestones=[30,60,80]", "optim.weight_decay=1e-4"]  # fmt: skip
 SMALL = ["framework=numpy", "model.name=linear", "--samples", "1000", "--image", "4x4x1", "--classes", "10"]  # imports no torch: fast
 GROWTH = ["recipe.growth=milestones", "recipe.grow_at=[1,2.5]", "recipe.grow_to=[300,200]"]
@@ -97,7 +100,7 @@ def test_without_a_possible_number_of_ranks_the_exit_code_is_2(capsys: pytest.Ca
 
 
 def test_a_job_that_ends_before_its_warmup(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = planned(capsys, *SMALL, "max_steps=5", "recipe.warmup_epochs=1", "stop.target_accuracy=0.9", "--ranks", "1")
+    lines = planned(capsys, *SMALL, "max_steps=5", "recipe.warmup=1", "stop.target=0.9", "--ranks", "1")
     assert cells(lines, 1) == ["1", "64", "64", "1", "0.32", "15.6", "5", "0", "never", "0.00512", "0.9"]  # 0.02 x 4 x 64 / 1000
     assert any("validation accuracy 0.9 is held" in line for line in lines)
 
@@ -184,7 +187,7 @@ def test_without_matplotlib_the_table_is_printed(capsys: pytest.CaptureFixture[s
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     lines = planned(capsys, *SMALL, "--png", "plan.png")
-    assert lines[-1] == "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
+    assert lines[-1] == "no picture: matplotlib is not installed; pip install matplotlib"
     assert cells(lines, 8)[1] == "64"
     assert not Path("plan.png").exists()
 
@@ -203,3 +206,54 @@ assert not loaded, loaded
 """
     result = python(["-c", code], env={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"})
     assert result.returncode == 0, result.stderr
+
+
+def test_the_layout_of_a_model_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "mesh.png"
+    words = ["model.name=mlp", "model.widths=[16,8]", "parallel.tensor=2", f"--parallel-picture={picture}"]
+    assert main(["plan", "--ranks", "4", "--samples", "64", "--image", "2x2x1", "--classes", "3", *words]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG" and f"picture: {picture}" in capsys.readouterr().out
+    data = ["--samples", "64", "--image", "2x2x1", "--classes", "3"]
+    lost = ["plan", "--ranks", "4", *data, *words[:3], "--parallel-picture=/no/such/p.png"]
+    assert main(lost) == 2
+    assert "cannot write the picture" in (err := capsys.readouterr().err) and "\n  where: --parallel-picture\n" in err
+    from hvdtrain.frameworks.torch.layout import layout  # torch: the other tests here go without it
+
+    config = configure(None, words[:3])
+    found = layout(config, without_statistics((2, 2, 1), 3), 4)
+    assert found.ranks == ["data 0, tensor 0", "data 0, tensor 1", "data 1, tensor 0", "data 1, tensor 1"]
+    first, second, last = found.rows
+    halves = [Held(0.0, 0.5), Held(0.5, 1.0)] * 2
+    assert (first.shape, first.way, first.held) == ((16, 4), "columns", halves)
+    assert (second.shape, second.way, second.held, second.whole_bytes) == ((8, 16), "rows", halves, 8 * 4)
+    assert (last.way, last.held, last.sent) == ("whole", [Held(0.0, 1.0)] * 4, "")
+    of_rank = 4 * ((16 * 4 + 16) // 2 + 8 * 16 // 2 + 8 + 3 * 8 + 3)
+    assert [found.weight_bytes(rank) for rank in range(4)] == [of_rank] * 4
+    assert found.updates == [of_rank, of_rank - 4 * (8 + 3 * 8 + 3)] * 2, "of what both have whole the first rank has the state"
+    assert second.sent == "forward: sum of outputs, 32 bytes a sample"
+
+
+@pytest.mark.parametrize(("balance", "stages"), [("seconds", [0, 1, 1]), ("5,1", [0, 0, 1])])
+def test_the_layout_of_stages_measures_nothing(balance: str, stages: list[int]) -> None:
+    """By operations the first layer, of most weights, has a stage of its own."""
+    from hvdtrain.frameworks.torch.layout import layout
+
+    config = configure(None, ["model.name=mlp", "model.widths=[16,8]", "parallel.pipeline=2", f"parallel.balance={balance}"])
+    found = layout(config, without_statistics((8, 8, 1), 3), 2)
+    assert [row.stage for row in found.rows] == stages
+    assert ("stages are cut by operations; a job measures seconds at its start" in found.notes) == (balance == "seconds")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--parallel", "--png", "q.png"], "plan --parallel does not read --png"),
+        (["--parallel", "--parallel-picture", "p.png"], "plan --parallel does not read --parallel-picture"),
+        (["--pipeline", "--memory"], "plan --pipeline does not read --memory"),
+        (["--pipeline", "--parallel"], "plan --pipeline does not read --parallel"),
+        (["--gflops", "3"], "plan without --parallel does not read --gflops"),
+    ],
+)
+def test_options_of_another_plan_are_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert expected in capsys.readouterr().err

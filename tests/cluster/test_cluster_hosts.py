@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cluster_hosts import Hosts
-from faults import events, newest, reached, wait_for
+from faults import events, newest, reached, same_end, wait_for
 from ranks import ROOT, Job, needs_horovod, needs_mpirun
-from safetensors.numpy import load_file
 
 from hvdtrain.comm.placement import placement
 from hvdtrain.errors import LOST, REQUEUE, STALLED, UserError
@@ -93,14 +91,7 @@ def ended(job: Job, run: Path, hosts: list[str]) -> None:
 
 
 def same(run: Path, other: Path) -> None:
-    """Final weights and optimizer state, and the loss at every sync point and epoch."""
-    for name in ("weights", "optimizer"):
-        found, wanted = (load_file(path / "checkpoints" / f"step-{STEPS:08d}" / f"{name}.safetensors") for path in (run, other))
-        assert found.keys() == wanted.keys() and wanted
-        for key, array in wanted.items():
-            np.testing.assert_allclose(found[key], array, rtol=1e-12, atol=1e-14, err_msg=key)
-    losses, expected = ({e["step"]: e["loss"] for e in events(path) if e["kind"] == "step"} for path in (run, other))
-    assert losses == pytest.approx(expected, rel=1e-12) and len(losses) >= STEPS / 10
+    same_end(run, other, STEPS)
 
 
 def local_ranks(hosts: Hosts) -> dict[str, dict[int, int]]:

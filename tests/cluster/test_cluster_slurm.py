@@ -105,6 +105,28 @@ def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
     assert ran.stdout.strip() == str([[f"n{1 + rank // 2}", rank % 2, 2, [1111.0]] for rank in range(4)]).replace("'", '"')
 
 
+SCRIPT = """
+import numpy as np
+import hvdtrain
+
+numbers = np.arange(240.0).reshape(60, 4)
+result = hvdtrain.train(
+    {"model.name": "mlp", "task.name": "regression", "epochs": 2, "batch.size": 12, "comm.engine": "mpi", "run": "run"},
+    train_data={"x": numbers / 240, "y": numbers[:, :1] / 240},
+    val_data={"x": numbers[:20] / 240, "y": numbers[:20, :1] / 240},
+)
+assert 0 <= result.last < 1, result  # the mean squared error
+"""
+
+
+def test_srun_starts_a_script(slurm: Slurm, tmp_path: Path) -> None:
+    """hvdtrain.train() of a program of the user's own, on four ranks of two hosts."""
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    said = slurm.must("srun", "--mpi=pmix", *SHARES, f"--chdir={tmp_path}", sys.executable, "mine.py", env={"PYTHONPATH": str(ROOT)})
+    assert re.findall(r"^ranks   4 \(n1 x 2, n2 x 2\)", said, re.M), said
+    assert [event["kind"] for event in events(tmp_path / "run")][-1] == "end"
+
+
 def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
     """One rank never starts MPI: the others end after guard.start_s, and so does srun."""
     late = 'if [ "$SLURM_PROCID" = 3 ]; then exec sleep 1000; else exec "$@"; fi'
@@ -124,9 +146,11 @@ def test_srun_without_pmi(slurm: Slurm) -> None:
     assert table.count("1111.0") == 4
 
 
-def test_pmi_is_picked(slurm: Slurm) -> None:
+def test_pmi_is_picked(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.must(WRAPPER, "--pmi", env={"PYTHON": sys.executable}) == "pmix"
-    assert slurm.must(WRAPPER, "--pmi", env={"PYTHON": "/bin/false"}) == "none"  # no mpi4py
+    (tmp_path / "mpi4py.py").write_text("raise ImportError")
+    assert slurm.must(WRAPPER, "--pmi", env={"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}) == "none"
+    assert slurm.run(WRAPPER, "--pmi", env={"PYTHON": "/bin/false"}).returncode == USER
 
 
 def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import conformance
 import pytest
 import ranks
-from ranks import ENGINES, needs_horovod, needs_mpirun
+from ranks import ENGINES, FULL, needs_horovod, needs_mpirun
 
 from hvdtrain import errors
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 
 ENDS_WITHIN_S = 10
 
@@ -76,14 +76,25 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
 def pairs() -> list[Any]:
     """Every check of every engine at every size, an id for each."""
     marks = {"single": [], "mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod], "torchdist": [needs_mpirun]}
-    sizes = [("single", 1), *((communicator, size) for communicator in ("mpi", "horovod", "torchdist") for size in (1, 2, 4))]
+    sizes = [
+        ("single", 1),
+        *(
+            (communicator, size)
+            for communicator in ("mpi", "horovod", "torchdist")
+            for size in ((1, 2, 4) if communicator == "mpi" or FULL else (1, 2))
+        ),
+    ]
     return [
         pytest.param(
             communicator,
             size,
             check,
             id=f"{communicator}-x{size}-{check}",
-            marks=[*marks[communicator], *([pytest.mark.ranks4] * (size == 4))],
+            marks=[
+                *marks[communicator],
+                *([pytest.mark.ranks4] * (size == 4)),
+                *([pytest.mark.slow] * (size == 4 and communicator != "mpi")),
+            ],
         )
         for communicator, size in sizes
         for check in conformance.checks_of(communicator)
@@ -96,12 +107,19 @@ def test_conformance(engine: str, size: int, check: str) -> None:
 
 
 class Idle(SingleProcessCommunicator):
-    """An engine of two ranks whose collectives do nothing."""
+    """An engine of two ranks whose collectives and messages do nothing."""
 
     name = "idle"
+    features = SingleProcessCommunicator.features | {"p2p"}
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size, self.local_rank, self.local_size = rank, 2, rank, 2
+
+    def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
+        return CompletedHandle(x)
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        return CompletedHandle(x)
 
 
 @functools.cache
@@ -172,7 +190,7 @@ def test_a_killed_rank_ends_every_rank(engine: str) -> None:
 
 def test_abort_of_a_single_process() -> None:
     program = """
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
 print("last words", end="")
 try:
     SingleProcessCommunicator().abort(7)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ranks import Job, mpirun, needs_mpirun, python
+import torch.distributed as dist
+from ranks import Job, environment, mpirun, needs_mpirun, python
 
 from hvdtrain import errors
 from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
+from hvdtrain.comm.arrival import wait_for_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, Placement
@@ -35,7 +41,9 @@ from hvdtrain.comm.rendezvous import (
     local_address,
     parse_address,
 )
-from hvdtrain.comm.select_engine import Installed, select_engine
+from hvdtrain.comm.select_engine import Installed, needed_features, select_engine
+from hvdtrain.comm.signed.store import SignedStore
+from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.device import check_shared, shared_gpu
 
@@ -134,11 +142,15 @@ import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from hvdtrain.comm.side_channel.store import StoreSideChannel
-rank, port, late = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "late"
+from hvdtrain.comm.signed.store import SignedStore
+rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 limit = timedelta(seconds=30)
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, timeout=limit)
-channel = StoreSideChannel(lambda: dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), rank, 2)
-if rank and late:
+def connect():
+    return SignedStore(dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=limit, wait_for_workers=False), "of the job")
+channel = StoreSideChannel(connect, rank, 2)
+store.add("ready", 1)
+if how == "stranger" or (rank and how == "late"):
     time.sleep(60)
 channel.close(2.0)
 """
@@ -154,6 +166,54 @@ def test_ranks_close_a_store_together(how: str, code: int) -> None:
     assert ("the connection to rank 0 broke" in left.stderr) == (how == "late"), left
     if how == "both":
         assert (kept.returncode, kept.stderr, left.stderr) == (0, "", ""), (kept, left)
+
+
+def test_a_stranger_does_not_end_a_job_with_success() -> None:
+    """Who reaches the port can end a job, not make it look done."""
+    port = free_port()
+    with Job(0, ["-c", STORE, "0", str(port), "stranger"]) as host, Job(0, ["-c", STORE, "1", str(port), "stranger"]) as other:
+        stranger = dist.TCPStore(LOOPBACK, port, None, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        wait_for(lambda: stranger.add("ready", 0) == 2, 30)
+        stranger.set("abort", "0")
+        kept, left = host.wait(), other.wait()
+    assert (kept.returncode, left.returncode) == (errors.LOST, errors.LOST) and left.seconds < 30, (kept, left)
+    assert "a process that is no rank of the job wrote its end into the store" in left.stderr, left
+
+
+@pytest.mark.parametrize("launched", [(2, 3), (3, 2)])
+def test_ranks_started_for_different_numbers_of_ranks_say_so_when_they_meet(launched: tuple[int, int]) -> None:
+    """As where --num-gpus differs between hosts: not after comm.timeout_s, and on both."""
+    began, found = time.monotonic(), meet(Placement(0, launched[0], 0, 1, "torchrun"), Placement(1, launched[1], 0, 1, "torchrun"))
+    assert time.monotonic() - began < 10
+    assert str(found[0]) == str(found[1])
+    for rank, size in enumerate(launched):
+        assert f"rank {rank} on {socket.gethostname()} was started as one of {size} ranks, 1 on its host" in found[0].what
+    assert found[0].fix.startswith("start every host with the same --num-nodes and --num-gpus")
+
+
+def test_ranks_with_different_secrets_do_not_meet() -> None:
+    places = Placement(0, 2, 0, 1, "torchrun"), Placement(1, 2, 0, 1, "torchrun")
+    assert meet(*places, secrets=("a", "a")) == [None, None]
+    found = meet(*places, secrets=("a", "b"))
+    assert [error.what for error in found] == ["a process that is at the job's address does not have its secret"] * 2
+    assert "HVDTRAIN_SECRET" in found[0].fix
+
+
+def meet(*places: Placement, secrets: tuple[str, str] = ("", "")) -> list[Any]:
+    """What wait_for_all_ranks() raises in each of two processes that meet at one store; None where it returns."""
+    hosted = dist.TCPStore(LOOPBACK, 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+    def arrive(rank: int) -> Exception | None:
+        time.sleep(0.2 * rank)
+        store = dist.TCPStore(LOOPBACK, hosted.port, None, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        try:
+            wait_for_all_ranks(SignedStore(store, secrets[rank]), Rendezvous(LOOPBACK, hosted.port), places[rank], timedelta(seconds=30))
+        except UserError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(arrive, range(2)))
 
 
 class TwoRanks(SingleProcessCommunicator):
@@ -185,10 +245,11 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
 
 def test_what_auto_means() -> None:
     def chosen(
-        launcher: str, *, horovod: bool, horovod_nccl: bool = False, nccl: bool = False, environ: tuple[str, ...] = ()
+        launcher: str, *, horovod: bool, horovod_nccl: bool = False, nccl: bool = False, environ: tuple[str, ...] = (), words: str = ""
     ) -> tuple[str, str]:
         place = NO_LAUNCHER if launcher == "none" else Placement(0, 2, 0, 2, launcher)
-        return select_engine(place, dict.fromkeys(environ, "0"), Installed(lambda: horovod, lambda: horovod_nccl, lambda: nccl))
+        installed = Installed(lambda: horovod, lambda: horovod_nccl, lambda: nccl)
+        return select_engine(place, dict.fromkeys(environ, "0"), installed, needed_features(configure(None, words.split())))
 
     mpirun = "Open MPI's mpirun"
     assert chosen("none", horovod=True) == ("single", "no launcher")
@@ -204,6 +265,10 @@ def test_what_auto_means() -> None:
     assert chosen("srun", horovod=True)[0] == "torchdist"
     assert chosen("srun", horovod=True, environ=("PMIX_RANK",))[0] == "horovod"
     assert chosen("horovodrun", horovod=True, nccl=True)[0] == "horovod"
+    p2p = ("mpi", f"started by {mpirun}, the job needs p2p, which Horovod has not")
+    assert chosen(mpirun, horovod=True, words="parallel.pipeline=2") == chosen(mpirun, horovod=True, words="servers.count=1") == p2p
+    assert chosen("horovodrun", horovod=True, words="parallel.pipeline=2")[0] == "horovod"
+    assert chosen(mpirun, horovod=True, words="guard.lost=shrink")[0] == "mpi"
 
 
 def test_node_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +299,7 @@ def test_two_nodes_need_an_address() -> None:
     assert "2 nodes need the address of rank 0" in result.stderr and "comm.address=n1:29500" in result.stderr
 
 
+@pytest.mark.slow
 def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]
     by_num_gpus = ["-m", "hvdtrain", "--num-gpus", "2", *words, f"run={tmp_path / 'num-gpus'}"]
@@ -302,6 +368,7 @@ def wait_for(done: object, limit_s: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     environ = {
         "RANK": "0",
@@ -319,6 +386,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "the rendezvous does not answer within 1 s" in result.stderr, result.stderr
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_reach_a_parameter_is_refused_by_ddp() -> None:
     words = [*DATA, "model.name=faulty:Faulty", "comm.reduce=ddp", "epochs=1"]
     result = python(
@@ -338,3 +406,34 @@ def test_a_rank_that_fails_while_it_connects_ends_all(tmp_path: Path) -> None:
     assert result.returncode == errors.USER and "Traceback" not in result.stderr, result
     assert "there is no such network interface\n  where: GLOO_SOCKET_IFNAME=nosuch0, rank 1 on " in result.stderr, result
     assert result.seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root can take the names of hosts away from a process")
+def test_addresses_without_a_host_name_are_no_warning(tmp_path: Path) -> None:
+    """[W socket.cpp] [c10d] The hostname of the client socket cannot be retrieved: by each rank, where nothing resolves its address."""
+    (tmp_path / "hosts").touch()
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.99\noptions timeout:1 attempts:1\n")
+    nameless = "".join(f"mount --bind {tmp_path / name} /etc/{name} && " for name in ("hosts", "resolv.conf"))
+    words = ["--num-gpus", "2", "framework=numpy", "model.name=linear", "max_steps=3", f"run={tmp_path / 'run'}"]
+    command = ["unshare", "-m", "bash", "-c", f'{nameless} exec "$@"', "bash", sys.executable, "-m", "hvdtrain", *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done
+
+
+ENDS_AT_ONCE = """
+import torch, torch.distributed as dist
+from hvdtrain.comm import torchdist
+from hvdtrain.comm.placement import NO_LAUNCHER
+communicator = torchdist.connect(NO_LAUNCHER)
+kept = dist.group.WORLD  # as FSDP2 does: Gloo's threads live to the end of the process
+tensors = [torch.ones(30_000) for _ in range(3_000)]
+for i, tensor in enumerate(tensors):
+    communicator.start_allreduce(tensor, f"t{i}")  # nobody waits for it: its thread still works when the communicator closes
+communicator.close()
+"""
+
+
+def test_a_process_may_end_while_gloo_works() -> None:
+    result = python(["-c", ENDS_AT_ONCE])
+    assert result.returncode == 0, result.stderr

@@ -126,6 +126,7 @@ CONFIGURATIONS = [
     ("".join(f"model.a{n}: 1\n" for n in range(501)), "cannot read the configuration: more than 500 keys", ""),
     ("seed: 3\n" + " " * 2**16, "cannot read the configuration: more than 65536 bytes: '", ""),
     ("model.a: !!int ''", "cannot read the value of model.a:  is not of its type !!int", ":1"),
+    ("model.a: !!int [1]", "is not of its type !!int", ":1"),
     ("model.a: !!bool x", "cannot read the value of model.a: x is not of its type !!bool", ":1"),
     ("model.a: !!timestamp x", "cannot read the value of model.a: !!timestamp is not a text, number, truth value, list or mapping", ":1"),
     ("model.a: !!python/object/apply:pathlib.WindowsPath [a]", "!!python/object/apply:pathlib.WindowsPath is not a text", ":1"),
@@ -198,7 +199,7 @@ def test_an_empty_option_is_kept(tmp_path: Path) -> None:
 def test_a_pipe_or_device_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.yaml")
     for path, words in ((str(tmp_path / "config.yaml"), []), ("/dev/zero", []), (None, [f"resume={tmp_path}"])):
-        with pytest.raises(UserError, match="cannot read the configuration: not a regular file: '"):
+        with pytest.raises(UserError, match="cannot read the configuration: not a regular file: '|config.yaml is a pipe, not a file\n"):
             configure(path, words)
 
 

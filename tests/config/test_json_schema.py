@@ -29,8 +29,12 @@ RIGHT = [
     "model: {name: my.own:Net, anything: {at: [all, 1]}}\noptim: {name: torch.optim.RMSprop, alpha: 0.9}\n",
     "model.name: my.own:Net\nmodel.anything: 3\n",
     "batch: {size: '${epochs}', evaluate: 7}\nmodel: {name: mlp, dropout: '${recipe.gamma}'}\naugment.flip: ${comm.tune}\n",
+    "epochs: 0.5\nrecipe: {warmup: 500 steps, grow_at: [1e6 samples, 10%]}\nrecipe.chain: [{length: 2e8 tokens}, {}]\n",
+    "epochs:\nstop: {steps: 5, time: 2h}\nrecipe.warmup: ${batch.size}\n",
+    "stop: {epochs: 2.25}\nmax_steps: 3\n",
+    "stop.epochs: 2.25\nmax_steps: ${seed}\n",
     "run: 007\nguard: {max_time: 90, stall_s: null}\nresume: no\n",
-    "recipe: {chain: [{kind: steps, epochs: 3, milestones: [1, 2.5]}, {}]}\nlog: {trackers: [wandb]}\n",
+    "recipe: {chain: [{kind: steps, length: 3, milestones: [1, 2.5, 300 steps]}, {}]}\nlog: {trackers: [wandb]}\n",
     "optim: {name: larc, mode: scale, clip_norm: 1}\ndata: {name: synthetic, shape: [3, 3, 1]}\ncomm.engine: mpi\nframework: torch\n",
 ]
 WRONG = [
@@ -39,8 +43,13 @@ WRONG = [
     "epochs: [1]\n",
     "epochs: '3'\n",
     "epochs: true\n",
-    "epochs:\n",
     "epochs: 10000000000\n",
+    "stop: {epochs: x}\n",
+    "max_steps: 1.5\n",
+    "recipe.warmup: 5 minutes\n",
+    "recipe.warmup: [1]\n",
+    "recipe.warmup: -1\n",
+    "recipe: {chain: [{epochs: 3}]}\n",
     "speed: auto\n",
     "sead: 3\n",
     "batch: {sise: 3}\n",
@@ -51,7 +60,7 @@ WRONG = [
     "data.rot: /x\n",
     "optim: {momentum: 1}\n",
     "optim: {clip_norm: 0}\n",
-    "stop.target_accuracy: 85\n",
+    "stop.target: high\n",
     "augment.flip: 1\n",
     "recipe.milestones: 3\n",
     "comm: {reduce: foo}\n",
@@ -97,7 +106,7 @@ def test_what_is_refused_is_wrong(tmp_path: Path, content: str) -> None:
 def test_the_committed_schema_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     printed, committed = json.loads(capsys.readouterr().out), json.loads((CONFIGS / "schema.json").read_text())
-    assert committed == printed == json_schema(), "python -m hvdtrain schema > configs/schema.json"
+    assert committed == printed == json_schema(), "hvdtrain schema > configs/schema.json"
     with pytest.raises(UserError, match="schema takes no arguments: x"):
         schema(["x"])
 

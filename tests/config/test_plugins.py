@@ -11,9 +11,9 @@ from hvdtrain.config import help, plugins
 from hvdtrain.config.options import options_of
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest
 
-WIDTHS = "a list of 4, each a whole number"
+WIDTHS = "model.widths takes a list of 4, each a whole number: model.widths='[16,16,32,64]'"
 
 
 def test_every_name_loads() -> None:
@@ -24,13 +24,19 @@ def test_every_name_loads() -> None:
 
 
 def test_known_names() -> None:
-    assert {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"} == set(
-        plugins.files("data/datasets")
-    )
+    images = {"digits", "synthetic", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "folder", "webdataset"}
+    assert images | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax"}
     assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"}
     assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet"}
+
+
+def test_a_long_list_of_known_names_is_cut() -> None:
+    names = [f"name{number:02}" for number in range(30)]
+    assert nearest("zzz", names) == f"known: {', '.join(names[:24])}, and 6 more" and nearest("name7", names).startswith(
+        "did you mean name"
+    )
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
@@ -84,7 +90,7 @@ def test_options_are_the_parameters_of_build() -> None:
         ("data.samplng=partition", "data.name=digits has no option samplng", "did you mean sampling?"),
         ("data.name=nonsense", "unknown name: nonsense", "known: "),
         ("framework=tensorflow", "unknown name: tensorflow", "known: jax, numpy, torch"),
-        ("comm.engine=nccl", "unknown name: nccl", "known: horovod, mpi, single"),
+        ("comm.engine=nccl", "unknown name: nccl", "did you mean torchdist?"),
     ],
 )
 def test_names_and_options_are_checked_before_anything_is_imported(word: str, what: str, fix: str) -> None:
@@ -109,15 +115,15 @@ def test_good_names_and_options_pass() -> None:
 @pytest.mark.parametrize(
     ("word", "what", "fix"),
     [
-        ("model.widths=abc", "wrong value for model.widths: 'abc'", "model.widths takes a list of 4, each a whole number"),
+        ("model.widths=abc", "wrong value for model.widths: 'abc'", WIDTHS),
         (
             "model.widths=[1, '5', 1, 1]",
             "wrong value for model.widths: [1, '5', 1, 1]",
-            "model.widths takes a list of 4, each a whole number",
+            WIDTHS,
         ),
-        ("model.widths=[1, 2]", "wrong value for model.widths: [1, 2]", "model.widths takes a list of 4, each a whole number"),
-        ("model.widths=null", "wrong value for model.widths: None", "model.widths takes a list of 4, each a whole number"),
-        ("model.dropout=[1]", "wrong value for model.dropout: [1]", "model.dropout takes a number"),
+        ("model.widths=[1, 2]", "wrong value for model.widths: [1, 2]", WIDTHS),
+        ("model.widths=null", "wrong value for model.widths: None", WIDTHS),
+        ("model.dropout=[1]", "wrong value for model.dropout: [1]", "model.dropout takes a number: model.dropout=0.01"),
         ("optim.nesterov=1", "wrong value for optim.nesterov: 1", "optim.nesterov takes true or false"),
     ],
 )
@@ -149,7 +155,7 @@ def test_list_and_help_show_every_name_and_option() -> None:
             assert f"  {name}" in page
     assert "model.widths=[16,16,32,64]         channels of the stem" in help.help_text("model")
     assert "data.name=mnist|fashion_mnist|kmnist" in help.help_text("data")
-    with pytest.raises(UserError, match="no such section: bath"):
+    with pytest.raises(UserError, match="no such key or section: bath"):
         help.help_text("bath")
 
 
@@ -168,4 +174,4 @@ def test_a_misspelt_class_and_a_misspelt_choice_are_answered_with_the_right_one(
     config = configure(None, ["optim.name=larc", "optim.mode=clap"])
     with pytest.raises(UserError) as caught:
         plugins.check_names(config)
-    assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'"
+    assert caught.value.fix == "optim.mode takes one of 'clip', 'scale'; did you mean clip?"

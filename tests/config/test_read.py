@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from hvdtrain.config import help, schema
+from hvdtrain.config.plugins import load_dotted
 from hvdtrain.config.read import configure, to_yaml
 from hvdtrain.errors import UserError
 
@@ -45,13 +46,13 @@ def test_unknown_keys_of_open_sections_are_options() -> None:
 
 
 def test_the_printed_configuration_reads_back_equal(tmp_path: Path) -> None:
-    c = read("model.name=mlp", "model.widths=[3]", "stop.target_accuracy=0.85", "data.root=/a b/c", "seed=9223372036854775807")
+    c = read("model.name=mlp", "model.widths=[3]", "stop.target=0.85", "data.root=/a b/c", "seed=9223372036854775807")
     assert read(text=to_yaml(c), tmp=tmp_path) == c
 
 
 def test_keys_may_be_dotted_and_sections_empty(tmp_path: Path) -> None:
-    c = read(text="stop.target_accuracy: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n", tmp=tmp_path)
-    assert (c.stop.target_accuracy, c.batch.micro, c.model.options) == (0.9, 3, {"widths": [3]})
+    c = read(text="stop.target: 0.9\nbatch.micro: 3\nmodel.widths: [3]\ndata:\n  # root: /x\n", tmp=tmp_path)
+    assert (c.stop.target, c.batch.micro, c.model.options) == (0.9, 3, {"widths": [3]})
 
 
 @pytest.mark.parametrize("text", ["no", "007", "1e3", "null and void", "~/x", "a: b"])
@@ -87,10 +88,10 @@ def test_values_of_options_are_printed_as_they_are_read(tmp_path: Path, text: st
 @pytest.mark.parametrize(
     ("old", "fix"),
     [
-        ("frame=jax", "it is framework now"),
-        ("comm.every=3", "it is comm.local_steps now"),
-        ("comm.wire=same", "it is comm.compression now, with none instead of same"),
-        ("log.sinks=[wandb]", "it is log.trackers now"),
+        ("frame=jax", "did you mean framework?"),
+        ("comm.every=3", "did you mean comm.local_steps?"),
+        ("comm.wire=same", "did you mean comm.compression=none?"),
+        ("log.sinks=[wandb]", "did you mean log.trackers?"),
     ],
 )
 def test_a_renamed_key_is_answered_with_the_new_one(tmp_path: Path, old: str, fix: str) -> None:
@@ -101,7 +102,7 @@ def test_a_renamed_key_is_answered_with_the_new_one(tmp_path: Path, old: str, fi
 
 
 def test_null_and_nothing_unset_a_key() -> None:
-    assert read("run=null", "stop.target_accuracy=", "batch.micro=null") == schema.Config()
+    assert read("run=null", "stop.target=", "batch.micro=null") == schema.Config()
 
 
 def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
@@ -111,8 +112,17 @@ def test_resume_takes_the_configuration_of_its_run(tmp_path: Path) -> None:
     assert (now.batch.size, now.optim.base_lr, now.model.options, now.epochs) == (16, 0.001, {"widths": [5]}, 2)
     assert (now.run, now.resume) == (None, str(tmp_path))
     assert now.optim.origin("base_lr").startswith(f"{tmp_path}/config.yaml:")
-    with pytest.raises(UserError, match=r"cannot read the configuration.*nowhere/config\.yaml"):
+    with pytest.raises(UserError, match="there is no run folder nowhere"):
         configure(None, ["resume=nowhere"])
+
+
+def test_a_run_leaves_behind_what_says_nothing_without_its_mesh(tmp_path: Path) -> None:
+    mesh = ["tensor=2", "pipeline=2", "sequence=true", "schedule=gpipe", "balance=1,2"]
+    (tmp_path / "config.yaml").write_text(to_yaml(read(*(f"parallel.{word}" for word in mesh))))
+    assert configure(None, [f"resume={tmp_path}", "batch.size=16"]).parallel.sequence
+    now = configure(None, [f"resume={tmp_path}", "parallel.tensor=1"]).parallel
+    assert (now.sequence, now.schedule, now.balance) == (False, "gpipe", [1, 2])
+    assert configure(None, [f"resume={tmp_path}", "parallel.tensor=1", "parallel.pipeline=1"]).parallel == schema.ParallelConfig()
 
 
 def test_provenance_names_file_and_line(tmp_path: Path) -> None:
@@ -127,37 +137,55 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "what", "fix"),
     [
+        ("shard.stage=4", "wrong value for shard.stage: 4", "shard.stage takes one of 0, 1, 2, 3"),
+        ("parallel.balance=0", "wrong value for parallel.balance: 0", "units of each stage, each 1 or more, as in 3,2"),
+        ("parallel.balance=3,0", "wrong value for parallel.balance: '3,0'", "units of each stage, each 1 or more, as in 3,2"),
+        ("parallel.balance=cost", "wrong value for parallel.balance: 'cost'", "parallel.balance takes operations, seconds, or the units"),
+        ("shard.stage=[]", "wrong value for shard.stage: []", "shard.stage takes one of 0, 1, 2, 3"),
         ("bach.size=3", "no such key: bach.size", "did you mean batch.size?"),
         ("size=3", "no such key: size", "did you mean batch.size?"),
         ("epoch=3", "no such key: epoch", "did you mean epochs?"),
         ("batch.size.x=3", "no such key: batch.size.x", "did you mean batch.size?"),
         ("zzz=3", "no such key: zzz", "known: framework, run"),
-        ("model=3", "no such key: model", "model is a section: write model.<key>=value"),
-        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes a whole number"),
-        ("epochs=2.5", "wrong value for epochs: 2.5", "epochs takes a whole number"),
-        ("epochs=[1]", "wrong value for epochs", "epochs takes a whole number"),
+        ("model=3", "no such key: model", "model is a section: write model.name=3; --help model lists its keys"),
+        ("augment=true", "no such key: augment", "augment is a section: write augment.<key>=value; --help augment lists its keys"),
+        ("epochs=x", "wrong value for epochs: 'x'", "epochs takes a number, or null: epochs=10"),
+        ("batch.size=1:30", "wrong value for batch.size: '1:30'", "batch.size takes a whole number: batch.size=64"),
+        ("batch.size=010", "wrong value for batch.size: '010'", "batch.size takes a whole number"),
+        ("batch.size=!!int 1:30", "1:30 is not of its type !!int", "quote it"),
+        ("log.trackers=wandb", "wrong value for log.trackers: 'wandb'", "a list, each a text: log.trackers='[wandb]'"),
+        ("recipe.milestones=30", "wrong value for recipe.milestones: 30", "a list, each a length: recipe.milestones='[30]'"),
+        ("stop.epochs=x", "wrong value for epochs: 'x'", "epochs takes a number, or null"),
+        ("batch.size=2.5", "wrong value for batch.size: 2.5", "batch.size takes a whole number"),
+        ("epochs=[1]", "wrong value for epochs", "epochs takes a number"),
         ("optim.base_lr=fast", "wrong value for optim.base_lr: 'fast'", "optim.base_lr takes a number"),
         ("comm.reduce=foo", "wrong value for comm.reduce: 'foo'", "one of 'auto', 'distributed_optimizer', 'ddp', 'bucket'"),
-        ("max_steps=many", "wrong value for max_steps: 'many'", "max_steps takes a whole number, or null"),
-        ("stop.target_accuracy=85", "stop.target_accuracy is 85", "give 0 to 1"),
+        ("max_steps=many", "wrong value for stop.steps: 'many'", "stop.steps takes a whole number, or null"),
+        ("stop.target=1e31", "stop.target is 1e+31", "give -1e+30 to 1e+30"),
         ("optim.base_lr=.nan", "optim.base_lr is nan", "give 0 or more"),
         ("batch.size=0", "batch.size is 0", "give 1 or more"),
         ("seed=-1", "seed is -1", "give 0 or more"),
         ("--fast", "cannot read the argument '--fast'", "write key=value"),
         ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
-        ("model..x=3", "no such key: model..x", "did you mean"),
+        ("model..x=3", "no such key: model..x", "known: model.name, model.loss"),
+        ("recipe.zzz=1", "no such key: recipe.zzz", "known: recipe.scale, recipe.warmup"),
+        ("log.momentum=1", "no such key: log.momentum", "did you mean optim.momentum?"),
         ("augment.flip=1", "wrong value for augment.flip: 1", "augment.flip takes true or false"),
-        ("epochs=true", "wrong value for epochs: True", "epochs takes a whole number"),
+        ("epochs=true", "wrong value for epochs: True", "epochs takes a number"),
         ("batch.micro=0", "batch.micro is 0", "give 1 or more, or null"),
-        ("epochs=10000000000", "epochs is 10000000000", "give 1 to 1e+09"),
+        ("epochs=10000000000", "epochs is 10000000000", "give more than 0, up to 1e+09, or null"),
         ("optim.momentum=1", "optim.momentum is 1", "give 0 or more and less than 1, or null"),
+        ("data.val_share=1", "data.val_share is 1", "give more than 0 and less than 1, or null"),
         ("optim.clip_norm=0", "optim.clip_norm is 0", "give more than 0, or null"),
         ("recipe.chain=[{kind: x}]", "wrong value for recipe.chain[0].kind: 'x'", "takes one of 'constant', 'steps'"),
         ("recipe.chain=[{king: steps}]", "no such key: recipe.chain[0].king", "did you mean kind?"),
         ("recipe.chain=[{}, {gamma: -1}]", "recipe.chain[1].gamma is -1", "give 0 to 1000"),
-        ("recipe.milestones=[.inf]", "recipe.milestones[0] is inf", "give"),
+        ("recipe.milestones=[.inf]", "wrong value for recipe.milestones[0]: inf", "give 0 to 1e+09 epochs"),
         ("log.trackers=[1]", "wrong value for log.trackers[0]: 1", "log.trackers takes a list, each a text"),
-        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes a whole number"),
+        ("seed=1e3", "wrong value for seed: 1000.0", "seed takes a whole number: seed=1000"),
+        (f"run={'a' * 256}", "a name of 256 bytes: aaa", "a name has at most 255 bytes"),
+        (f"data.root={'é' * 128}", "a name of 256 bytes: ééé", "a name has at most 255 bytes"),
+        (f"run={'a/' * 1900}a", "a path of 3801 bytes", "a path 3800"),
     ],
 )
 def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
@@ -171,7 +199,7 @@ def test_mistakes_on_the_command_line(word: str, what: str, fix: str) -> None:
     ("text", "what", "line", "fix"),
     [
         ("epochs: 3\nbatch:\n  size: 12\n  micr: 3\n", "no such key: batch.micr", 4, "did you mean batch.micro?"),
-        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes a whole number"),
+        ("epochs: x", "wrong value for epochs: 'x'", 1, "epochs takes a number"),
         ("epochs: 3\nbatch: 7\n", "no such key: batch", 2, "batch is a section"),
         ("epochs: [\n", "not YAML", 2, "correct that line"),
         ("- a\n", "not YAML: a configuration is lines of `key: value`", 1, "correct that line"),
@@ -211,7 +239,8 @@ def test_every_number_is_bounded_and_every_key_is_described() -> None:
     for key, info in schema.known_keys().items():
         assert f"  {key}=" in page
         assert info.description, f"{key} has no description"
-        if {int, float} & {info.annotation, *typing.get_args(info.annotation)} and typing.get_origin(info.annotation) is not list:
+        kinds = {info.annotation, *typing.get_args(info.annotation)}
+        if {int, float} & kinds and str not in kinds and typing.get_origin(info.annotation) is not list:  # a text: of a length
             assert len(info.metadata) == 2, f"{key} has no lowest and highest value"
 
 
@@ -246,7 +275,7 @@ def test_sections_are_equal_where_their_values_are() -> None:
 def test_a_mapping_in_place_of_a_list_is_an_error() -> None:
     e = error("recipe.chain={kind: cosine}")
     assert e.what.startswith("wrong value for recipe.chain")
-    assert e.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, epochs: 5}, {kind: cosine}]"
+    assert e.fix == "recipe.chain takes a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]"
 
 
 def test_sections_are_those_of_config() -> None:
@@ -260,7 +289,7 @@ def test_every_shipped_configuration_reads_and_begins_with_its_command(path: Pat
 
     check_names(configure(str(path), []))
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any(f"python -m hvdtrain --config configs/{path.name}" in line for line in header)
+    assert any(f"hvdtrain --config configs/{path.name}" in line for line in header)
 
 
 def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> None:
@@ -275,3 +304,85 @@ def test_code_that_only_a_run_folder_names_is_not_imported(tmp_path: Path) -> No
     assert configure(None, [f"resume={tmp_path}", "model.name=mine:Net"]).model.name == "mine:Net"
     (tmp_path / "config.yaml").write_text("optim:\n  name: torch.optim.RMSprop\n")
     assert configure(None, [f"resume={tmp_path}"]).optim.name == "torch.optim.RMSprop"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"), [("run", "/x", "ANOTHER"), ("data.cache", "/x/y", "null"), ("data.stage", "/y", "null")]
+)
+@pytest.mark.parametrize(("folder", "file"), [("", "config.yaml"), (".hvdtrain", "any.yaml"), ("checkpoints", "config.yaml")])
+def test_where_a_job_writes_is_not_said_by_the_record_of_a_run_alone(
+    tmp_path: Path, key: str, value: str, other: str, folder: str, file: str
+) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    path = tmp_path / file
+    path.write_text(f"epochs: 3\ndata.name: folder\n{key}: {value}\n")
+    with pytest.raises(UserError) as caught:
+        configure(str(path), ["data.root=x"])
+    assert str(caught.value).splitlines() == [
+        f"{key}={value} is where a job writes, and only the configuration of a run says it",
+        f"  where: {path}:3",
+        f"  fix: if you want that, add the argument {key}={value}; if not, {key}={other}",
+    ]
+    assert configure(str(path), [f"{key}={tmp_path}"]).epochs == 3
+    assert configure(str(path), [f"{key}=null"]).epochs == 3
+
+
+def test_where_a_job_writes_may_be_said_by_a_file_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("run: x\ndata.stage: y\n")
+    assert configure(str(tmp_path / "mine.yaml"), []).run == "x"
+
+
+def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data:\n  name: folder\n  cache: /x\n  stage: /y\nrun: /z\n")
+    with pytest.raises(
+        UserError, match="^data.cache=/x is where a job writes, and only the configuration of a run says it\n  where: .*:3\n"
+    ):
+        configure(None, [f"resume={tmp_path}"])
+    config = configure(None, [f"resume={tmp_path}", "data.cache=null"])
+    assert (config.run, config.data.stage, config.data.options) == (None, None, {"cache": None})
+
+
+def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
+    """model.name=__main__:Net on the command line would look for Net in hvdtrain."""
+    fix = "Net is a class of a script: start that script again, with resume=RUN in its hvdtrain.train()"
+    (tmp_path / "config.yaml").write_text("model:\n  name: __main__:Net\n")
+    with pytest.raises(UserError, match="imports code, and only the run folder names it") as caught:
+        configure(None, [f"resume={tmp_path}"])
+    assert caught.value.fix == fix
+    with pytest.raises(UserError, match="this program has no class Net") as caught:
+        load_dotted("__main__:Net", "model.name")
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words"),
+    [
+        ("warmup: gradual\n  warmup_epochs: 5.0\n  warmup_steps: 0\n  warmup_tokens: 0", ["recipe.warmup=5"]),
+        ("warmup: constant\n  warmup_epochs: 0.0\n  warmup_steps: 500", ["recipe.warmup=500 steps", "recipe.warmup_kind=constant"]),
+        ("warmup: none\n  warmup_epochs: 5.0", []),
+        ("warmup: 2e8 tokens\n  warmup_kind: gradual", ["recipe.warmup=2e8 tokens"]),
+        ("chain:\n  - {kind: cosine, epochs: 5.0}\n  - {kind: constant, epochs: null}", ["recipe.chain=[{kind: cosine, length: 5},{}]"]),
+    ],
+)
+def test_a_run_of_a_former_version_is_read(tmp_path: Path, recorded: str, words: list[str]) -> None:
+    (tmp_path / "config.yaml").write_text(f"epochs: 10\nmax_steps: null\nrecipe:\n  {recorded}\n")
+    assert configure(None, [f"resume={tmp_path}"]).replace(resume="auto") == configure(None, words)
+
+
+def test_two_names_of_one_key(tmp_path: Path) -> None:
+    """stop.epochs is epochs, and max_steps is stop.steps; both names of a key in one file are the key twice."""
+    assert configure(None, ["stop.epochs=2", "max_steps=5"]) == configure(None, ["epochs=2", "stop.steps=5"])
+    path = tmp_path / "x.yaml"
+    path.write_text("stop: {epochs: 3}\nbatch.size: ${stop.epochs}\nseed: ${max_steps}\nmax_steps: 7\n")
+    config = configure(str(path), [])
+    assert (config.epochs, config.batch.size, config.seed, config.stop.steps) == (3, 3, 7, 7)
+    assert config.where("stop.steps") == f"stop.steps, {path}:4"
+    path.write_text("epochs: 3\nstop: {epochs: 3}\n")
+    with pytest.raises(UserError, match="epochs is given twice, in lines 1 and 2"):
+        configure(str(path), [])
+
+
+def test_the_default_number_of_epochs_is_for_jobs_that_nothing_else_ends() -> None:
+    found = [configure(None, words).epochs for words in ([], ["stop.steps=5"], ["stop.time=1h"], ["stop.steps=5", "stop.steps=null"])]
+    assert found == [10, None, None, 10]
+    assert (configure(None, ["epochs=0.5"]).epochs, configure(None, ["epochs=3.0", "stop.steps=9"]).epochs) == (0.5, 3)

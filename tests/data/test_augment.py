@@ -18,8 +18,8 @@ from hvdtrain.data.images import augment
 from hvdtrain.data.images.augment import AugmentationParameters
 from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import augment as torch_augment
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
 ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)
@@ -229,7 +229,7 @@ def mixture(n: int) -> Batch:
 def test_one_step_on_mixed_images_is_the_same_in_every_framework(loss: str) -> None:
     """The losses of two smoothed labels, each by its own formula, and their gradient (softmax or logits less the mixed label) times x."""
     words = ["model.name=linear", f"model.loss={loss}", "model.label_smoothing=0.3", "speed.precision=fp64", "batch.size=8"]
-    data, task = mixture(7), Task((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+    data, task = mixture(7), Classification((7, 6, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
     share, parts = (
         data["mixup_weight"][:, None],
         (augment.apply(data["x"], data["augmentation"]), augment.apply(data["partner_x"], data["partner_augmentation"])),

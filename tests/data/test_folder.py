@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import folder
 from hvdtrain.data.source import ArraySource, Source, Split
 from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import notes, open_datasets, with_class_names
 
 PROJECT = Path(__file__).parents[2]
 
@@ -97,7 +100,7 @@ def test_the_second_start_decodes_nothing(tmp_path: Path, capsys: pytest.Capture
     np.testing.assert_array_equal(again.read(np.arange(4))["x"], first)
     assert stat.st_size == 4 * 6 * 5 * 3 + 128  # one array file, header and pixels
     np.testing.assert_array_equal(np.load(arrays(tmp_path)[0], allow_pickle=False), first)
-    assert sorted(os.listdir(arrays(tmp_path)[0].parent)) == [".hvdtrain.lock", "images.npy"]
+    assert sorted(os.listdir(arrays(tmp_path)[0].parent)) == [".hvdtrain.lock", "images.npy", "images.npy.xxh3"]
 
 
 def test_a_changed_file_or_option_makes_a_new_array(tmp_path: Path) -> None:
@@ -271,6 +274,8 @@ def test_sixteen_bit_images_are_errors(tmp_path: Path) -> None:
 
 
 def test_wrong_folders_are_errors(tmp_path: Path) -> None:
+    fix = "  fix: data.root=DIR, with images in DIR/train/<class>/"
+    assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none does not exist\n  where: data.root\n{fix}")
     assert "no folder train\n" in refusal(tmp_path) and f"where: {tmp_path}" in refusal(tmp_path)
     (tmp_path / "train").mkdir()
     assert "no class folders" in refusal(tmp_path)
@@ -323,3 +328,79 @@ def test_one_of_three_processes_decodes(tmp_path: Path) -> None:
     assert [out for out, _ in output] == [f"{total}\n"] * 3, output
     assert "".join(err for _, err in output).count("300 / 300 images") == 1
     assert len(arrays(tmp_path)) == 1
+
+
+def test_folders_are_compared_before_an_image_is_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a job opens them; train alone decoded all of its images before the classes of val were looked at."""
+    fill(tmp_path)
+    (tmp_path / "val" / "wasp").mkdir()
+    save(tmp_path / "val" / "wasp" / "a.png", colour(1))
+
+    def opened(*arguments: str) -> str:
+        with pytest.raises(UserError) as caught:
+            open_datasets(configure(None, ["data.name=folder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", *arguments]))
+        return str(caught.value)
+
+    assert opened().startswith("only one of train and val has class wasp\n")
+    (tmp_path / "val").rename(tmp_path / "other")
+    fix = "data.root=DIR, with images in DIR/val/<class>/; or data.val_share=0.1, which takes a tenth of train instead"
+    assert opened() == f"no folder val or validation or test\n  where: {tmp_path}\n  fix: {fix}"
+    assert not (tmp_path / "cache").exists() and "decoded" not in capsys.readouterr().err
+    assert opened("data.val_share=0.5", "batch.size=9").startswith("batch 9 is more than the 2 training samples")
+
+
+def test_a_share_of_train_validates_where_there_is_no_val(tmp_path: Path) -> None:
+    """Of 3 ants and 1 bee: 2 and 1 are trained on. All are decoded once, into one file, whatever the share."""
+    fill(tmp_path, val="elsewhere")
+    words = ["data.name=folder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "batch.size=1"]
+    train, val, task = open_datasets(configure(None, [*words, "data.val_share=0.34"]))
+    assert (train.labels().tolist(), val.labels().tolist(), len(arrays(tmp_path))) == ([0, 0, 1], [0], 1)
+    assert train.class_names == val.class_names == ("ant", "bee")
+    assert task.mean == pytest.approx(train.read(np.arange(3))["x"].mean((0, 1, 2)) / 255)  # of what is trained on
+    open_datasets(configure(None, [*words, "data.val_share=0.6"]))
+    assert len(arrays(tmp_path)) == 1
+    (tmp_path / "train" / "ant" / "b.bmp").unlink()
+    (tmp_path / "train" / "ant" / "c.PNG").unlink()
+    with pytest.raises(UserError, match="no class has the two samples that data.val_share=0.6 needs"):
+        open_datasets(configure(None, [*words, "data.val_share=0.6"]))
+
+
+def test_validation_images_without_train_have_their_own_classes(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "elsewhere")
+    assert (build(tmp_path, "val").class_names, build(tmp_path, "val").labels().tolist()) == (("ant", "bee"), [0, 1, 1])
+    assert refusal(tmp_path).startswith("no folder train\n")
+
+
+def test_names_of_classes_are_recorded_and_compared(tmp_path: Path) -> None:
+    fill(tmp_path)
+    source = build(tmp_path)
+    config = configure(None, [])
+    assert with_class_names(config, source).data.class_names == ["ant", "bee"]
+    assert with_class_names(configure(None, ["data.class_names=[ant,bee]"]), source).data.class_names == ["ant", "bee"]
+    unnamed = replace(source, class_names=())
+    assert with_class_names(config, unnamed).data.class_names is None
+    assert with_class_names(configure(None, ["data.class_names=[a,b]"]), unnamed).data.class_names == ["a", "b"]
+    for names in (["x" * 200] * 200, ["${a}", "b"]):  # which config.yaml cannot hold
+        assert with_class_names(config, replace(source, class_names=tuple(names))).data.class_names is None
+    for given, what in (
+        ("[ant,bug]", "data.class_names differs from the data set: class 1 is bee\n"),
+        ("[ant]", "data.class_names differs from the data set: class 1 is bee\n"),
+        ("[ant,bee,cat]", "data.class_names differs from the data set: it has fewer\n"),
+    ):
+        with pytest.raises(UserError) as caught:
+            with_class_names(configure(None, [f"data.class_names={given}"]), source)
+        assert str(caught.value).startswith(what)
+    with pytest.raises(UserError, match="1 names for 2 classes"):
+        with_class_names(configure(None, ["data.class_names=[a]"]), unnamed)
+
+
+def test_grey_images_in_three_channels_are_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("a/1.png", "a/2.png", "b/1.png"):
+            save(tmp_path / split / name, colour(len(name))[..., 0])
+    words = ["data.name=folder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "batch.size=1"]
+    (line,) = notes(open_datasets(configure(None, words)))
+    assert line == "grey images: the three channels have the same values; data.channels=1 reads one"
+    assert notes(open_datasets(configure(None, [*words, "data.channels=1"]))) == []
+    assert notes(open_datasets(configure(None, ["data.name=synthetic"]))) == []

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from test_folder import PROJECT, colour, fill, save
+from xxhash import xxh3_64_intdigest
 
 from hvdtrain.data.datasets import folder
+from hvdtrain.data.images.checked_array import MOST_ROWS, checksums, rows_of_block
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import PackedSource, pack
 from hvdtrain.data.source import ArraySource, Source
@@ -72,7 +74,7 @@ def test_shards_hold_the_images_in_order(tmp_path: Path, capsys: pytest.CaptureF
     encoded = Counted()
     source = packed(encoded, tmp_path)
     assert sorted(set(encoded.asked)) == list(range(10))
-    assert sorted(os.listdir(tmp_path)) == [".hvdtrain.lock", *NAMES]
+    assert sorted(os.listdir(tmp_path)) == sorted([".hvdtrain.lock", *NAMES, *(f"{name}.xxh3" for name in NAMES)])
     np.testing.assert_array_equal(np.load(tmp_path / NAMES[1]), np.stack([colour(place) for place in (3, 4, 5)]))
     assert np.load(tmp_path / NAMES[3]).shape == (1, 6, 5, 3)
     output = capsys.readouterr().err
@@ -125,6 +127,63 @@ def test_only_the_damaged_shard_is_decoded_again(tmp_path: Path, capsys: pytest.
     check_pixels(packed(encoded, tmp_path), range(10))
     assert sorted(set(encoded.asked)) == [3, 4, 5] and victim.read_bytes() == sound
     assert (f"the cached array {victim} is damaged: decoding again\n" in capsys.readouterr().err) == (damage != "gone")
+
+
+def alter(path: Path, at: int = 200) -> None:
+    """One bit of a pixel, in place: the length stays, and no other time than the file's own changes."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_one_altered_file_is_decoded_again_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack(streamed(Counted(3)), tmp_path, SHARD_BYTES)
+    alter(tmp_path / "images.npy")
+    capsys.readouterr()
+    encoded = Counted(3)
+    check_pixels(pack(streamed(encoded), tmp_path, SHARD_BYTES), range(3))
+    assert sorted(set(encoded.asked)) == [0, 1, 2]
+    assert f"the cached array {tmp_path / 'images.npy'} is damaged: decoding again" in capsys.readouterr().err
+
+
+def test_an_altered_image_of_several_files_is_found_when_it_is_read(tmp_path: Path) -> None:
+    packed(Counted(), tmp_path)
+    alter(tmp_path / NAMES[1])
+    source = packed(Counted(), tmp_path)
+    check_pixels(source, [0, 1, 2, 6, 9])
+    with pytest.raises(UserError, match=rf"cached images were altered .*: images 0 to 2 of the file\n  where: {tmp_path / NAMES[1]}\n"):
+        source.read(np.array([4]))
+    check_pixels(source, [0, 8])
+    encoded = Counted()
+    check_pixels(packed(encoded, tmp_path), range(10))
+    assert sorted(set(encoded.asked)) == [3, 4, 5], "what was found damaged is decoded again"
+
+
+def test_a_file_cut_off_while_it_is_in_use_is_named(tmp_path: Path) -> None:
+    source = packed(Counted(), tmp_path)
+    os.truncate(tmp_path / NAMES[2], 150)
+    check_pixels(source, [0, 3])
+    with pytest.raises(UserError, match=rf"cached images were cut off while they were in use\n  where: {tmp_path / NAMES[2]}\n"):
+        source.read(np.array([7]))
+    (tmp_path / NAMES[1]).unlink()
+    check_pixels(source, [5])
+
+
+def test_files_without_checksums_are_decoded_again(tmp_path: Path) -> None:
+    packed(Counted(), tmp_path)
+    (tmp_path / f"{NAMES[3]}.xxh3").unlink()
+    encoded = Counted()
+    check_pixels(packed(encoded, tmp_path), range(10))
+    assert set(encoded.asked) == {9}
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((9, 1, 1, 1), 64), ((9, 32, 32, 3), 16), ((9, 224, 224, 3), 1), ((9, 256, 256, 1), 1)])
+def test_blocks_divide_what_a_thread_decodes_at_once(shape: tuple[int, ...], rows: int) -> None:
+    assert rows_of_block(shape) == rows and MOST_ROWS % rows == 0
+    images = np.arange(150 * 4, dtype=np.uint8).reshape(150, 2, 2, 1)
+    assert checksums(images, 64) == [int(xxh3_64_intdigest(images[a:b].tobytes())) for a, b in ((0, 64), (64, 128), (128, 150))]
 
 
 KILLED = """

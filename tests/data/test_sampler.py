@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.sampler import Sampling, indices, largest_share, permutation, share_bounds
+from hvdtrain.data.keyed_permutation import permuted
+from hvdtrain.data.sampler import (
+    LARGEST_SORTED,
+    Sampling,
+    indices,
+    largest_share,
+    permutation,
+    positions_of_rank,
+    share_bounds,
+    shuffle_version,
+)
 
 SIZES = [1, 2, 3, 4, 5]
 SAMPLINGS: list[Sampling] = ["global", "partition"]
@@ -121,6 +132,27 @@ def test_the_result_may_be_changed_and_the_permutation_may_not() -> None:
         assert sorted(indices(0, 10, 0, 1, 10, 7, sampling).tolist()) == list(range(10))
     with pytest.raises(ValueError, match="read-only"):
         permutation(7, 0, 10)[0] = 0
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_large_set_needs_no_array_of_its_size(sampling: Sampling) -> None:
+    dataset, batch = 10**9, 4096
+    start = 3 * dataset - 1000  # the step crosses the end of epoch 2
+    tracemalloc.start()
+    of_ranks = [positions_of_rank(start, batch, rank, 3, dataset, 7, sampling) for rank in range(3)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    alone = positions_of_rank(start, batch, 0, 1, dataset, 7)
+    assert sorted(np.concatenate([found.samples for found in of_ranks])) == sorted(alone.samples)
+    assert alone.epochs.tolist() == [2] * 1000 + [3] * 3096
+    assert alone.samples[:1000].tolist() == permuted(np.arange(dataset - 1000, dataset), dataset, 7, 2).tolist()
+    assert alone.samples[1000:].tolist() == permuted(np.arange(3096), dataset, 7, 3).tolist()
+
+
+def test_the_sorted_order_is_taken_up_to_its_limit() -> None:
+    assert shuffle_version(LARGEST_SORTED) is None
+    assert shuffle_version(LARGEST_SORTED + 1) == "feistel-1"
 
 
 def test_share_bounds() -> None:

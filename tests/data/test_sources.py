@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import channel_stats
-from hvdtrain.data.datasets import digits, synthetic
-from hvdtrain.data.source import ArraySource
+from hvdtrain.data.datasets import cifar, digits, idx, synthetic
+from hvdtrain.data.relabelled import relabelled
+from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.data.subset import SubsetOfImages, divide, validation_mask
 from hvdtrain.errors import UserError
 
 PROJECT = Path(__file__).parents[2]
@@ -101,14 +105,6 @@ def test_digits_are_scikit_learns_and_split_once() -> None:
     assert read[1]["y"][:8].tolist() == [0, 4, 8, 0, 2, 8, 2, 2]  # the split of every run, written out
 
 
-def test_digits_without_scikit_learn_say_what_to_install() -> None:
-    script = "import sys; sys.modules['sklearn.datasets'] = None\n"
-    script += "from hvdtrain.data.datasets import digits; digits.build('digits', None, 'train')"
-    ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert "UserError: the digits are part of scikit-learn" in ended.stderr
-    assert "fix: pip install scikit-learn" in ended.stderr
-
-
 def test_synthetic_is_a_pure_function_of_the_index() -> None:
     source = synthetic.build("synthetic", None, "train", samples=100, shape=(6, 5, 3), classes=4)
     assert (len(source), source.shape, source.classes) == (100, (6, 5, 3), 4)
@@ -168,7 +164,54 @@ for plugin in (cifar, digits, folder, idx, synthetic):
     typing.get_type_hints(plugin.build)
     for option, parameter in inspect.signature(plugin.build).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            assert f"\\n    {option}: " in plugin.build.__doc__, (plugin, option)
+            assert f"\\n{option}: " in inspect.getdoc(plugin.build), (plugin, option)
 """
     ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def test_a_share_of_each_class_validates() -> None:
+    """A tenth of 100, 20, 1 and 3 samples: 10, 2, none (the only one is trained on) and one, whatever the order of the samples."""
+    labels = np.random.default_rng(3).permutation(np.repeat([0, 1, 2, 4], [100, 20, 1, 3]))
+    mask = validation_mask(labels, 0.1)
+    assert np.bincount(labels[mask], minlength=5).tolist() == [10, 2, 0, 0, 1]
+    assert (mask == validation_mask(labels, 0.1)).all() and not (mask[:62] == mask[62:]).all()
+    most = validation_mask(labels, 0.99)
+    assert np.bincount(labels[~most], minlength=5).tolist() == [1, 1, 1, 0, 1] and (most >= mask).all()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_two_parts_of_a_divided_set_have_each_sample_once(in_memory: bool) -> None:
+    whole: Source = images(40)
+    if not in_memory:
+        whole = SubsetOfImages(whole, np.arange(40))
+    train, val = divide(whole, 0.25)
+    assert (len(train), len(val), val.shape, val.classes) == (30, 10, (5, 4, 3), 3)
+    x = np.concatenate([part.read(np.arange(len(part)))["x"] for part in (train, val)])
+    everything = whole.read(np.arange(40))["x"]
+    assert sorted(one.tobytes() for one in x) == sorted(one.tobytes() for one in everything)
+    assert (val.labels() == val.read(np.arange(10))["y"]).all() and np.bincount(val.labels()).tolist() == [4, 3, 3]
+    assert isinstance(val, ArraySource) == in_memory
+    assert train.stats().mean == pytest.approx(train.read(np.arange(30))["x"].mean((0, 1, 2)) / 255, rel=1e-12)
+    if not in_memory:
+        with pytest.raises(IndexError):
+            val.read(np.array([10]))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_labels_are_numbered_anew_by_name(in_memory: bool) -> None:
+    source: Source = replace(images(6), class_names=("ant", "bee", "cat"))
+    found = relabelled(source if in_memory else SubsetOfImages(source, np.arange(6)), ["cat", "dog", "ant", "bee"])
+    assert found.labels().tolist() == found.read(np.arange(6))["y"].tolist() == [2, 3, 0, 2, 3, 0]
+    assert (found.classes, found.class_names, found.shape, len(found)) == (4, ("cat", "dog", "ant", "bee"), (5, 4, 3), 6)
+    assert (found.read(np.array([4]))["x"] == source.read(np.array([4]))["x"]).all()
+
+
+def test_names_of_classes_are_those_of_torchvision() -> None:
+    datasets = import_torchvision().datasets
+    assert list(idx._FAMILY["fashion_mnist"].classes) == datasets.FashionMNIST.classes
+    assert list(idx._FAMILY["kmnist"].classes) == datasets.KMNIST.classes
+    for name, count in (("cifar10", 10), ("cifar100", 100)):
+        names = cifar._EDITIONS[name].classes
+        assert len(names) == len({*names}) == count and list(names) == sorted(names)
+    assert digits.build("digits", None, "val").class_names == tuple("0123456789")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def test_headers_of_negative_or_huge_sizes(tmp_path: Path) -> None:
             image.pax_headers = {"size": size}
             tar.addfile(image, io.BytesIO(encoded(1)))
             tar.addfile(info("1.cls", b"0"), io.BytesIO(b"0"))
-        assert "the archive is damaged or cut off: " in refusal(tmp_path), size
+        # Python 3.13 goes on behind a negative size, and does not find the image
+        assert re.search("the archive is damaged or cut off: |sample 1 has 0 images", refusal(tmp_path)), size
     name = info("././@LongLink", b"n" * 100)
     name.type = tarfile.GNUTYPE_LONGNAME
     path.write_bytes((name.tobuf(tarfile.GNU_FORMAT) + b"n" * 100 + bytes(412)) * 5000)

@@ -220,6 +220,9 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
 def test_folders_without_archives(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data.name=webdataset needs data.root\n  where: data.root\n  fix: data.root=DIR"):
         webdataset.build("webdataset", None, "train")
+    assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none does not exist\n  where: data.root\n  fix: data.root=DIR, with archives")
+    (tmp_path / "file").touch()
+    assert refusal(tmp_path / "file").startswith(f"{tmp_path}/file is not a folder\n  where: data.root\n")
     assert f"no archives train/*.tar or train-*.tar\n  where: {tmp_path}" in refusal(tmp_path)
     fill(tmp_path)
     (tmp_path / "val" / "b.tar").unlink()
@@ -228,6 +231,15 @@ def test_folders_without_archives(tmp_path: Path) -> None:
     (tmp_path / "none").write_text("a file where a folder should be")
     with pytest.raises(UserError, match="cannot write the index of the archives: .*Not a directory.*\n.*\n  fix: data.cache=DIR"):
         webdataset.build("webdataset", tmp_path, "train", cache=tmp_path / "none")
+
+
+def test_validation_archives_without_train_have_their_own_size_and_classes(tmp_path: Path) -> None:
+    """A model that exists already is evaluated with them; a job that trains says what is missing."""
+    fill(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "elsewhere")
+    check(build(tmp_path, "val"), [4, 5], [0, 2])
+    assert build(tmp_path, "val").classes == 3 and build(tmp_path, "val", classes=5).classes == 5
+    assert refusal(tmp_path).startswith("no archives train/*.tar or train-*.tar\n")
 
 
 @pytest.mark.parametrize("layout", ["folders", "names"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import warnings
 from pathlib import Path
 
@@ -12,14 +13,14 @@ import pytest
 from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.rank_log import LOGGER, rank_log, tagged_warnings
+from hvdtrain.events.rank_log import LOGGER, rank_log, rank_warnings
 from hvdtrain.events.redaction import HIDDEN, is_secret_key, redact, redact_urls
 from hvdtrain.events.trackers.settings import flat_config
 from hvdtrain.events.trackers.tensorboard import build
 from hvdtrain.report.page import render_page
 from hvdtrain.report.page_tables import differing, settings
 from hvdtrain.report.run import read_run
-from hvdtrain.training.checkpoint.resume import changes
+from hvdtrain.training.checkpoint.changes import changes
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,8 @@ def test_a_changed_secret_is_hidden_in_the_list_of_changes(tmp_path: Path) -> No
     """These lines go to the terminal, to events.jsonl and to TensorBoard."""
     (tmp_path / "config.yaml").write_text("model:\n  hub_token: hf_FIRST\n  width: 3\ndata:\n  root: https://a:FIRST@h/x\n")
     options = {"hub_token": "hf_SECOND", "width": 4}
-    assert changes(tmp_path, Config(model=ModelConfig(**options))) == [
+    found = changes(tmp_path, Config(model=ModelConfig(**options)))
+    assert [str(change) for change in found] == [
         f"changed data.root: https://{HIDDEN}@h/x -> None", f"changed model.hub_token: {HIDDEN} -> {HIDDEN}", "changed model.width: 3 -> 4",
     ]  # fmt: skip
 
@@ -78,7 +80,7 @@ def test_tensorboard_receives_the_header_without_logins(tmp_path: Path) -> None:
     sink = build(Config(), tmp_path)
     sink(Event(1.0, "start", 0, {"lines": ["data    https://joe:hunter2@host/x"]}))
     sink.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
+    (file,) = (tmp_path / "tensorboard" / tmp_path.name).iterdir()
     assert b"hunter2" not in (seen := file.read_bytes()) and b"data    https://***@host/x" in seen
 
 
@@ -110,7 +112,7 @@ def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Pa
     path, before = tmp_path / "ranks" / "rank-00001.log", warnings.showwarning
     with pytest.raises(ArithmeticError), warnings.catch_warnings():
         warnings.simplefilter("always")
-        with tagged_warnings(1, 2), rank_log(path):
+        with rank_warnings(1, 2), rank_log(path):
             LOGGER.info("step 10")
             warnings.warn("late", UserWarning, stacklevel=1)
             raise ArithmeticError("x / 0")
@@ -120,9 +122,14 @@ def test_a_rank_log_has_warnings_and_the_error_and_restores_logging(tmp_path: Pa
     assert warnings.showwarning is before and not LOGGER.isEnabledFor(logging.INFO) and not LOGGER.handlers
 
 
-def test_a_rank_log_drops_lines_silently_on_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    with rank_log(Path("/dev/full")):
-        LOGGER.info("step 10")
+def test_a_rank_log_drops_lines_silently_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with rank_log(tmp_path / "ranks" / "0.log"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            LOGGER.info("step 10")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert capsys.readouterr().err == ""
 
 

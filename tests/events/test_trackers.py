@@ -28,7 +28,7 @@ CONFIG = Config(batch=BatchConfig(size=96), data=DataConfig(root="s3://me:pw@hos
 
 
 def step(number: int, loss: float, kind: str = "step") -> Event:
-    fields = {"loss": loss, "accuracy": 0.5, "lr": 0.25, "batch": 96, "phase_ms": {"forward": 2.0, "other": 0.5}, "images_per_s": math.inf}
+    fields = {"loss": loss, "accuracy": 0.5, "lr": 0.25, "batch": 96, "phase_ms": {"forward": 2.0, "other": 0.5}, "samples_per_s": math.inf}
     return Event(T0 + number, kind, number, fields)
 
 
@@ -80,19 +80,19 @@ def until(done: Callable[[], bool]) -> None:
 
 def test_numbers_of_a_step() -> None:
     fields = {
-        **{"loss": 1.5, "accuracy": 0.5, "lr": 0.1, "batch": 64, "epochs": 0.25, "of": 10, "images_per_s": 100, "steps": 10},
+        **{"loss": 1.5, "accuracy": 0.5, "lr": 0.1, "batch": 64, "epochs": 0.25, "of": 10, "samples_per_s": 100, "steps": 10},
         **{"phase_ms": {"forward": 2, "back ward?": 3.5}, "work_ms": [1.0, 2.0, 4.0], "slowest_rank": 3, "slowest_host": "n"},
         **{"memory_mb": 300.0, "gpu_memory_mb": None, "watts": math.nan, "noise_scale": math.inf, "lines": ["x"], "flag": True},
     }
     assert scalars(Event(T0, "step", 10, fields)) == {
         **{"train/loss": 1.5, "train/accuracy": 0.5, "train/lr": 0.1, "train/batch": 64, "train/epochs": 0.25},
-        **{"speed/images_per_s": 100, "speed/phase_ms/forward": 2, "speed/phase_ms/back ward_": 3.5, "speed/slowest_rank": 3},
+        **{"speed/samples_per_s": 100, "speed/phase_ms/forward": 2, "speed/phase_ms/back ward_": 3.5, "speed/slowest_rank": 3},
         **{"speed/work_ms/min": 1, "speed/work_ms/median": 2, "speed/work_ms/max": 4, "memory/host_mb": 300},
     }
 
 
 def test_numbers_of_the_other_kinds() -> None:
-    both = {"joules": {"gpu": 30.0, "cpu": 12.0}, "joules_per_image": 0.5, "images_per_s": 50.0}
+    both = {"joules": {"gpu": 30.0, "cpu": 12.0}, "joules_per_sample": 0.5, "samples_per_s": 50.0}
     measured = {"watts": 21.0, "wh": 0.25, "noise_scale": 900.0, "rank_work_ms": [1.0, 2.0], "val_count": 360}
     trained = {
         "epoch": 2,
@@ -105,15 +105,16 @@ def test_numbers_of_the_other_kinds() -> None:
     }
     assert scalars(Event(T0, "epoch", 20, {**trained, **both, **measured})) == {
         **{"val/loss": 0.6, "val/accuracy": 0.8, "val/best_accuracy": 0.85, "epoch/number": 2, "epoch/seconds": 1.5},
-        **{"epoch/train_loss": 0.5, "epoch/train_accuracy": 0.9, "epoch/images_per_s": 50, "epoch/noise_scale": 900},
-        **{"energy/joules/gpu": 30, "energy/joules/cpu": 12, "energy/joules_per_image": 0.5, "energy/watts": 21, "energy/wh": 0.25},
+        **{"epoch/train_loss": 0.5, "epoch/train_accuracy": 0.9, "epoch/samples_per_s": 50, "epoch/noise_scale": 900},
+        **{"energy/joules/gpu": 30, "energy/joules/cpu": 12, "energy/joules_per_sample": 0.5, "energy/watts": 21, "energy/wh": 0.25},
     }
-    target = {"target": 0.9, "val_accuracy": 0.91, "seconds": 7.5, "epochs": 2.0, "images": 3000, "joules": None}
-    numbers = {"seconds": 7.5, "epochs": 2, "images": 3000, "val_accuracy": 0.91}
+    target = {"target": 0.9, "val_accuracy": 0.91, "seconds": 7.5, "epochs": 2.0, "samples": 3000, "joules": None}
+    numbers = {"seconds": 7.5, "epochs": 2, "samples": 3000, "val_accuracy": 0.91}
     assert scalars(Event(T0, "target", 20, target)) == {f"target/0.9/{name}": number for name, number in numbers.items()}
     for kind in ("end", "stop"):
         assert scalars(over(40, kind, exit_code=0, **both)) == {
-            **{"job/best_accuracy": 0.875, "job/joules/gpu": 30, "job/joules/cpu": 12, "job/joules_per_image": 0.5, "job/images_per_s": 50},
+            **{"job/best_accuracy": 0.875, "job/joules/gpu": 30, "job/joules/cpu": 12},
+            **{"job/joules_per_sample": 0.5, "job/samples_per_s": 50},
         }
     assert scalars(Event(T0, "started", 1, {"start_s": {"first step": 0.5}})) == {"start_s/first step": 0.5}
     assert scalars(Event(T0, "checkpoint", 1, {"write_s": 0.5})) == {"checkpoint/write_s": 0.5}
@@ -128,7 +129,7 @@ def test_the_configuration_is_redacted() -> None:
     }
     flat = flat_config(CONFIG)
     assert (flat["batch.size"], flat["data.root"], flat["model.api_token"]) == ("96", "s3://***@host/set", "***")
-    assert (flat["max_steps"], flat["recipe.chain"], flat["log.noise_scale"]) == ("null", "[]", "false")
+    assert (flat["stop.steps"], flat["recipe.chain"], flat["log.noise_scale"]) == ("null", "[]", "false")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
@@ -156,20 +157,44 @@ def test_tensorboard_reads_back(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     send(tensorboard.build, run, FIRST, SECOND)
-    reader = EventAccumulator(str(run / "tensorboard"))
+    reader = EventAccumulator(str(run / "tensorboard" / run.name))
     reader.Reload()
-    assert [(s.step, s.value, s.wall_time) for s in reader.Scalars("train/loss")] == [
+    assert [(s.step, s.value, s.wall_time) for s in reader.Scalars("Loss/train")] == [
         (number, loss, T0 + number) for number, loss in ((10, 2.5), (20, 2.0), (30, 1.5), (40, 1.25))
     ]
-    assert [(s.step, s.value) for s in reader.Scalars("val/accuracy")] == [(20, 0.75), (40, 0.875)]
+    assert [(s.step, s.value) for s in reader.Scalars("Accuracy/val")] == [(20, 0.75), (40, 0.875)]
     assert [(s.step, s.value) for s in reader.Scalars("speed/phase_ms/forward")] == [(n, 2.0) for n in (10, 20, 30, 40)]
     assert [(s.step, s.value) for s in reader.Scalars("job/best_accuracy")] == [(40, 0.875)]  # the value at the stop is replaced
-    assert "speed/images_per_s" not in reader.Tags()["scalars"]  # infinite
+    assert "speed/samples_per_s" not in reader.Tags()["scalars"]  # infinite
     (text,) = reader.Tensors("config/text_summary")[-1].tensor_proto.string_val
     assert b"| key | value |\n| --- | --- |\n" in text and b"| batch.size | `96` |\n" in text and b"xyz" not in text
     assert reader.SummaryMetadata("config/text_summary").plugin_data.plugin_name == "text"
     (header,) = reader.Tensors("header/text_summary")[-1].tensor_proto.string_val
     assert header == b"    ranks   2\n    data    digits"
+
+
+def test_tensorboard_has_the_run_under_its_name_and_curves_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard sorts groups of tags as texts; it opens with the first plug-in that has data."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.backend.event_processing.io_wrapper import GetLogdirSubdirectories
+
+    monkeypatch.chdir(run)
+    sink = tensorboard.build(CONFIG, Path())
+    sink(FIRST[0])
+    (folder,) = GetLogdirSubdirectories("tensorboard")
+    assert Path(folder) == Path("tensorboard") / run.name
+    (file,) = Path(folder).iterdir()
+    assert [event.WhichOneof("what") for event in EventFileLoader(str(file)).Load()] == ["file_version", "session_log"]  # no text yet
+    for event in FIRST[1:]:
+        sink(event)
+    sink.close()
+    reader = EventAccumulator(folder)
+    reader.Reload()
+    groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(reader.Tags()["scalars"])))
+    assert groups[:2] == ["Accuracy", "Loss"] and len(groups) > 3
+    assert len(reader.Tags()["tensors"]) == 2
 
 
 def test_mlflow_reads_back(run: Path) -> None:
@@ -336,7 +361,7 @@ class FailingTracker:
 
 def test_background_sink_keeps_the_order_and_closes() -> None:
     tracker, warnings = BlockingTracker(), list[str]()
-    background = BackgroundSink(tracker, "slow", warnings.append)
+    background = BackgroundSink(tracker, "log.trackers slow", warnings.append)
     events = [step(n, float(n)) if n % 3 else epoch(n, 0.5) for n in range(100)]
     for event in events:
         background(event)
@@ -344,12 +369,12 @@ def test_background_sink_keeps_the_order_and_closes() -> None:
     tracker.free.set()
     assert background.close(20) and background.close(0)
     background(step(100, 1.0))
-    assert (tracker.events, tracker.closed, warnings, tracker.thread) == (events, 1, [], "tracker slow")
+    assert (tracker.events, tracker.closed, warnings, tracker.thread) == (events, 1, [], "log.trackers slow")
 
 
 def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
     tracker, warnings = BlockingTracker(), list[str]()
-    background = BackgroundSink(tracker, "slow", warnings.append, capacity=4)
+    background = BackgroundSink(tracker, "log.trackers slow", warnings.append, capacity=4)
     background(start(0))
     assert tracker.begun.wait(20)
     for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
@@ -365,7 +390,7 @@ def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
 def test_background_sink_thins_out_step_events_only() -> None:
     tracker = BlockingTracker()
     tracker.free.set()
-    background = BackgroundSink(tracker, "thin", print, step_interval_s=1.0)
+    background = BackgroundSink(tracker, "log.trackers thin", print, step_interval_s=1.0)
     for event in [
         step(1, 1)._replace(time=10.0),
         step(2, 1)._replace(time=10.9),
@@ -380,7 +405,7 @@ def test_background_sink_thins_out_step_events_only() -> None:
 
 def test_background_sink_closes_in_time_when_its_tracker_blocks() -> None:
     tracker, warnings = BlockingTracker(), list[str]()
-    background = BackgroundSink(tracker, "stuck", warnings.append)
+    background = BackgroundSink(tracker, "log.trackers stuck", warnings.append)
     for number in range(3):
         background(epoch(number, 0.5))
     assert tracker.begun.wait(20)
@@ -404,8 +429,8 @@ def test_background_sink_closes_in_time_when_its_tracker_blocks() -> None:
 def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(error: BaseException, message: str) -> None:
     warnings = list[tuple[str, str]]()
     tracker = FailingTracker(error, at=2)
-    background = BackgroundSink(tracker, "frail", lambda line: warnings.append((threading.current_thread().name, line)))
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tracker frail"]
+    background = BackgroundSink(tracker, "log.trackers frail", lambda line: warnings.append((threading.current_thread().name, line)))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "log.trackers frail"]
     for number in (1, 2):
         background(step(number, 1.0))
     thread.join(20)
@@ -420,7 +445,7 @@ def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(error: 
 
 def test_background_sink_reports_a_tracker_that_cannot_be_closed() -> None:
     warnings = list[str]()
-    background = BackgroundSink(FailingTracker(ImportError("a broken package"), at=None), "broken", warnings.append)
+    background = BackgroundSink(FailingTracker(ImportError("a broken package"), at=None), "log.trackers broken", warnings.append)
     background(step(1, 1.0))
     assert background.close()
     assert warnings == ["log.trackers broken: ImportError: a broken package; training goes on without it"]

@@ -33,7 +33,29 @@ def test_freed_memory_is_reused() -> None:
     assert int(faults["keep"]) < 1000 and int(faults["usual"]) > 50_000
 
 
+HOLES = """
+import sys, torch
+from hvdtrain.frameworks.torch import allocator
+def data_kb():
+    return int(open("/proc/self/status").read().split("VmData:")[1].split()[0])
+assert allocator.return_large() if sys.argv[1] == "return" else allocator.keep()
+kept, before = [], data_kb()
+for i in range(20):
+    weights = torch.ones(3_000_000 + 300_000 * i)  # 12 MB and more: no hole is large enough for the next one
+    kept.append(torch.ones(20_000))
+    del weights
+print(data_kb() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
+def test_large_memory_leaves_no_holes() -> None:
+    """Where freed memory is kept, the 470 MB of weights stay, or (at times) a tenth of them; 2 MB are still in use."""
+    grown_mb = {how: int(python(["-c", HOLES, how]).stdout) / 1000 for how in ("keep", "return")}
+    assert grown_mb["return"] < 20 and grown_mb["keep"] > 30, grown_mb
+
+
 @pytest.mark.parametrize("name", allocator.ENVIRONMENT)
 def test_settings_in_the_environment_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1000000")
-    assert not allocator.keep()
+    assert not allocator.keep() and not allocator.return_large()

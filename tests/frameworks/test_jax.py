@@ -18,13 +18,14 @@ from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.jax.learner import largest_micro_batch, rows_for
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
-TASK = Task((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+TASK = Classification((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
 
 

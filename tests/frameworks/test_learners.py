@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
-TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(*words: str) -> Learner:
@@ -102,6 +104,26 @@ def test_a_model_of_the_users_may_view_its_images() -> None:
         learner("model.name=faulty:Views", "norm.kind=sync")
     assert "faulty.py:" in caught.value.where
     assert "norm.kind=sync may give a rank" in caught.value.fix
+
+
+class Narrow(torch.nn.Module):
+    """Its layer is too wide for the images, by one pixel."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(33, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.flatten(1))  # this line is named
+
+
+def test_a_model_that_fails_is_shown_at_its_own_line() -> None:
+    """Not at the line of torch's Linear, where the exception is raised."""
+    with pytest.raises(UserError, match=r"the model fails for images \(2, 2, 4, 4\): RuntimeError: mat1 and mat2") as caught:
+        learner(f"model.name={__name__}:Narrow")
+    number = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# this line is named"))
+    assert caught.value.where.endswith(f"{__file__}:{number}: return self.fc(x.flatten(1))  # this line is named")
+    assert caught.value.fix == "the model gets (n, 2, 4, 4): n images of 2 channels and 4x4 pixels; x.flatten(1) is (n, 32)"
 
 
 def test_label_smoothing_is_for_training_alone() -> None:
@@ -212,6 +234,9 @@ def test_hits_and_losses_of_a_batch_by_hand(framework: str) -> None:
         sums = floats(one.evaluate(one.to_device({"x": images, "y": np.array(labels)})))
         loss = sum(math.log(6 / (label + 1)) for label in labels)
         assert sums == {"loss": pytest.approx(loss, rel=1e-14), "right": hits, "count": 6}
+        predictions = one.predict(one.to_device({"x": images, "y": np.array(labels)}))
+        np.testing.assert_allclose(predictions.outputs, np.tile(np.log([1.0, 2.0, 3.0]), (6, 1)), rtol=1e-14)
+        assert floats(predictions.sums) == sums
         trained = floats(one.step([one.to_device({"x": images, "y": np.array(labels)})], hyper(6, lr=0.0), 0))
         assert trained == sums | {"nonfinite": 0.0}
 

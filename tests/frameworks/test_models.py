@@ -8,7 +8,7 @@ import torch
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.classifier_init import init_classifier
-from hvdtrain.frameworks.torch.models import convnet, linear, mlp, resnet, wide_resnet
+from hvdtrain.frameworks.torch.models import alexnet, convnet, linear, mlp, resnet, wide_resnet
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -137,6 +137,56 @@ def test_convnet_without_channels_is_refused() -> None:
             convnet.build("convnet", (28, 28, 1), 10, widths=widths)
         assert f"widths {widths} make no convolutions" in str(error.value)
         assert "model.widths" in str(error.value)
+
+
+def test_convnet_with_hidden_dense_layers() -> None:
+    model = convnet.build("convnet", (8, 8, 1), 4, widths=(3,), norm=False, dense=(5, 6)).double()
+    assert [name for name, _ in model.named_parameters()][2::2] == ["dense.fc1.weight", "dense.fc2.weight", "dense.fc.weight"]
+    x, pooled = torch.randn(2, 1, 8, 8, dtype=torch.float64), []
+    model.flatten.register_forward_hook(lambda module, inputs, output: pooled.append(output))
+    found, expected = model(x), pooled[0]
+    for layer in (model.dense.fc1, model.dense.fc2):
+        expected = (expected @ layer.weight.T + layer.bias).clamp(min=0)
+    torch.testing.assert_close(found, expected @ model.dense.fc.weight.T + model.dense.fc.bias)
+    assert (model.dense_part, convnet.build("convnet", (8, 8, 1), 4).dense_part) == ("dense", "fc")
+    with pytest.raises(UserError, match=r"dense \(0,\) makes no layers"):
+        convnet.build("convnet", (8, 8, 1), 4, dense=(0,))
+
+
+def test_alexnet_has_the_parameters_of_torchvisions() -> None:
+    with torch.device("meta"):
+        assert parameters(alexnet.build("alexnet", (224, 224, 3), 1000)) == 61_100_840
+
+
+@pytest.mark.parametrize("shape", [(224, 224, 3), (64, 90, 1), (32, 32, 3), (8, 20, 1)])
+def test_alexnet_computes_what_it_describes(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(6)
+    model = alexnet.build("alexnet", shape, 7, widths=(3, 4, 5, 4, 6), dense=(8, 9)).double()
+    x, state, f = torch.randn(2, shape[2], *shape[:2], dtype=torch.float64), dict(model.named_parameters()), torch.nn.functional
+    is_small, expected = min(shape[:2]) < 64, x
+    sides = {(224, 224): (6, 6), (64, 90): (1, 1), (32, 32): (4, 4), (8, 20): (1, 3)}
+    for i, padding in enumerate((2, 2, 1, 1, 1), start=1):
+        stride = 4 if i == 1 and not is_small else 1
+        assert state[f"conv{i}.weight"].shape[2] == (11 if stride == 4 else 2 * padding + 1)
+        expected = f.conv2d(expected, state[f"conv{i}.weight"], state[f"conv{i}.bias"], stride, padding).clamp(min=0)
+        if i in (1, 2, 5):
+            expected = f.max_pool2d(expected, 3, 2, padding=1 if is_small else 0)
+    assert expected.shape[2:] == sides[shape[:2]]
+    expected = expected.flatten(1)
+    for name in ("fc6", "fc7"):
+        expected = (expected @ state[f"dense.{name}.weight"].T + state[f"dense.{name}.bias"]).clamp(min=0)
+    expected = expected @ state["dense.fc8.weight"].T + state["dense.fc8.bias"]
+    torch.testing.assert_close(model.eval()(x), expected, rtol=1e-10, atol=1e-12)
+    dropped = model.train()(x) != model(x)
+    assert [type(layer).__name__ for layer in model.dense] == ["Linear", "ReLU", "Dropout"] * 2 + ["Linear"] and dropped.any()
+    torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 6])).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_alexnet_that_is_none_is_refused() -> None:
+    for options in ({"widths": (1, 2, 3, 4, 0)}, {"dense": (0,)}, {"dropout": 1.0}):
+        with pytest.raises(UserError, match="make no network"):
+            alexnet.build("alexnet", (32, 32, 3), 10, **options)
 
 
 @pytest.mark.parametrize(("name", "last", "blocks"), [("resnet18", "bn2", 8), ("resnet50", "bn3", 16)])

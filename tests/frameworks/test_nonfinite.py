@@ -24,10 +24,12 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.core.pieces import whole_arrays
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
@@ -189,7 +191,7 @@ def test_an_empty_share_is_finite(framework: str) -> None:
 
 def single(framework: str, *words: str, std: float = 0.25) -> Learner:
     config = configure(None, [f"framework={framework}", "model.name=linear", "batch.size=2", "guard.nonfinite=skip", *words])
-    return build_learner(config, Task((2, 2, 1), 3, np.array([0.4]), np.array([std])), SingleProcessCommunicator())
+    return build_learner(config, Classification((2, 2, 1), 3, np.array([0.4]), np.array([std])), SingleProcessCommunicator())
 
 
 def two(weight: float) -> Batch:
@@ -275,9 +277,9 @@ def test_a_nonfinite_step_adds_nothing_to_the_noise_scale(framework: str, policy
 def test_views_are_the_state_without_a_copy(words: list[str]) -> None:
     one = learner(*words)
     one.step([one.to_device(batch(6, 0))], hyper(6, 0), 0)
-    state, views = one.state(), dict(one.views())
+    state, views = one.state(), dict(whole_arrays(one.pieces()))
     assert list(state) == list(views) and digest(state) == digest(views)
-    again = dict(one.views())
+    again = dict(whole_arrays(one.pieces()))
     own = [name for name in views if name.endswith((".weight", ".running_var", ".exp_avg", ".0"))]
     assert len(own) >= 2
     for name in own:
@@ -293,7 +295,7 @@ def test_views_are_the_state_without_a_copy(words: list[str]) -> None:
 def test_views_of_a_strided_tensor() -> None:
     one = learner("model.name=nonfinite_on_ranks:Net")
     one.model.to(memory_format=torch.channels_last)
-    views = dict(one.views())
+    views = dict(whole_arrays(one.pieces()))
     assert not views["p.conv.weight"].flags.c_contiguous and same(views, one.state())
     assert same(views, learner("model.name=nonfinite_on_ranks:Net").state())
 
@@ -327,10 +329,13 @@ def found(engine: str) -> dict[str, list[dict[str, Any]]]:
         return dict(json.loads(out.read_text()))
 
 
-@pytest.mark.parametrize(
-    "case", ["torch", "torch, two passes", "torch, sync norm", "torch, RMSprop", "torch, small buckets", "numpy", "jax"]
-)
-@pytest.mark.parametrize("engine", ranks.ENGINES)
+SKIPPED = ["torch", "torch, two passes", "torch, sync norm", "torch, RMSprop", "torch, small buckets", "numpy", "jax"]
+SHARDED = ["torch, stage 2, two passes", "torch, stage 3, two passes"]
+ON_MPI = [pytest.param("mpi", case, marks=[*ranks.ENGINES[0].marks, pytest.mark.slow]) for case in SKIPPED + SHARDED]
+ON_HOROVOD = [pytest.param("horovod", case, marks=ranks.ENGINES[1].marks) for case in SKIPPED]
+
+
+@pytest.mark.parametrize(("engine", "case"), ON_MPI + ON_HOROVOD)
 def test_a_loss_of_one_rank_makes_all_ranks_skip(engine: str, case: str) -> None:
     each = found(engine)[case]
     assert [one["nonfinite"] for one in each] == [[0.0, 0.5, 0.0]] * 2

@@ -43,10 +43,10 @@ def pairs() -> list[object]:
             size,
             case,
             id=f"{communicator}-x{size}-{case}",
-            marks=[*marks, *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [])],
+            marks=[*marks, *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size == 4 or communicator == "mpi")],
         )
         for communicator, marks in MARKS.items()
-        for size in (2, 4)
+        for size in ((2, 4) if communicator == "mpi" or ranks.FULL else (2,))
         for case in norms_on_ranks.cases(communicator)
     ]
 

@@ -13,13 +13,13 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import precision
 from hvdtrain.frameworks.torch.precision import FIRST_SCALE, GROW_AFTER, LossScale, is_built_for_bf16
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
 CPU = torch.device("cpu")
-TASK = Task((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+TASK = Classification((16, 16, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def batch(n: int, seed: int) -> Batch:
@@ -168,7 +168,7 @@ def test_a_compiled_model_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("wanted", [True, False])
 def test_images_come_in_the_order_that_is_asked_for(wanted: bool) -> None:
     one = learner(f"speed.channels_last={wanted}".lower(), "model.name=convnet")
-    x = one.to_device(batch(3, 0)).images
+    x = one.to_device(batch(3, 0)).arrays["x"]
     assert x.is_contiguous(memory_format=torch.channels_last) is wanted and x.is_contiguous() is not wanted
 
 
@@ -185,6 +185,6 @@ class Flat(torch.nn.Module):
 
 def test_a_users_model_gets_contiguous_images_of_one_channel_too() -> None:
     config = configure(None, ["model.name=test_precision:Flat", "batch.size=4", "speed.device=cpu"])
-    one = build_learner(config, Task((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), SingleProcessCommunicator())
+    one = build_learner(config, Classification((8, 8, 1), 3, np.array([0.4]), np.array([0.2])), SingleProcessCommunicator())
     images = np.zeros((4, 8, 8, 1), np.uint8)
     assert float(one.step([one.to_device({"x": images, "y": np.zeros(4, np.int64)})], hyper()._replace(batch=4), 0)["count"]) == 4

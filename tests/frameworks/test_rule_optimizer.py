@@ -66,8 +66,8 @@ def test_one_by_one_and_together_are_equal(rule: Rule) -> None:
 def test_runs_hold_one_dtype_and_about_so_many_bytes() -> None:
     a, b, c, d = parameters((10,), (1,), (20,), (1,))  # 80, 88, 248, 256 bytes up to their ends
     (e,) = parameters((2,), dtype=torch.float32)
-    assert [[id(p) for p in run] for run in runs([a, b, e, c, d], 100)] == [[id(a), id(b)], [id(c), id(d)], [id(e)]]
-    assert list(runs([], 100)) == []
+    assert [[id(p) for p in run] for run in runs([a, b, e, c, d], 100, RuleOptimizer.bytes_of)] == [[id(a), id(b)], [id(c), id(d)], [id(e)]]
+    assert list(runs([], 100, RuleOptimizer.bytes_of)) == []
 
 
 @pytest.mark.parametrize("rule", RULES)

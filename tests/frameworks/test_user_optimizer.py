@@ -91,6 +91,9 @@ class NoRate(torch.optim.Optimizer):
         (torch.optim.Adam, ["optim.alpha=1"], "its.Name(params: ", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.eps=-1"], "does not fit: Invalid epsilon value: -1", "optim.name", "optim.<name>=<value>"),
         (torch.optim.Adam, ["optim.betas=[0.8]"], "does not fit: IndexError: ", "optim.name", "optim.<name>=<value>"),
+        (torch.optim.Adam, ["optim.ep=1e-8"], "got an unexpected keyword argument 'ep'", "optim.name", "did you mean optim.eps?"),
+        (torch.optim.Adam, ["optim.wd=1"], "got an unexpected keyword argument 'wd'", "optim.name", "did you mean optim.weight_decay?"),
+        (torch.optim.Adam, ["optim.lr=1"], "is not optim.lr", "optim.lr, command line", "did you mean optim.base_lr?"),
         (torch.optim.SGD, ["optim.nesterov=true"], "Nesterov momentum requires a momentum", "optim.name", "optim.<name>=<value>"),
         (torch.optim.LBFGS, [], "needs a closure", "optim.name", "one gradient a step"),
         (torch.nn.Linear, [], "its.Name(in_features: int, ", "optim.name", "torch.optim.RMSprop"),
@@ -155,6 +158,7 @@ import json, os, sys
 import torch
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.horovod import connect
+from hvdtrain.comm.mesh import one_group
 from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.frameworks.stopwatch import HostStopwatch
@@ -178,7 +182,7 @@ def walk(name, ranks, communicator):
     config = configure(None, [f"optim.name={name}", *WORDS[name]])
     named = list(model.named_parameters())
     optimizer = build.make_optimizer(config, named)
-    strategy = select_strategy(config, communicator, named, optimizer, HostStopwatch())
+    strategy = select_strategy(config, one_group(communicator), named, optimizer, HostStopwatch())
     optimizer = strategy.wrap(model, optimizer).optimizer
     o.fill_optimizer_state(optimizer)
 

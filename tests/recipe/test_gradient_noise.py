@@ -10,6 +10,7 @@ import torch
 
 from hvdtrain.core.metrics import add_sums
 from hvdtrain.frameworks.torch.gradients import add_noise_
+from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.optim.clipping import clip
 from hvdtrain.recipe.gradient_noise import noise_variance, sample_weights
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS, NoiseScale, noise_scale_sums
@@ -47,13 +48,13 @@ def test_annealed_noise_is_normal_and_the_same_for_the_same_seed() -> None:
     for seed in (1, 1, 2):
         for q in p:
             q.grad = torch.full_like(q, 5.0)
-        add_noise_(p, 0.04, seed)
+        add_noise_([Shard(q, q, 0, q.numel()) for q in p], 0.04, seed)
         noisy.append(p[0].grad.clone())
     assert torch.equal(noisy[0], noisy[1]) and not torch.equal(noisy[0], noisy[2])
     assert float(noisy[0].mean()) == pytest.approx(5, abs=4 * 0.2 / math.sqrt(100_000))
     assert float(noisy[0].std()) == pytest.approx(0.2, rel=0.01)
     before = p[1].grad.clone()
-    add_noise_(p, 0.0, 1)
+    add_noise_([Shard(q, q, 0, q.numel()) for q in p], 0.0, 1)
     assert torch.equal(p[1].grad, before)
 
 

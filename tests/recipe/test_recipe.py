@@ -10,10 +10,11 @@ import pytest
 
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import BatchConfig, Config
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.progress import ENDLESS, Progress
 from hvdtrain.errors import UserError
 from hvdtrain.recipe import batch_growth, batch_size, from_config
 from hvdtrain.recipe.batch_growth import Growth
+from hvdtrain.recipe.clock import clock, total_epochs, total_samples
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
 from hvdtrain.recipe.summary import batch_summary, lr_summary
@@ -32,7 +33,7 @@ def configured(*words: str) -> Config:
 
 def walk(r: Recipe, dataset: int) -> list[tuple[int, int, float]]:
     """(step, batch, lr) of every step of the job."""
-    p, steps = Progress(dataset, dataset * r.epochs), []
+    p, steps = Progress(dataset, round(dataset * r.epochs)), []
     while not p.done:
         h = r.at(p)
         assert h.step == p.step
@@ -66,7 +67,7 @@ def test_schedules_print_and_compare() -> None:
     a, b = (Warmup(5.0, 0.1, Steps(3.2, (30.0, 60.0), 0.1)) for _ in range(2))
     assert a == b != dataclasses.replace(a, start=0.0)
     assert repr(a) == "Warmup(epochs=5.0, start=0.1, then=Steps(value=3.2, milestones=(30.0, 60.0), gamma=0.1))"
-    assert recipe("recipe.warmup_epochs=1") == recipe("recipe.warmup_epochs=1") != recipe("recipe.warmup_epochs=2")
+    assert recipe("recipe.warmup=1") == recipe("recipe.warmup=1") != recipe("recipe.warmup=2")
 
 
 def test_scaling_rules() -> None:
@@ -75,7 +76,7 @@ def test_scaling_rules() -> None:
     assert scaling("none", 1024, 256) == 1
 
 
-GOYAL = ["optim.base_lr=0.1", "optim.base_batch=256", "batch.size=8192", "epochs=90", "recipe.warmup_epochs=5", "recipe.schedule=steps",
+GOYAL = ["optim.base_lr=0.1", "optim.base_batch=256", "batch.size=8192", "epochs=90", "recipe.warmup=5", "recipe.schedule=steps",
          "recipe.milestones=[30,60,80]"]  # fmt: skip
 
 
@@ -88,17 +89,17 @@ def test_goyal_by_hand() -> None:
 
 def test_warmup_by_steps_ends_at_that_very_step() -> None:
     """Batch 30 of 1,000: step n starts after 30 n samples; 7 steps rise from 0 to 0.7 by 0.1 each."""
-    r = recipe("batch.size=30", "optim.base_lr=0.7", "recipe.warmup_steps=7", "epochs=1")
+    r = recipe("batch.size=30", "optim.base_lr=0.7", "recipe.warmup=7 steps", "epochs=1")
     assert [lr for _, _, lr in walk(r, 1000)][:9] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.7], abs=1e-12)
 
 
 def test_start_of_the_warmup() -> None:
-    words = ["optim.base_batch=50", "batch.size=100", "optim.base_lr=0.2", "recipe.warmup_epochs=1"]
+    words = ["optim.base_batch=50", "batch.size=100", "optim.base_lr=0.2", "recipe.warmup=1"]
     assert recipe(*words).lr(0) == 0.2, "base_lr, since scaling raises the rate"
     assert recipe(*words, "optim.base_batch=100").lr(0) == 0.0, "nothing is scaled"
     assert recipe(*words, "recipe.warmup_from=0.05").lr(0) == 0.05
-    assert recipe(*words, "recipe.warmup=none").lr(0) == 0.4
-    constant = recipe(*words, "recipe.warmup=constant").lr
+    assert recipe(*words, "recipe.warmup=0").lr(0) == 0.4
+    constant = recipe(*words, "recipe.warmup_kind=constant").lr
     assert [constant(e) for e in (0, 0.99, 1, 2)] == [0.2, 0.2, 0.4, 0.4]
 
 
@@ -108,7 +109,7 @@ def test_square_root_scaling() -> None:
 
 
 def test_schedules_run_from_the_warmup_to_the_last_epoch() -> None:
-    words = ["epochs=10", "recipe.warmup_epochs=2", "optim.base_lr=0.8"]
+    words = ["epochs=10", "recipe.warmup=2", "optim.base_lr=0.8"]
     cosine = recipe(*words, "recipe.schedule=cosine", "recipe.end_lr=0.2").lr
     assert [cosine(e) for e in (0, 1, 2, 6, 10)] == pytest.approx([0, 0.4, 0.8, 0.5, 0.2])
     square = recipe(*words, "recipe.schedule=polynomial", "recipe.end_lr=0").lr
@@ -118,8 +119,8 @@ def test_schedules_run_from_the_warmup_to_the_last_epoch() -> None:
 
 
 def test_a_chain_by_hand() -> None:
-    chain = "[{epochs: 2}, {kind: cosine, epochs: 4, end_lr: 0.2}, {kind: steps, scale: 0.5, milestones: [1, 2], gamma: 0.5}]"
-    lr = recipe("epochs=10", "optim.base_lr=0.8", "recipe.warmup_epochs=1", f"recipe.chain={chain}").lr
+    chain = "[{length: 2}, {kind: cosine, length: 4, end_lr: 0.2}, {kind: steps, scale: 0.5, milestones: [1, 2], gamma: 0.5}]"
+    lr = recipe("epochs=10", "optim.base_lr=0.8", "recipe.warmup=1", f"recipe.chain={chain}").lr
     values = [(0, 0), (0.5, 0.4), (1, 0.8), (2, 0.8), (4, 0.5), (6 - EPS, 0.2), (6, 0.4), (7 - EPS, 0.4), (7, 0.2), (8, 0.1), (9.9, 0.1)]
     for epochs, value in values:
         assert lr(epochs) == pytest.approx(value, abs=1e-8), epochs
@@ -142,7 +143,7 @@ def test_growth_instead_of_decays_by_hand() -> None:
 
 def test_growth_with_linear_scaling_and_warmup() -> None:
     """The rate follows the batch that it starts with; what the batch takes over from then on leaves it alone."""
-    words = ["batch.size=20", "optim.base_batch=10", "optim.base_lr=0.1", "epochs=3", "recipe.warmup_epochs=1", "recipe.schedule=steps",
+    words = ["batch.size=20", "optim.base_batch=10", "optim.base_lr=0.1", "epochs=3", "recipe.warmup=1", "recipe.schedule=steps",
              "recipe.milestones=[2]", "recipe.gamma=0.5", "recipe.growth=decays", "recipe.batch_max=100"]  # fmt: skip
     found = walk(recipe(*words, dataset=100), 100)
     expected = [0.1, 0.12, 0.14, 0.16, 0.18, *[0.2] * 5, *[0.2] * 3]
@@ -169,7 +170,7 @@ def test_growth_at_milestones_by_hand_and_the_rate_that_follows() -> None:
 
 
 def test_growth_by_a_tiny_gamma_is_limited() -> None:
-    assert batch_growth.growth_instead_of_decays(10, (1.0,), 1e-320, 80).to == (80,)
+    assert batch_growth.batches_instead_of_decays(10, 1, 1e-320, 80) == (80,)
 
 
 def resolved(provenance: dict[str, str], ranks: int = 4, **words: object) -> tuple[int, str]:
@@ -190,8 +191,9 @@ def test_which_of_batch_size_and_per_rank_counts() -> None:
     assert resolved({"batch.per_rank": file, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 64
     assert resolved({"batch.per_rank": line, "batch.size": "run/config.yaml:9"}, resume="run")[0] == 32
     for both in ({"batch.per_rank": line, "batch.size": line}, {"batch.per_rank": file, "batch.size": file}):
-        with pytest.raises(UserError, match=r"batch\.size and batch\.per_rank are both given"):
-            resolved(both)
+        for resume in ("no", "auto", "run"):
+            with pytest.raises(UserError, match=r"batch\.size and batch\.per_rank are both given"):
+                resolved(both, resume=resume)
 
 
 LARS_ROWS = [  # MLPerf training 4.0: batch, rate, momentum, warm-up, decay, norm group, epochs
@@ -209,7 +211,7 @@ def test_the_rows_of_the_lars_configuration() -> None:
         config = configure(str(path), words)
         r = from_config.recipe_from_config(config, 1281167, 0.9)
         assert config.optim.momentum is not None
-        found.append((config.batch.size, r.lr(config.recipe.warmup_epochs), config.optim.momentum, config.recipe.warmup_epochs,
+        found.append((config.batch.size, r.lr(config.recipe.warmup), config.optim.momentum, config.recipe.warmup,
                       config.optim.weight_decay, config.norm.ghost, r.epochs))  # fmt: skip
         assert config.batch.size // int(ranks.rstrip(":")) == config.norm.ghost, "a rank's share is the norm group"
         assert r.lr(r.epochs) == pytest.approx(1e-4)
@@ -219,14 +221,14 @@ def test_the_rows_of_the_lars_configuration() -> None:
 
 def test_smith_cifar_by_hand() -> None:
     """Smith 2017, section 5.1: 128, 640, 3200, 16000 where the rate would be divided by 5 at 60, 120, 160."""
-    grown = batch_growth.growth_instead_of_decays(128, (60.0, 120.0, 160.0), 0.2, 16000)
+    grown = Growth(128, (60.0, 120.0, 160.0), batch_growth.batches_instead_of_decays(128, 3, 0.2, 16000))
     assert grown == Growth(128, (60.0, 120.0, 160.0), (640, 3200, 16000))
     assert [grown(e) for e in (0, 60 - EPS, 60, 120, 160, 200)] == [128, 128, 640, 3200, 16000, 16000]
 
 
 def test_regime_adaptation_multiplies_every_count_of_epochs() -> None:
     """ceil(300 / 128) = 3 (Hoffer 2017, section 5)."""
-    words = ["batch.size=300", "optim.base_batch=128", "recipe.scale=none", "optim.base_lr=1", "epochs=10", "recipe.warmup_epochs=1",
+    words = ["batch.size=300", "optim.base_batch=128", "recipe.scale=none", "optim.base_lr=1", "epochs=10", "recipe.warmup=1",
              "recipe.schedule=steps", "recipe.milestones=[4,8]", "recipe.adapt_regime=true"]  # fmt: skip
     r = recipe(*words)
     assert r.epochs == 30
@@ -250,11 +252,11 @@ def test_noise_of_a_step() -> None:
     [
         (GOYAL, "lr 0.1 x 8192/256 = 3.2 after 5 warm-up epochs (linear scaling, from 0.1), then x 0.1 at epochs 30, 60, 80"),
         ([], "lr 0.02"),
-        (["recipe.warmup_epochs=1", "recipe.schedule=cosine"], "lr 0.02 after 1 warm-up epoch (from 0), then cosine to 0"),
-        (["recipe.scale=sqrt", "optim.base_batch=16", "recipe.warmup_steps=9", "recipe.warmup=constant"],
+        (["recipe.warmup=1", "recipe.schedule=cosine"], "lr 0.02 after 1 warm-up epoch (from 0), then cosine to 0"),
+        (["recipe.scale=sqrt", "optim.base_batch=16", "recipe.warmup=9 steps", "recipe.warmup_kind=constant"],
          "lr 0.02 x sqrt(64/16) = 0.04 after 9 warm-up steps (sqrt scaling, all at 0.02)"),
         (["recipe.schedule=polynomial", "recipe.end_lr=1e-4"], "lr 0.02, then polynomial of power 2 to 0.0001"),
-        (["recipe.chain=[{epochs: 3},{kind: exponential, scale: 0.5}]"],
+        (["recipe.chain=[{length: 3},{kind: exponential, scale: 0.5}]"],
          "lr 0.02, then constant for 3 epochs, then x 0.1 in each epoch from x 0.5"),
         (["recipe.growth=milestones", "recipe.grow_at=[2,3.5]", "recipe.grow_to=[512,128]"],
          "lr 0.02; follows the batch (linear): 0.16 from epoch 2, 0.04 from epoch 3.5"),
@@ -280,20 +282,19 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
 @pytest.mark.parametrize(
     ("words", "what", "key"),
     [
-        (["recipe.warmup_epochs=1", "recipe.warmup_steps=2"],
-         "recipe.warmup_epochs=1 and recipe.warmup_steps=2 both set the warm-up's length", "recipe.warmup_steps"),
         (["recipe.schedule=steps"], "recipe.schedule=steps needs recipe.milestones", "recipe.schedule"),
         (["recipe.milestones=[3]"], "recipe.milestones needs recipe.schedule=steps; it is constant", "recipe.milestones"),
-        (["recipe.schedule=steps", "recipe.milestones=[3,3]"], "recipe.milestones is [3.0, 3.0]", "recipe.milestones"),
-        (["recipe.schedule=steps", "recipe.milestones=[0]"], "recipe.milestones is [0.0]", "recipe.milestones"),
-        (["recipe.schedule=cosine", "recipe.chain=[{epochs: 1}]"],
+        (["recipe.schedule=steps", "recipe.milestones=[3,3]"], "recipe.milestones is [3, 3]", "recipe.milestones"),
+        (["recipe.schedule=steps", "recipe.milestones=[0]"], "recipe.milestones is [0]", "recipe.milestones"),
+        (["recipe.schedule=cosine", "recipe.chain=[{length: 1}]"],
          "recipe.chain and recipe.schedule=cosine both set the schedule", "recipe.chain"),
         (["recipe.chain=[{kind: cosine},{kind: constant}]"],
-         "recipe.chain[0] has no epochs, which only the last piece may leave out", "recipe.chain"),
-        (["recipe.chain=[{epochs: 0},{kind: constant}]"], "recipe.chain[0].epochs is 0", "recipe.chain"),
+         "recipe.chain[0] has no length, which only the last piece may leave out", "recipe.chain"),
+        (["recipe.chain=[{length: 0},{kind: constant}]"], "wrong value for recipe.chain[0].length: 0", "recipe.chain"),
         (["recipe.chain=[{kind: steps}]"], "recipe.chain[0] is of kind steps without milestones", "recipe.chain"),
-        (["recipe.schedule=steps", "recipe.milestones=[.nan]"], "recipe.milestones[0] is nan", "recipe.milestones"),
-        (["recipe.growth=milestones", "recipe.grow_at=[.inf]", "recipe.grow_to=[9]"], "recipe.grow_at[0] is inf", "recipe.grow_at"),
+        (["recipe.schedule=steps", "recipe.milestones=[.nan]"], "wrong value for recipe.milestones[0]: nan", "recipe.milestones"),
+        (["recipe.growth=milestones", "recipe.grow_at=[.inf]", "recipe.grow_to=[9]"],
+         "wrong value for recipe.grow_at[0]: inf", "recipe.grow_at"),
         (["recipe.chain=[{milestones: [1]}]"], "recipe.chain[0] is of kind constant with milestones", "recipe.chain"),
         (["recipe.chain=[{scale: .nan}]"], "recipe.chain[0].scale is nan", "recipe.chain"),
         (["recipe.chain=[{kind: exponential, gamma: -0.5}]"], "recipe.chain[0].gamma is -0.5", "recipe.chain"),
@@ -301,7 +302,7 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         (["recipe.chain=[{kind: cosine, end_lr: .nan}]"], "recipe.chain[0].end_lr is nan", "recipe.chain"),
         (["recipe.schedule=exponential", "recipe.gamma=1000", "epochs=200"],
          "the learning rate grows beyond the largest float", "recipe.gamma"),
-        (["recipe.chain=[{epochs: 10},{kind: cosine}]"], "recipe.chain's last piece begins at epoch 10 of 10", "recipe.chain"),
+        (["recipe.chain=[{length: 10},{kind: cosine}]"], "recipe.chain's last piece begins at epoch 10 of 10", "recipe.chain"),
         (["recipe.growth=decays", "recipe.batch_max=80"],
          "recipe.growth=decays needs recipe.schedule=steps; it is constant", "recipe.growth"),
         ([*STEPS, "recipe.growth=decays", "recipe.batch_max=80", "recipe.gamma=1"],
@@ -309,7 +310,7 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
         ([*STEPS, "recipe.growth=decays"], "recipe.growth=decays needs recipe.batch_max of batch.size=64 or more", "recipe.batch_max"),
         ([*STEPS, "recipe.batch_max=80"], "recipe.batch_max needs recipe.growth=decays; it is none", "recipe.batch_max"),
         ([*STEPS, "recipe.growth=decays", "recipe.batch_max=1001"], "batch 640 is more than the 500 training samples", "recipe.batch_max"),
-        (["recipe.growth=milestones", "recipe.grow_at=[1]"], "recipe.grow_at has 1 epochs, recipe.grow_to 0 batches", "recipe.grow_to"),
+        (["recipe.growth=milestones", "recipe.grow_at=[1]"], "recipe.grow_at has 1 lengths, recipe.grow_to 0 batches", "recipe.grow_to"),
         (["recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[0]"], "recipe.grow_to is [0]", "recipe.grow_to"),
         (["recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[501]"], "batch 501 is more than the 500", "recipe.grow_to"),
         (["recipe.grow_at=[1]"], "recipe.grow_at and recipe.grow_to need recipe.growth=milestones; it is none", "recipe.grow_at"),
@@ -317,7 +318,7 @@ STEPS = ["recipe.schedule=steps", "recipe.milestones=[1]"]
          "recipe.adapt_regime and recipe.sample_noise compare the batch with optim.base_batch", "optim.base_batch"),
         (["recipe.sample_noise=1"],
          "recipe.adapt_regime and recipe.sample_noise compare the batch with optim.base_batch", "optim.base_batch"),
-        (["recipe.warmup_epochs=10", "recipe.schedule=cosine"], "a warm-up of 10 epochs leaves nothing", "recipe.warmup_epochs"),
+        (["recipe.warmup=10", "recipe.schedule=cosine"], "a warm-up of 10 epochs leaves nothing", "recipe.warmup"),
         (["batch.size=501"], "batch 501 is more than the 500 training samples", "batch.size"),
     ],
 )  # fmt: skip
@@ -327,3 +328,152 @@ def test_recipe_errors_name_their_key(words: list[str], what: str, key: str) -> 
     assert what in caught.value.what
     assert caught.value.where.startswith(key)
     assert caught.value.fix
+
+
+def epochs_of(value: float | str, *words: str, dataset: int = 1000, context: int | None = None) -> float:
+    """Where a warm-up of this length ends."""
+    config = configured(f"recipe.warmup={value}", *words)
+    r = from_config.recipe_from_config(config, dataset, 0.9, context)
+    return from_config.warmup_epochs(config, clock(config, dataset, context), r.batch)
+
+
+GROWS = ["recipe.growth=milestones", "recipe.grow_at=[1,1.5]", "recipe.grow_to=[250,50]", "batch.size=100"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "epochs"),
+    [
+        (2, [], 2.0),
+        ("2 epochs", [], 2.0),
+        ("2.5epochs", [], 2.5),
+        ("1 epoch", [], 1.0),
+        ("500 samples", [], 0.5),
+        ("1e4 samples", [], 10.0),
+        ("3.2e4 tokens", [], 0.5),
+        ("10%", ["epochs=30"], 3.0),
+        ("10 %", ["epochs=2.5"], 0.25),
+        ("7 steps", ["batch.size=30"], 0.21),
+        ("10 steps", GROWS, 1.0),
+        ("12 steps", GROWS, 1.5),  # 10 of 100, 2 of 250
+        ("13 steps", GROWS, 1.55),
+        ("50%", [*GROWS, "stop.steps=24"], 1.5),
+        ("50%", [*GROWS, "stop.steps=21"], 1.125),  # half of a step has half of its samples
+        ("50%", [*GROWS, "epochs=1.2", "stop.steps=24"], 0.6),  # of the end that comes first
+        ("1 epoch", ["recipe.adapt_regime=true", "batch.size=300", "optim.base_batch=128"], 3.0),
+        ("1000 samples", ["recipe.adapt_regime=true", "batch.size=300", "optim.base_batch=128"], 1.0),
+    ],
+)
+def test_a_length_in_any_unit_by_hand(value: float | str, words: list[str], epochs: float) -> None:
+    """1,000 samples of 64 tokens."""
+    assert epochs_of(value, *words, context=64) == epochs
+
+
+def test_milestones_pieces_and_growth_take_lengths_of_any_unit() -> None:
+    """Batch 50 of 1,000 samples: an epoch is 20 steps."""
+    words = ["batch.size=50", "optim.base_lr=1", "recipe.gamma=0.5", "recipe.schedule=steps"]
+    lr = recipe(*words, "recipe.milestones=[10 steps, 750 samples, 50%]", "epochs=2").lr
+    assert [lr(e) for e in (0, 0.499, 0.5, 0.75, 1.0)] == [1, 1, 0.5, 0.25, 0.125]
+    chain = "recipe.chain=[{length: 10 steps}, {kind: linear, length: 25%, end_lr: 0.5}, {kind: steps, milestones: [5 steps]}]"
+    lr = recipe("batch.size=50", "optim.base_lr=1", "epochs=2", chain).lr
+    assert [lr(e) for e in (0.4, 0.5, 0.75, 1.0, 1.2, 1.25)] == pytest.approx([1, 1, 0.75, 1, 1, 0.1])
+    grown = recipe(
+        "batch.size=50", "stop.steps=40", "recipe.growth=milestones", "recipe.grow_at=[25%, 30 steps]", "recipe.grow_to=[100,20]"
+    )
+    assert grown.batch == Growth(50, (0.5, 2.5), (100, 20)), "10 steps of 50, 20 of 100"
+    assert grown.epochs == 2.7
+    assert [(step, batch) for step, batch, _ in walk(grown, 1000)][9::10] == [(9, 50), (19, 100), (29, 100), (39, 20)]
+
+
+def test_schedules_end_with_the_job_that_stop_steps_ends() -> None:
+    """Batch 30 of 1,000: the cosine is at its end after the last of 20 steps; without stop.steps it would be at epoch 10."""
+    for words in (["stop.steps=20"], ["epochs=0.6"], ["stop.steps=20", "epochs=7"], ["max_steps=20"], ["stop.epochs=0.6"]):
+        r = recipe("batch.size=30", "optim.base_lr=1", "recipe.schedule=cosine", *words)
+        assert r.epochs == 0.6
+        expected = [(1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)]
+        assert [lr for *_, lr in walk(r, 1000)] == pytest.approx(expected, abs=1e-12), words
+
+
+@pytest.mark.parametrize(
+    ("words", "epochs", "samples"),
+    [
+        ([], 10, 10_000),
+        (["epochs=0.7"], 0.7, 700),  # not 701, though 0.7 x 10^k rounds up for some k
+        (["epochs=1.1"], 1.1, 1100),
+        (["epochs=2.0001"], 2.0001, 2001),  # the first whole sample at 2.0001 epochs or later
+        (["stop.steps=5"], None, ENDLESS),
+        (["stop.time=2h"], None, ENDLESS),
+        (["stop.time=2h", "epochs=3"], 3, 3000),
+        (["stop.steps=5", "stop.steps=null"], 10, 10_000),
+    ],
+)
+def test_the_length_of_a_job(words: list[str], epochs: float | None, samples: int) -> None:
+    config = configured(*words)
+    assert (total_epochs(config), total_samples(config, 1000)) == (epochs, samples)
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "key"),
+    [
+        (["recipe.warmup=5 minutes"], "wrong value for recipe.warmup: '5 minutes'", "recipe.warmup"),
+        (["recipe.warmup=-1"], "wrong value for recipe.warmup: -1", "recipe.warmup"),
+        (["recipe.warmup=101%"], "wrong value for recipe.warmup: '101%'", "recipe.warmup"),
+        (["recipe.warmup=true"], "wrong value for recipe.warmup: True", "recipe.warmup"),
+        (["recipe.warmup=1e3 tokens"], "a length of 1,000 tokens, and the samples have no tokens", "recipe.warmup"),
+        (["recipe.warmup=100%", "recipe.schedule=cosine"],
+         "a warm-up of 100% of the job (10 epochs) leaves nothing of 10 epochs to the schedule", "recipe.warmup"),
+        (["recipe.warmup=90 steps", "recipe.schedule=linear"],
+         "a warm-up of 90 steps (11.52 epochs) leaves nothing of 10 epochs to the schedule", "recipe.warmup"),
+        (["recipe.schedule=steps", "recipe.milestones=[3, 9 steps]"],
+         "recipe.milestones: 9 steps (1.152 epochs) come after 3 epochs", "recipe.milestones"),
+        (["recipe.growth=milestones", "recipe.grow_at=[1, 300 samples]", "recipe.grow_to=[9,8]"],
+         "recipe.grow_at: 300 samples (0.6 epochs) come after 1 epoch", "recipe.grow_at"),
+        (["recipe.growth=milestones", "recipe.grow_at=[10%]", "recipe.grow_to=[9]", "epochs=1", "stop.steps=9"],
+         "recipe.grow_at: the batch grows at 10% of the job, which epochs and stop.steps both may end", "recipe.grow_at"),
+        (["recipe.schedule=cosine", "stop.time=1h"],
+         "recipe.schedule=cosine falls to the end of the job; stop.time=1h alone ends the job, at a step that is not known before",
+         "recipe.schedule"),
+        (["recipe.chain=[{length: 1},{kind: linear}]", "stop.time=1h"],
+         "the last piece of recipe.chain falls to the end of the job; stop.time=1h alone ends the job", "recipe.chain"),
+        (["recipe.warmup=10%", "stop.time=1h"],
+         "recipe.warmup: 10% is a share of the job; stop.time=1h alone ends the job", "recipe.warmup"),
+    ],
+)  # fmt: skip
+def test_errors_of_lengths(words: list[str], what: str, key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe(*words, dataset=500)
+    assert what in caught.value.what
+    assert caught.value.where.startswith(key)
+    assert caught.value.fix
+
+
+def test_old_keys_of_the_warmup_are_answered() -> None:
+    for word in ("recipe.warmup_epochs=5", "recipe.warmup_steps=500", "recipe.warmup_tokens=1e6"):
+        with pytest.raises(UserError, match="no such key") as caught:
+            configured(word)
+        assert caught.value.fix == "did you mean recipe.warmup?"
+    with pytest.raises(UserError) as caught:
+        configured("recipe.warmup=constant")
+    assert caught.value.fix == "recipe.warmup_kind=constant, and recipe.warmup is its length"
+    with pytest.raises(UserError, match=r"no such key: recipe.chain\[0\].epochs") as caught:
+        configured("recipe.chain=[{epochs: 5}]")
+    assert caught.value.fix == "did you mean length?"
+
+
+def test_a_job_that_its_time_ends_may_have_lengths_of_its_own() -> None:
+    chain = "recipe.chain=[{kind: cosine, length: 500 samples}, {scale: 0.1}]"
+    r = recipe("stop.time=1h", "recipe.warmup=5 steps", chain, "batch.size=50", "optim.base_lr=1")
+    assert r.epochs == math.inf
+    assert [r.lr(e) for e in (0.1, 0.25, 0.5, 99.0)] == pytest.approx([0.4 * (1 + math.cos(0)) / 2, 1, 0.1, 0.1])
+
+
+def test_the_rate_of_mingpt() -> None:
+    """max(0.1, cosine) after a warm-up from 0, as in minGPT's trainer: 10 steps of 100 tokens, of which 2 are the warm-up."""
+    config = configure(
+        None, ["batch.size=10", "optim.base_lr=2", "epochs=1", "recipe.schedule=cosine", "recipe.floor=0.1", "recipe.warmup=200 tokens"]
+    )
+    schedule = from_config.recipe_from_config(config, 100, 0.9, 10).lr
+    tokens = [100 * step for step in range(10)]
+    expected = [2 * (t / 200 if t < 200 else max(0.1, 0.5 * (1 + math.cos(math.pi * (t - 200) / 800)))) for t in tokens]
+    assert [schedule(t / 1000) for t in tokens] == pytest.approx(expected, rel=1e-12)
+    assert expected[-1] == 0.2
+    assert lr_summary(config, 100, 10) == "lr 2 after 200 warm-up tokens (from 0), then cosine to 0, never below 0.2"

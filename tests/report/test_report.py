@@ -1,15 +1,17 @@
-"""`python -m hvdtrain report`: the figures show the lines, the page the numbers; text is escaped; mistakes are reported."""
+"""`hvdtrain report`: the figures show the lines, the page the numbers; text is escaped; mistakes are reported."""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
+import math
 import os
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,25 +21,27 @@ from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, sta
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.report import Progress
+from hvdtrain.core.program import command_line
 from hvdtrain.report import page_tables
 from hvdtrain.report.compare import scaling_comparisons
-from hvdtrain.report.figures import draw, files, ranks, speed, training
+from hvdtrain.report.figures import confusion, draw, files, mesh, ranks, speed, training
 from hvdtrain.report.figures.style import COLOURS, downsample
 from hvdtrain.report.page import render_page
 from hvdtrain.report.run import RunRecord
+from hvdtrain.report.summary import host_of
 
 SCRIPT = '<script>alert("1")</script>'
 FULL = [  # every figure but the comparison of ranks has something to show
     start(energy={"gpu": "", "cpu": "no counter"}, model=SCRIPT, parameters=9610, version="9.9"),
     {"time": 1001.0, "kind": "started", "step": 1, "start_s": {"Python": 0.5, "data": 1.25}},
     *(step(n, watts=100.0, noise_scale=500.0, gpu_memory_mb=800.0) for n in (5, 10)),
-    epoch(1, 0.7, rank_work_ms=[8.0, 12.0], joules_per_image=0.5),
-    {"time": 1010.0, "kind": "target", "step": 10, "target": 0.6, "seconds": 200.0, "epochs": 1.0, "images": 64000, "joules": 32000.0},
+    epoch(1, 0.7, rank_work_ms=[8.0, 12.0], joules_per_sample=0.5),
+    {"time": 1010.0, "kind": "target", "step": 10, "target": 0.6, "seconds": 200.0, "epochs": 1.0, "samples": 64000, "joules": 32000.0},
     {"time": 1011.0, "kind": "nonfinite", "step": 12, "policy": "skip", "count": 1},
     {"time": 1012.0, "kind": "checkpoint_failed", "step": 13, "reason": SCRIPT},
     *(step(n, watts=110.0, noise_scale=600.0, gpu_memory_mb=800.0) for n in (15, 20)),
-    epoch(2, 0.6, rank_work_ms=[8.0, 12.2], joules_per_image=0.7),
-    end(20, seconds=4.25, images_per_s=12345.6, joules_per_image=0.6),
+    epoch(2, 0.6, rank_work_ms=[8.0, 12.2], joules_per_sample=0.7),
+    end(20, seconds=4.25, samples_per_s=12345.6, joules_per_sample=0.6, rank_memory_mb=[462, 480.2], memory_predicted_mb=420),
 ]
 
 
@@ -73,6 +77,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_staleness_is_a_table_of_workers() -> None:
+    events = [start(), step(5, staleness={"2": {"0": 1, "3": 2}, "10": {"1": 4}}), step(10, staleness={"2": {"0": 1}, "3": "?"}), end(10)]
+    assert page_tables.staleness(record_of(events)).rows == [
+        ["2", "4", "1.5", "3", "0: 50.00%, 3: 50.00%"],
+        ["10", "4", "1", "1", "1: 100.00%"],
+    ]
+    assert page_tables.staleness(record_of(FULL)).rows == []
+
+
 def test_every_picture_shows_its_lines(made: Path) -> None:
     names = sorted(path.name.removeprefix("report-").removesuffix(".png") for path in made.glob("report-*.png"))
     assert names == ["accuracy", "loss", "memory", "noise", "phases", "power", "ranks", "rates", "throughput"]
@@ -104,8 +117,9 @@ def test_the_numbers_on_the_page(made: Path) -> None:
     facts = {row[0]: row[1] for row in seen.rows if len(row) == 2}
     expected = {"ranks": "2", "hosts": "n1, n2", "model": SCRIPT, "parameters": "9,610", "best accuracy": "70.00%",
             "last accuracy": "60.00%",
-            "time": "4.25 s", "images/s": "12,346", "epochs": "2", "ending": "done: epochs=2", "sum": "1.750", "batch.size": "64",
-            "energy per image": "0.6 J (GPUs); not measured: processors: no counter"}  # fmt: skip
+            "time": "4.25 s", "samples/s": "12,346", "epochs": "2", "ending": "done: epochs=2", "sum": "1.750", "batch.size": "64",
+            "memory of a rank": "480 MB, 420 predicted (+10.0% on rank 0)",
+            "energy per sample": "0.6 J (GPUs); not measured: processors: no counter"}  # fmt: skip
     assert {name: facts.get(name) for name in expected} == expected
     assert [made.name, "60.00%", "3 min 20 s", "1", "64,000", "32,000"] in seen.rows
     assert ["1", "n2", "12.100", "1.20"] in seen.rows  # the mean of 12 and 12.2; 12.1 / ((8 + 12.1) / 2) = 1.204
@@ -113,7 +127,7 @@ def test_the_numbers_on_the_page(made: Path) -> None:
     assert "rank 1 on n2 is slowest: 12.1 ms of own work a step, median 10.1" in text
     assert "a loss or gradient was not finite: step 12; policy skip" in text
     assert f"1 checkpoint could not be written, the last at step 13: {SCRIPT}" in text
-    assert "python -m hvdtrain report " in text and "The last events" not in text
+    assert f"{command_line()} report " in text and "The last events" not in text
 
 
 def test_text_of_a_run_is_escaped(made: Path) -> None:
@@ -125,10 +139,10 @@ def test_text_of_a_run_is_escaped(made: Path) -> None:
 def test_a_report_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """1 rank at 400 images/s, 2 ranks at 600: 1.5 times, 75%. Pictures of an earlier report are removed; the user's own files stay."""
     monkeypatch.chdir(tmp_path)
-    for count, images_per_s in ((1, 400.0), (2, 600.0)):
+    for count, samples_per_s in ((1, 400.0), (2, 600.0)):
         write(
             tmp_path / f"mlp-{count}",
-            [start(ranks=count), step(5), epoch(1, 0.7), end(20, images_per_s=images_per_s)],
+            [start(ranks=count), step(5), epoch(1, 0.7), end(20, samples_per_s=samples_per_s, seconds=15.0)],
             CONFIG | {"seed": count},
         )
     (tmp_path / "report").mkdir()
@@ -161,8 +175,8 @@ def test_a_crash_shows_its_last_events() -> None:
 
 
 OLD = [{"time": 1000.0, "kind": "start", "step": 0, "lines": ["x"], "digest": "ab", "ranks": 1, "hosts": ["vm"]},
-       {"time": 1001.0, "kind": "step", "step": 10, "epochs": 0.5, "loss": 2.0, "images_per_s": 100.0, "lr": 0.1, "batch": 64},
-       {"time": 1002.5, "kind": "step", "step": 20, "epochs": 1.0, "loss": None, "images_per_s": 200.0, "lr": 0.1}]  # fmt: skip
+       {"time": 1001.0, "kind": "step", "step": 10, "epochs": 0.5, "loss": 2.0, "samples_per_s": 100.0, "lr": 0.1, "batch": 64},
+       {"time": 1002.5, "kind": "step", "step": 20, "epochs": 1.0, "loss": None, "samples_per_s": 200.0, "lr": 0.1}]  # fmt: skip
 
 
 def test_runs_of_an_older_version() -> None:
@@ -170,7 +184,7 @@ def test_runs_of_an_older_version() -> None:
     text = page_of(RunRecord(Path("run"), {}, OLD))
     assert "1 rank, 2.5 s, not evaluated" in text and "not recorded" in text and "config.yaml is missing or cannot be read" in text
     rows = {row[0]: row[1] for row in page_tables.summary_table([RunRecord(Path("run"), {}, OLD)], ["a"]).rows}
-    assert rows["images/s"] == "150" and "engine" not in rows and "parameters" not in rows
+    assert rows["samples/s"] == "150" and "engine" not in rows and "parameters" not in rows
     assert [drawn.kind.name for drawn in draw.draw_all([RunRecord(Path("run"), {}, OLD)], ["a"])] == ["loss", "rates", "throughput"]
 
 
@@ -188,7 +202,7 @@ def lines_of(figure: Figure | None) -> list[tuple[list[float], list[float]]]:
 
 def test_the_lines_of_the_figures() -> None:
     """An evaluation at step 5 is drawn at half an epoch; targets are horizontal; a single point has a marker."""
-    half = record_of([start(), step(5), epoch(1, 0.7, step=5)], **{"stop.target_accuracy": 0.9})
+    half = record_of([start(), step(5), epoch(1, 0.7, step=5)], **{"stop.target": 0.9})
     assert lines_of(training.loss([half], ["a"])) == [([0.5], [2.0]), ([0.5], [1.2])]
     assert lines_of(training.accuracy([half], ["a"])) == [([0.5], [0.05]), ([0.5], [0.7]), ([0, 1], [0.9, 0.9])]
     drawn = training.loss([half], ["a"])
@@ -200,12 +214,31 @@ def test_the_lines_of_the_figures() -> None:
     assert lines_of(speed.throughput([record_of(COMPLETE)], ["a"])) == [([1.0, 2.0, 3.0, 4.0], [320.0] * 4)]
 
 
+def timeline_of(of_ranks: Any) -> Figure | None:
+    passes = {"kind": "passes", "time": 1010.5, "step": 10, "passes": [[["forward", 0, 0, 0.0, 1.0, 2.0]]] * 2, "passes_of_ranks": of_ranks}
+    return mesh.timeline([record_of([*COMPLETE, passes])], [""])
+
+
+@pytest.mark.parametrize("of_ranks", [[None, None], [0, math.nan], [1e44, 1], [0, -5], [0, 1.5], [0, 2**20], [True, 1], ["0", 1], [0], 3])
+def test_passes_of_what_is_no_rank_are_not_drawn(of_ranks: Any) -> None:
+    assert timeline_of(of_ranks) is None
+
+
+def test_the_passes_of_ranks_are_drawn() -> None:
+    figure = timeline_of([0, 2.0])
+    assert figure and [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0 on n1", "2"]
+    assert host_of({"host_of_rank": ["n1", "n2"]}, -1) == "" == host_of({"host_of_rank": ["n1", "n2"]}, 2)
+
+
 def test_phases_are_means_over_steps() -> None:
     """5 steps of 2 ms and 15 of 4 ms are (10 + 60) / 20 = 3.5; the last step event of an epoch belongs to it."""
     events = [step(5, phase_ms={"forward": 2.0}), step(20, phase_ms={"forward": 4.0, "unknown": None}, steps=15), step(22)]
     assert speed.phase_ms(events[:2]) == {"forward": 3.5, "unknown": 0.0} and speed.phase_ms([{"kind": "step"}]) == {}
     figure = speed.phases([record_of([*events[:2], epoch(1, 0.5, step=20), events[2]])], ["a"])
     assert figure and [bar.get_height() for bar in figure.axes[0].patches[:2]] == [3.5, 2.0]
+    within = [events[0], epoch(1, 0.4, step=5, epochs=0.25), events[1], epoch(1, 0.5, step=20, epochs=1.0), events[2]]
+    figure = speed.phases([record_of(within)], ["a"])
+    assert figure and [bar.get_height() for bar in figure.axes[0].patches[:2]] == [3.5, 2.0], "an evaluation within it ends no epoch"
     both = speed.phases([record_of(COMPLETE), record_of(COMPLETE)], ["a", "b"])
     assert both and [bar.get_width() for bar in both.axes[0].patches] == [2.0, 2.0, 5.0, 5.0, 1.0, 1.0]
     assert [label.get_text() for label in both.axes[0].get_yticklabels()] == ["a", "b"]
@@ -253,7 +286,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = "fix: python -m hvdtrain report RUN [RUN ...] [--to FOLDER]"
+    call = "fix: hvdtrain report RUN [RUN ...] [--to FOLDER]"
     run = str(write(tmp_path / "run", COMPLETE, CONFIG))
     assert refused(capsys, "--to", "x") == f"hvdtrain: RUN is missing\n  where: command line of report\n  {call}\n"
     assert "unknown argument '--too=x'\n  where: command line of report\n  fix: did you mean --to?" in refused(capsys, run, "--too=x")
@@ -271,7 +304,7 @@ def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
         capsys, run, "--to", f"{tmp_path}/in"
     )
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert refused(capsys, run) == "hvdtrain: matplotlib is not installed\n  where: report\n  fix: pip install 'hvdtrain[report]'\n"
+    assert refused(capsys, run) == "hvdtrain: matplotlib is not installed\n  where: report\n  fix: pip install matplotlib\n"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", sys.modules["matplotlib"])
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(Exception, match="jinja2 is not installed"):
@@ -281,7 +314,7 @@ def test_mistakes_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"], ["run", "-h"]):
         assert main(["report", *arguments]) == 0
-        assert capsys.readouterr().out.startswith("python -m hvdtrain report RUN [RUN ...] [--to FOLDER]\n  RUN ")
+        assert capsys.readouterr().out.startswith("hvdtrain report RUN [RUN ...] [--to FOLDER]\n  RUN ")
 
 
 def test_progress_is_printed_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,12 +333,12 @@ def test_a_table_of_scaling() -> None:
     assert table.header == [
         "ranks",
         "seeds",
-        "images/s",
+        "samples/s",
         "speed-up",
         "efficiency",
         "time (s)",
         "last accuracy (%)",
-        "J per image",
+        "J per sample",
         "energy ratio",
     ]
     assert table.note.startswith("Relative to 1 rank.") and not re.search("nan|inf", table.note)
@@ -316,3 +349,53 @@ def test_a_job_resumed_on_other_ranks_has_a_warning() -> None:
     text = page_of(record_of([start(ranks=1), step(5), start(5), step(10)]))
     assert "ranks 1, then 2: the run is left out of the comparisons of ranks" in " ".join(text.split())
     assert "comparison" not in page_of(record_of([start(), step(5), start(5), step(10)]))
+
+
+def test_a_short_job_among_several_numbers_of_ranks_has_a_warning() -> None:
+    long, short = run_on(1, 100.0), record_of([start(), step(5), end(20, seconds=4.25)])
+    left_out = "r1: a job of 4.25 s says nothing about speed: the run is left out of the comparisons of ranks (10 s or more)"
+    assert left_out in " ".join(page_of(long, short).split())
+    assert "says nothing" not in page_of(short, short)
+
+
+def evaluation(**fields: Any) -> dict[str, Any]:
+    """Ants 3 of 4 right, 1 taken for a bee; bees 1 of 2."""
+    found = {"checkpoint": "step-00000020", "data": "folder", "root": "https://me:hush@host/x", "split": "val", "count": 6, "loss": 0.5}
+    found |= {"accuracy": 4 / 6, "class_names": ["ant", "bee"], "class_samples": [4, 2], "class_accuracy": [0.75, 0.5]}
+    found |= {"confusion": [[3, 1], [1, 1]], "confused": [[0, 1, 1], [1, 0, 1]]}
+    return {"time": 99_000.0, "kind": "evaluation", "step": 20, **found, **fields}
+
+
+def test_an_evaluation_is_drawn(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [*COMPLETE[:-1], evaluation()], CONFIG)
+    assert main(["report", str(run)]) == 0
+    seen = PageParser((run / "report.html").read_text())
+    assert (run / "report-confusion.png").stat().st_size > 5000
+    assert ["run", "step-00000020", "folder in https://***@host/x, val", "6", "0.5000", "66.67%"] in seen.rows
+    rows = [["class", "samples", "accuracy", "most often taken for"], ["bee", "2", "50.00%", "ant (1)"], ["ant", "4", "75.00%", "bee (1)"]]
+    assert [row for row in seen.rows if row in rows] == rows and "hush" not in seen.text
+    assert "last event 1970-01-01 00:17:00 UTC" in seen.text  # of the job
+    figure = confusion.matrix([record_of([*COMPLETE, evaluation()])], ["a"])
+    assert figure is not None
+    axes = figure.axes[0]
+    assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0.5, 0.5]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ant", "bee"]
+    assert [text.get_text() for text in axes.texts] == ["75", "25", "50", "50"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"confusion": [[1, 2], [3]], "class_samples": [1]},
+        {"confusion": [[1, -2], [3, 1]], "class_accuracy": None},
+        {"confusion": [["a", None], [{}, []]], "confused": [[0, 9, 1], [1], "x", [0, 1, "y"]]},
+        {"confusion": 7, "confused": 7, "class_names": 7, "class_samples": {}, "data": None, "root": 3},
+        {"confusion": [[1] * 101] * 101, "class_samples": [math.inf, 2]},
+        {"confusion": [[0, 0], [0, 0]], "class_names": ["\x1b[31m", "<script>"]},
+    ],
+)
+def test_an_evaluation_of_a_stranger_is_drawn_or_left_out(fields: dict[str, Any]) -> None:
+    record = record_of([*COMPLETE, evaluation(**fields)])
+    assert "\x1b" not in page_of(record) and "Evaluations" in page_of(record)
+    assert confusion.matrix([record], ["a"]) is None or "class_names" in fields
+    assert confusion.matrix([record, record], ["a", "b"]) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.report import summary
 from hvdtrain.report.compare import changes_between_starts, differing_keys, scaling_comparisons
 from hvdtrain.report.dataframe import to_dataframe
-from hvdtrain.report.run import RunRecord, number, numbers, read_run
+from hvdtrain.report.run import MOST_LINE_BYTES, RunRecord, number, numbers, read_run
 
 Fields = dict[str, Any]
 CONFIG = {"seed": 1, "batch.size": 64, "model.name": "mlp", "comm.compression": "same", "log.every_steps": 10}
@@ -37,7 +38,7 @@ def step(number: int, **fields: Any) -> Fields:
     return {
         "time": 1000.0 + number, "kind": "step", "step": number, "epochs": number / 10, "of": 2, "loss": 10.0 / number,
         "accuracy": number / 100,
-        "images_per_s": 320.0, "lr": 0.1, "batch": 64, "steps": 5, "window_s": 1.0, "seconds": number / 5,
+        "samples_per_s": 320.0, "lr": 0.1, "batch": 64, "steps": 5, "window_s": 1.0, "seconds": number / 5,
         "phase_ms": {"forward": 2.0, "backward": 5.0, "communication": 1.0}, "work_ms": [7.0, 8.0, 9.0], "memory_mb": 300.0, **fields,
     }  # fmt: skip
 
@@ -45,7 +46,7 @@ def step(number: int, **fields: Any) -> Fields:
 def epoch(number: int, accuracy: float, **fields: Any) -> Fields:
     return {
         "time": 1000.5 + 10 * number, "kind": "epoch", "step": 10 * number, "epoch": number, "seconds": 2.0 * number, "epoch_s": 1.5,
-        "images_per_s": 400.0, "train_loss": 1.0 / number, "train_accuracy": 0.5, "val_loss": 1.2 / number, "val_accuracy": accuracy,
+        "samples_per_s": 400.0, "train_loss": 1.0 / number, "train_accuracy": 0.5, "val_loss": 1.2 / number, "val_accuracy": accuracy,
         "lr": 0.1, "batch": 64, "rank_work_ms": [8.0, 12.0], "joules": {}, **fields,
     }  # fmt: skip
 
@@ -70,7 +71,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
     assert record.config == CONFIG
     assert [event["step"] for event in record.step_events()] == [5, 10, 15, 20] and len(record.epoch_events()) == 2
     assert (record.ranks, record.ending) == (2, "done: epochs=2")
-    assert (summary.best_accuracy(record), summary.last_accuracy(record)) == (0.7, 0.6)
+    assert (summary.best_value(record), summary.last_value(record)) == (0.7, 0.6)
     assert (summary.job_seconds(record), summary.epochs_done(record)) == (4.25, 2.0)
 
 
@@ -144,9 +145,7 @@ def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [], torn='{"time": 1')
     assert refused(folder).startswith(f"{folder / 'events.jsonl'} has no event\n  where: RUN\n  fix: the job has not started yet")
     (tmp_path / "folder" / "events.jsonl").mkdir(parents=True)
-    assert refused(tmp_path / "folder").startswith(
-        f"cannot read {tmp_path / 'folder' / 'events.jsonl'}: Is a directory\n  where: RUN\n  fix: "
-    )
+    assert refused(tmp_path / "folder").startswith(f"{tmp_path / 'folder' / 'events.jsonl'} is a folder, not a file\n  where: RUN\n  fix: ")
 
 
 def test_a_run_that_cannot_be_read_is_a_user_error(tmp_path: Path) -> None:
@@ -170,20 +169,45 @@ def record_of(events: list[Fields], **config: Any) -> RunRecord:
 
 def test_speed_is_images_by_seconds() -> None:
     """100 images/s for 3 s and 400 for 1 s are 700 images in 4 s: 175, not 250. The end's own number comes first."""
-    slow, fast = epoch(1, 0.5, images_per_s=100.0, epoch_s=3.0), epoch(2, 0.5, images_per_s=400.0, epoch_s=1.0)
-    assert summary.images_per_s(record_of([start(), slow, fast])) == 175.0
-    assert summary.images_per_s(record_of([start(), slow, fast, end(20, images_per_s=170.0)])) == 170.0
-    windows = [step(5, images_per_s=100.0, window_s=3.0), step(10, images_per_s=400.0, window_s=1.0)]
-    assert summary.images_per_s(record_of([start(), *windows])) == 175.0
-    assert math.isnan(summary.images_per_s(record_of([start()])))
+    slow, fast = epoch(1, 0.5, samples_per_s=100.0, epoch_s=3.0), epoch(2, 0.5, samples_per_s=400.0, epoch_s=1.0)
+    assert summary.samples_per_s(record_of([start(), slow, fast])) == 175.0
+    assert summary.samples_per_s(record_of([start(), slow, fast, end(20, samples_per_s=170.0)])) == 170.0
+    windows = [step(5, samples_per_s=100.0, window_s=3.0), step(10, samples_per_s=400.0, window_s=1.0)]
+    assert summary.samples_per_s(record_of([start(), *windows])) == 175.0
+    assert math.isnan(summary.samples_per_s(record_of([start()])))
+
+
+def test_a_run_of_former_versions_has_the_names_of_this_one(tmp_path: Path) -> None:
+    """Where both versions wrote into one file, each event has its own."""
+    former = {"samples_per_s": "images_per_s", "joules_per_sample": "joules_per_image", "samples": "images"}
+
+    def of_schema_1(event: Fields) -> Fields:
+        return {former.get(name, name) if event["kind"] != "start" else name: value for name, value in event.items()}
+
+    target = {**end(10), "kind": "target", "target": 0.6, "samples": 640, "joules": None}
+    events = [start(), step(5), step(10), epoch(1, 0.7, joules_per_sample=0.5), target]
+    last = [step(15), end(20, samples=1280, samples_per_s=170.0, joules_per_sample=0.25)]
+    old = read_run(write(tmp_path / "old", [*map(of_schema_1, events), *map(of_schema_1, last)], CONFIG))
+    mixed = read_run(write(tmp_path / "mixed", [*map(of_schema_1, events), *last], CONFIG))
+    new = read_run(write(tmp_path / "new", [*events, *last], CONFIG))
+    assert old.events == mixed.events == new.events
+    assert "images" in (tmp_path / "old" / "events.jsonl").read_text() and "images" not in str(old.events)
+    assert [target.samples for target in summary.targets(old)] == [640.0] and summary.samples_per_s(old) == 170.0
+
+
+def test_tokens_per_second_are_those_of_the_end_or_of_all_epochs() -> None:
+    epochs = [epoch(1, 0.5, tokens_per_s=1000.0, epoch_s=3.0), epoch(2, 0.5, tokens_per_s=4000.0, epoch_s=1.0)]
+    assert summary.tokens_per_s(record_of([start(), *epochs])) == 1750.0
+    assert summary.tokens_per_s(record_of([start(), *epochs, end(20, tokens_per_s=1700.0)])) == 1700.0
+    assert math.isnan(summary.tokens_per_s(record_of([start(), epoch(1, 0.5)])))
 
 
 def test_the_energy_summary() -> None:
     both = record_of(
-        [start(energy={"gpu": "", "cpu": "no counter"}), epoch(1, 0.5, joules_per_image=2.0), epoch(2, 0.5, joules_per_image=4.0)]
+        [start(energy={"gpu": "", "cpu": "no counter"}), epoch(1, 0.5, joules_per_sample=2.0), epoch(2, 0.5, joules_per_sample=4.0)]
     )
     assert summary.energy_summary(both) == "3 J (GPUs); not measured: processors: no counter"
-    measured = record_of([start(energy={"gpu": "", "cpu": ""}), end(1, joules_per_image=0.25)])
+    measured = record_of([start(energy={"gpu": "", "cpu": ""}), end(1, joules_per_sample=0.25)])
     assert summary.energy_summary(measured) == "0.25 J (GPUs and processors)"
     assert summary.energy_summary(record_of([start()])) == "not measured: processors: no counter"
     assert summary.energy_summary(record_of([start(energy={"cpu": ""})])) == "not measured: no epoch has ended"
@@ -220,7 +244,7 @@ def test_durations(seconds: float, duration: str) -> None:
 
 
 def run_on(ranks: int, speed: float, seed: int = 1, batch: int = 64, joules: float = 1.0, **config: Any) -> RunRecord:
-    last = end(20, images_per_s=speed, seconds=1000.0 / speed, joules_per_image=joules)
+    last = end(20, samples_per_s=speed, seconds=20_000.0 / speed, joules_per_sample=joules)
     return record_of([start(ranks=ranks), epoch(1, 0.8 + seed / 100), last], **{"seed": seed, "batch.size": batch, **config})
 
 
@@ -231,19 +255,19 @@ def test_strong_scaling() -> None:
     (found,) = scaling_comparisons([*on_four, *on_one])
     one, four = found.rows
     assert (found.batch, one.ranks, four.ranks, one.seeds, four.seeds) == ("64 over all ranks (strong scaling)", 1, 4, "1, 2, 3", "1, 2")
-    assert one.images_per_s == pytest.approx((100.0, 10.0, 3)) and four.images_per_s == pytest.approx((320.0, math.sqrt(200.0), 2))
+    assert one.samples_per_s == pytest.approx((100.0, 10.0, 3)) and four.samples_per_s == pytest.approx((320.0, math.sqrt(200.0), 2))
     assert (one.speed_up, one.efficiency, one.energy_ratio) == (1.0, 1.0, 1.0)
     assert (four.speed_up, four.efficiency, four.energy_ratio) == pytest.approx((3.2, 0.8, 1.25))
-    assert one.accuracy == pytest.approx((0.82, 0.01, 3)) and four.accuracy == pytest.approx((0.815, math.sqrt(0.5) / 100, 2))
+    assert one.last == pytest.approx((0.82, 0.01, 3)) and four.last == pytest.approx((0.815, math.sqrt(0.5) / 100, 2))
 
 
 def test_weak_scaling() -> None:
     """Against the fewest, 2: 150 / 100 = 1.5 times on twice as many ranks. A run without an end has a speed, but no last accuracy."""
     two, four = run_on(2, 100.0, batch=32), run_on(4, 150.0, batch=64)
-    going = record_of([start(ranks=4), epoch(1, 0.1, images_per_s=150.0)])
+    going = record_of([start(ranks=4), epoch(1, 0.1, samples_per_s=150.0, seconds=12.0)])
     (found,) = scaling_comparisons([four, two, going])
     assert found.batch == "16 on each rank (weak scaling)"
-    assert [(row.ranks, row.images_per_s.n, row.accuracy.n) for row in found.rows] == [(2, 1, 1), (4, 2, 1)]
+    assert [(row.ranks, row.samples_per_s.n, row.last.n) for row in found.rows] == [(2, 1, 1), (4, 2, 1)]
     assert (found.rows[1].speed_up, found.rows[1].efficiency) == (1.5, 0.75)
 
 
@@ -256,6 +280,13 @@ def test_runs_with_other_communication_are_compared_apart() -> None:
         == []
         == scaling_comparisons([RunRecord(Path("a"), {}, one.events) for one in (on_one, same)])
     )
+
+
+def test_a_job_of_a_few_seconds_is_not_compared() -> None:
+    """2,001 images/s: 20,000 images in 9.995 s. 2,000: in 10 s."""
+    assert scaling_comparisons([run_on(1, 100.0), run_on(2, 2001.0)]) == []
+    (found,) = scaling_comparisons([run_on(1, 100.0), run_on(2, 2000.0), run_on(2, 2001.0, seed=2)])
+    assert (found.rows[1].seeds, found.rows[1].speed_up) == ("1", 20.0)
 
 
 def test_a_job_resumed_on_other_ranks_is_not_compared() -> None:
@@ -280,14 +311,14 @@ def test_differing_keys() -> None:
 
 
 def test_a_run_as_a_dataframe(tmp_path: Path) -> None:
-    target = {**end(10), "kind": "target", "target": 0.6, "images": 640, "joules": None}
+    target = {**end(10), "kind": "target", "target": 0.6, "samples": 640, "joules": None}
     record = read_run(write(tmp_path / "run", [*COMPLETE[:4], target, step(15, loss=None)], CONFIG))
     table = to_dataframe(record)
     assert list(table.index) == [0, 1, 2, 3, 4] and list(table.columns[:3]) == ["time", "kind", "step"]
     assert list(table["kind"]) == ["step", "step", "epoch", "target", "step"] and list(table["step"]) == [5, 10, 10, 10, 15]
     assert table["phase_ms.backward"].tolist()[:2] == [5.0, 5.0] and table["work_ms.max"].tolist()[0] == 9.0
     assert table["loss"].dtype == float and table["loss"].tolist()[:2] == [2.0, 1.0] and math.isnan(table["loss"][4])
-    assert table["rank_work_ms"][2] == [8.0, 12.0] and table["images"][3] == 640 and math.isnan(table["joules"][3])
+    assert table["rank_work_ms"][2] == [8.0, 12.0] and table["samples"][3] == 640 and math.isnan(table["joules"][3])
     assert table.attrs == {"run": str(tmp_path / "run"), "config": CONFIG}
 
 
@@ -303,3 +334,54 @@ def test_no_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as error:
         to_dataframe(record_of(COMPLETE))
     assert str(error.value) == "pandas is not installed\n  where: hvdtrain.read()\n  fix: pip install 'hvdtrain[notebook]'"
+
+
+def test_events_that_are_no_regular_file_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "run", COMPLETE)
+    for kind, make in (("a pipe", os.mkfifo), ("a link", lambda path: path.symlink_to("../run/events.jsonl"))):
+        folder = tmp_path / kind
+        folder.mkdir()
+        make(folder / "events.jsonl")
+        assert refused(folder).startswith(f"{folder / 'events.jsonl'} is {kind}, not a file\n  where: RUN\n  fix: hvdtrain makes no links")
+
+
+def test_a_line_without_end_is_left_out_in_little_memory(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", COMPLETE[:3])
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": 1, "kind": "')
+        file.truncate(2**28)  # sparse: 256 MB of zeros
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b"\n" + json.dumps(end(20)).encode() + b"\n")
+    tracemalloc.start()
+    run = read_run(folder)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [event["kind"] for event in run.events] == ["start", "step", "step", "end"]
+    assert most_bytes < 4 * MOST_LINE_BYTES
+
+
+def test_a_file_of_terabytes_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", COMPLETE)
+    os.truncate(folder / "events.jsonl", 2**40)
+    assert refused(folder).startswith(f"{folder / 'events.jsonl'} has more than 4 GiB\n  where: RUN\n  fix: give a run folder with fewer")
+
+
+def test_nesting_that_no_event_has_is_left_out(tmp_path: Path) -> None:
+    deep = [json.dumps({"time": 1.0, "kind": "step", "step": 1, "x": 0}).replace("0}", "[" * n + "]" * n + "}") for n in (7, 8, 900, 10**5)]
+    folder = write(tmp_path / "run", COMPLETE)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write("\n".join(deep))
+    run = read_run(folder)
+    assert len(run.events) == len(COMPLETE) + 1
+    assert run.events[-1]["x"] == [[[[[[[]]]]]]]
+
+
+def test_more_events_than_fit_into_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in lists: a parsed line takes 20 times its bytes."""
+    monkeypatch.setattr("hvdtrain.report.run.MOST_MEMORY_BYTES", 6 * 2**20)
+    folder = write(tmp_path / "run", COMPLETE)
+    line = json.dumps({"time": 1.0, "kind": "x", "step": 1, "x": 0}).replace("0}", f"[{'[],' * 10_000}1]}}\n")
+    with (folder / "events.jsonl").open("a") as file:
+        for _ in range(8):
+            file.write(line)
+    assert refused(folder).startswith(f"the events of {folder / 'events.jsonl'} take more than 6 MiB of memory\n  where: RUN\n  fix: ")

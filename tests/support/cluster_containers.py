@@ -195,6 +195,45 @@ def _sid(root: Path) -> None:
     fresh.rename(root)
 
 
+# Within a mount namespace of its own; what is bound is gone when the command ends.
+_DEBIAN_13 = """
+set -eu
+for folder in /proc /sys /dev; do mount --rbind "$folder" "ROOT$folder"; done
+for mount in MOUNTS; do
+    IFS=: read -r from to _ <<<"$mount"
+    if [ -d "$from" ]; then mkdir -p "ROOT$to"; else mkdir -p "ROOT${to%/*}" && touch "ROOT$to"; fi
+    mount --bind "$from" "ROOT$to"
+done
+exec chroot ROOT /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin "$@"
+"""
+
+
+def debian_13(command: Sequence[str | Path], *, timeout_s: float) -> Result:
+    """Runs a command as root of a Debian 13 with Python, make and a compiler, whose folder /src has the files of this clone.
+
+    The folder outlives the tests: the next one finds the environment that `make` has made in it, and the machine's wheels of Horovod.
+    """
+    need_podman()
+    root = CACHE / "debian-13"
+    with FileLock(CACHE / "debian-13.lock"):
+        if not (root / "usr/bin/python3").exists():
+            fresh = root.with_suffix(".fresh")
+            shutil.rmtree(fresh, ignore_errors=True)
+            words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none"]
+            must(["mmdebstrap", *words, "--include=python3-venv,python3-dev,g++,make,ca-certificates", "trixie", fresh], timeout_s=600)
+            for name in ("hosts", "resolv.conf"):
+                (fresh / "etc" / name).touch()
+            fresh.rename(root)
+        for name in must(["git", "-C", ROOT, "ls-files", "-z"], timeout_s=60).split("\0"):
+            if name and (ROOT / name).is_file():
+                (root / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, root / "src" / name)
+        HOROVOD.mkdir(parents=True, exist_ok=True)
+        mounts = [*_pip_mounts(), f"{HOROVOD}:/root/.cache/hvdtrain", *(f"/etc/{name}:/etc/{name}" for name in ("hosts", "resolv.conf"))]
+        script = _DEBIAN_13.replace("ROOT", shlex.quote(str(root))).replace("MOUNTS", shlex.join(mounts))
+        return run(["unshare", "-m", "--propagation", "private", "bash", "-c", script, "bash", *command], timeout_s=timeout_s)
+
+
 @functools.cache
 def sif(target: str) -> Path:
     """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is another."""

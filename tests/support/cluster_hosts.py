@@ -17,6 +17,8 @@ import pytest
 from cluster_packages import need
 from ranks import Job, Result, mpirun_path
 
+from hvdtrain.training.replicas.software import variables
+
 NET = "10.77.0"  # each set of hosts has a bridge in a namespace of its own, so two sets may have the same addresses
 GONE_S = 5.0  # for processes that were killed to be gone
 BACK_S = 10.0  # for a host to get answers once it is connected again
@@ -102,7 +104,8 @@ class Hosts:
     def mpirun(self, where: str, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Job:
         """`mpirun -H WHERE python ARGV`, started on n1, with a rank for each place of WHERE: "n1:4,n2:4"."""
         size = sum(int(part.partition(":")[2]) for part in where.split(","))
-        words = ["-np", str(size), "-H", where, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        sent = ("PYTHONPATH", "OMP_NUM_THREADS", *variables(os.environ))  # ranks are refused where a variable that changes results differs
+        words = ["-np", str(size), "-H", where, *(word for name in sent for word in ("-x", name))]
         return self.start("n1", [mpirun_path() or "mpirun", *words, sys.executable, *argv], timeout_s=timeout_s, env=env)
 
     def run(self, name: str, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op
+from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op, part_of, point_to_point
 from hvdtrain.comm.features import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
@@ -104,6 +104,24 @@ def broadcast(dtype: str, kind: Kind, communicator: Communicator, name: str) -> 
     for shape, root in itertools.product(SHAPES, sorted({0, communicator.size - 1})):
         x = buffer(kind, ranked(shape, communicator.rank), dtype)
         yield communicator.broadcast(x, f"{name} {shape} {root}", root), kind, ranked(shape, root), dtype
+    under_way = []
+    for shape, root in itertools.product(SHAPES, range(communicator.size)):
+        x = buffer(kind, ranked(shape, communicator.rank), dtype)
+        under_way.append((communicator.start_broadcast(x, f"{name} {shape} {root} start", root), shape, root))
+    for handle, shape, root in reversed(under_way):
+        yield handle.wait(), kind, ranked(shape, root), dtype
+
+
+def start_reduce(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
+    """The sums of several, each of which one rank gets."""
+    rank, size, under_way = communicator.rank, communicator.size, []
+    for shape, root in itertools.product(SHAPES, range(size)):
+        x = buffer(kind, share(shape, rank, size), dtype)
+        under_way.append((communicator.start_reduce(x, f"{name} {shape} {root}", root), shape, root))
+    for handle, shape, root in reversed(under_way):
+        found = handle.wait()
+        if rank == root:
+            yield found, kind, reduced(shape, "sum", size), dtype
 
 
 def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
@@ -112,6 +130,22 @@ def reduce_scatter(dtype: str, kind: Kind, communicator: Communicator, name: str
         x = buffer(kind, share(shape, communicator.rank, size), dtype)
         part = np.array_split(reduced(shape, "sum", size), size)[communicator.rank]
         yield communicator.reduce_scatter(x, f"{name} {shape}"), kind, part, dtype
+
+
+def sharded(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
+    """Reduced to the parts of the ranks, and spread again; several under way, also where some ranks have no part."""
+    rank, size = communicator.rank, communicator.size
+    shapes = ((1,), (2 * size,), (3 * size + 1,), (0,), (70_001,), (1, 2), (2 * size + 1, 3), (0, 3))
+    sums = [communicator.start_reduce_scatter(buffer(kind, share(s, rank, size), dtype), f"{name} {s} to owners") for s in shapes]
+    for shape, handle in zip(shapes, sums, strict=True):
+        yield handle.wait(), kind, np.array_split(reduced(shape, "sum", size), size)[rank], dtype
+    spread = []
+    for shape in shapes:
+        own = np.zeros(shape)
+        own[part_of(shape[0], rank, size)] = np.array_split(weights(shape), size)[rank]
+        spread.append(communicator.start_spread(buffer(kind, own, dtype), f"{name} {shape} spread"))
+    for shape, handle in zip(shapes, spread, strict=True):
+        yield handle.wait(), kind, weights(shape), dtype
 
 
 def allgather(dtype: str, kind: Kind, communicator: Communicator, name: str) -> Claims:
@@ -235,6 +269,70 @@ def kept_inputs(communicator: Communicator, name: str) -> Claims:
     yield communicator.allreduce(parameter, f"{name} parameter"), "torch", sum(shares), "float32"
 
 
+def groups(communicator: Communicator, name: str) -> Claims:
+    """The collectives of the ranks of one color, of a group of all but the last rank, and of all; then those of all ranks once more."""
+    rank, size = communicator.rank, communicator.size
+    for turn, colors in enumerate(([r % 2 for r in range(size)], [7 if r < size - 1 else None for r in range(size)], [3] * size)):
+        group, members = communicator.split(colors[rank]), [r for r in range(size) if colors[r] == colors[rank]]
+        yield np.array([group is None]), "numpy", np.array([colors[rank] is None]), "bool"
+        if group is None:
+            continue
+        placed = [group.rank, group.size, group.local_rank, group.local_size]
+        yield np.array(placed), "numpy", np.array([members.index(rank), len(members)] * 2), "int64"
+        yield group.allgather(np.array([rank]), f"{name} {turn} ranks"), "numpy", np.array(members), "int64"
+        same = group.allgather_object({"rank": rank}) == [{"rank": member} for member in members]
+        yield np.array([same, group.side_channel_gather("x", 0.1) is None or group is communicator]), "numpy", np.ones(2), "bool"
+        for check in (partial(allreduce, "max", "float32", "torch"), partial(start_allreduce, "float64", "numpy")):
+            yield from check(group, f"{name} {turn} reduced")
+        for check in (broadcast, reduce_scatter, sharded, allgather):
+            yield from check("float32", "torch", group, f"{name} {turn} {check.__name__}")
+    yield communicator.allreduce(np.array([rank]), f"{name} all"), "numpy", np.array([size * (size - 1) // 2]), "int64"
+
+
+def messages(communicator: Communicator, name: str) -> Claims:
+    """Of every number type, empty and of 5 MB, from each rank to each other one, in a group too: received in another order than sent.
+
+    Without the feature "p2p": a UserError.
+    """
+    rank, size = communicator.rank, communicator.size
+    if "p2p" not in communicator.features:
+        try:
+            yield point_to_point(communicator, name), "numpy", np.array("a UserError"), "U"
+        except UserError as error:
+            yield np.array(f"the {communicator.name} engine has no messages" in str(error)), "numpy", np.array(True), "bool"
+        return
+    group_of_all = communicator.split(0)
+    assert group_of_all is not None
+    others = [other for other in range(size) if other != rank]
+    for group in (point_to_point(communicator, name), point_to_point(group_of_all, name)):
+        cases: list[tuple[Kind, str, tuple[int, ...]]] = [
+            (kind, dtype, (rows, 2)) for kind in ("numpy", "torch") for dtype in (*NUMBER_TYPES, "bool") for rows in (3, 0)
+        ]
+        cases.append(("torch", "float32", (LARGE,)))
+        sent, received = [], []
+        for tag, (kind, dtype, shape) in enumerate(cases, start=1):
+            sent += [group.start_send(buffer(kind, ranked(shape, rank) + other, dtype), other, name, tag) for other in others]
+        for tag, (kind, dtype, shape) in reversed(list(enumerate(cases, start=1))):
+            for other in others:
+                x = buffer(kind, np.zeros(shape), dtype)
+                received.append((group.start_recv(x, other, name, tag), kind, ranked(shape, other) + rank, dtype))
+        half = torch.full((3,), rank + 1, dtype=torch.bfloat16)
+        sent += [group.start_send(half, other, name) for other in others]
+        for other in others:
+            found = group.start_recv(torch.zeros_like(half), other, name).wait()
+            yield found.float(), "torch", np.full(3, other + 1), "float32"
+        for handle, *wanted in received:
+            yield handle.wait(), *wanted
+        for handle in sent:
+            handle.wait()
+        if rank == 0:
+            senders = [(group.recv_from_any(x := np.empty(2, np.int64), name, 77), *x.tolist()) for _ in others]
+            wanted = np.array([(other, other, 7) for other in others], np.int64)
+            yield np.array(sorted(senders), np.int64), "numpy", wanted, "int64"
+        else:
+            group.start_send(np.array([rank, 7]), 0, name, 77).wait()
+
+
 def refused(collective: str, x: Any, dtype: str, communicator: Communicator, name: str) -> Claims:
     """A UserError that names dtype, engine, collective and the buffer's name, on every rank, before anything is sent."""
     try:
@@ -251,6 +349,8 @@ def _table() -> dict[str, Check]:
         "allgather_object": allgather_object,
         "many_steps": many_steps,
         "kept_inputs": kept_inputs,
+        "groups": groups,
+        "messages": messages,
     }
     checks |= {"side_channel": side_channel, "side_channel_of_some": side_channel_of_some}
     for kind in ("numpy", "torch"):
@@ -260,7 +360,8 @@ def _table() -> dict[str, Check]:
             if dtype != "bool":
                 checks |= {f"allreduce-{op}-{at}": partial(allreduce, op, dtype, kind) for op in ("sum", "min", "max")}
                 checks |= {f"start_allreduce-{at}": partial(start_allreduce, dtype, kind)}
-                checks |= {f"reduce_scatter-{at}": partial(reduce_scatter, dtype, kind)}
+                checks |= {f"start_reduce-{at}": partial(start_reduce, dtype, kind)}
+                checks |= {f"reduce_scatter-{at}": partial(reduce_scatter, dtype, kind), f"sharded-{at}": partial(sharded, dtype, kind)}
         checks |= {f"{f.__name__}-{kind}": partial(f, kind) for f in (large, extremes)}
     return checks
 
@@ -304,6 +405,7 @@ def failures(communicator: Communicator) -> dict[str, str]:
 
 
 def main(name: str, out: str) -> None:
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # as shard.group=node does
     communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
     warnings.simplefilter("error")
     everyone = communicator.allgather_object(failures(communicator))

@@ -15,7 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 from ranks import ROOT, Job, Result
+from safetensors.numpy import load_file
 
 from hvdtrain.errors import DONE
 
@@ -39,7 +42,7 @@ class Command(NamedTuple):
     @property
     def epochs(self) -> int:
         """Of 60 steps: more than a plan of faults takes, so that no job ends before its fault."""
-        return {("numpy", 4): 10, ("torch", 2): 8, ("torch", 4): 4}.get((self.framework, self.size), 16)
+        return {("numpy", 2): 80, ("numpy", 4): 40, ("torch", 2): 8, ("torch", 4): 4}.get((self.framework, self.size), 16)
 
     def argv(self, run: Path) -> list[str]:
         model = "model.name=linear" if self.framework == "numpy" else "model.name=trouble:Trouble"
@@ -101,8 +104,17 @@ def record(row: Row) -> None:
 
 
 def events(run: Path) -> list[Tree]:
+    """Of the job."""
+    return json_lines(run / "events.jsonl")
+
+
+def told(run: Path) -> list[Tree]:
+    """What a supervisor has decided."""
+    return json_lines(run / "launch.jsonl")
+
+
+def json_lines(path: Path) -> list[Tree]:
     """Complete lines only: a running job may be writing one."""
-    path = run / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
 
 
@@ -127,6 +139,17 @@ def outcome(run: Path) -> Tree:
 
 
 _LOSSES = ("loss", "lr", "batch", "train_loss", "val_loss", "val_accuracy")
+
+
+def same_end(run: Path, other: Path, step: int) -> None:
+    """Up to rounding: weights and optimizer state after `step` steps, and the loss at every sync point."""
+    for name in ("weights", "optimizer"):
+        found, wanted = (load_file(path / "checkpoints" / f"step-{step:08d}" / f"{name}.safetensors") for path in (run, other))
+        assert found.keys() == wanted.keys() and wanted
+        for key, array in wanted.items():
+            np.testing.assert_allclose(found[key], array, rtol=1e-12, atol=1e-14, err_msg=key)
+    losses, expected = ({e["step"]: e["loss"] for e in events(path) if e["kind"] == "step"} for path in (run, other))
+    assert losses == pytest.approx(expected, rel=1e-12) and len(losses) >= step / 10
 
 
 @functools.cache
@@ -158,6 +181,18 @@ def gone(job: Job, since_s: float, limit_s: float = GONE_S) -> float:
 def launcher(job: Job) -> int:
     """The pid of mpirun; 0 before it is there."""
     return next((pid for pid in sorted(job.processes()) if _name(pid) in ("mpirun", "prterun", "orterun")), 0)
+
+
+def supervisor(job: Job) -> int:
+    """The pid of `launch --elastic`."""
+    return next(pid for pid in sorted(job.processes()) if b"\0--elastic\0" in _cmdline(pid) and not _cmdline(pid).startswith(b"timeout"))
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _name(pid: int) -> str:

@@ -82,3 +82,24 @@ class Late(nn.Module):
                 warnings.warn("this rank is late", UserWarning, stacklevel=2)
                 self.warned = True
         return self.fc(x.flatten(1))
+
+
+class Staged(nn.Sequential):
+    """Three linear units; the last one fails, or with `hang` stays, in training forward number `bad_step`."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, bad_step: int = 10, hang: bool = False) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 16), Bad(classes, bad_step, hang))
+
+
+class Bad(nn.Linear):
+    def __init__(self, classes: int, bad_step: int, hang: bool) -> None:
+        super().__init__(16, classes)
+        self.passes, self.bad_step, self.hang = 0, bad_step, hang
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        if self.passes == self.bad_step:
+            if self.hang:
+                time.sleep(1000)
+            raise ArithmeticError(f"forward {self.passes} was made to fail")
+        return super().forward(x)

@@ -20,8 +20,9 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner, build_recipe
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
@@ -57,13 +58,14 @@ def job() -> tuple[Learner, Recipe, dict[str, bytes]]:
         None,
         ["framework=numpy", "model.name=linear", "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[40]", "batch.size=20"],
     )
-    learner = build_learner(config, Task((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
-    return learner, build_recipe(config, 50), {}
+    learner = build_learner(config, Classification((2, 2, 1), 3, np.array([0.5]), np.array([0.5])), SingleProcessCommunicator())
+    return learner, build_recipe(config, 50, None), {}
 
 
 def good_files(home: Path) -> dict[str, bytes]:
     learner, _, kept = job()
     if not kept:
+        (home / "first").mkdir()
         folder = files.write(home / "first", TrainState(Progress(50, 500, 3, 192)), learner.state(), IDENTITY, {"a.b": "p.fc.bias"})
         kept |= {path.name: path.read_bytes() for path in folder.iterdir()}
     return kept

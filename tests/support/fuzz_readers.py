@@ -91,7 +91,7 @@ def read_options(rng: Generator, home: Path) -> Callable[[], None]:
         elif name == "synthetic":
             fuzz_files.check_source(build(name, None, "train", **options))
         else:
-            build(name, home, "train", download=False)
+            build(name, home, "train", **({"download": False} if "download" in (build.__kwdefaults__ or ()) else {}))
 
     return read
 

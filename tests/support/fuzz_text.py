@@ -32,9 +32,9 @@ ${oc.${data.root}:SECRET} ¦ ${seed} ¦ $$ ¦ ${batch.size} ¦ x${seed}x${seed} 
 $${seed} ¦ \${seed} ¦ ${seed ¦ ${a b} ¦ ${nothing} ¦ ${run} ¦ ${data.root}{oc.env:SECRET} ¦ $ ¦ ${run}{seed} ¦ ${data.__class__}
 ${model.a} ¦ [${seed}] ¦ {a: ${seed}} ¦ [${oc.env:SECRET}] ¦ {${seed}: 1} ¦ ${recipe.chain} ¦ "a\0b" ¦ "\ud800" ¦ "\e[2J" ¦ "a\nb" ¦ é
 - x ¦ ? x ¦ [] ¦ {} ¦ [1] ¦ [a, 1, null] ¦ [[1], [2]] ¦ {a: 1} ¦ {1: 2} ¦ {null: 1} ¦ {[1]: 2} ¦ {1.5: a} ¦ {true: a} ¦ {a: {b: [1]}}
-[1, 2] ¦ (1, 2) ¦ {kind: cosine} ¦ [{kind: cosine}] ¦ [{kind: x}] ¦ [{king: cosine}] ¦ [{epochs: .nan}] ¦ [{milestones: [.inf]}] ¦ x: y: z
+[1, 2] ¦ (1, 2) ¦ {kind: cosine} ¦ [{kind: cosine}] ¦ [{kind: x}] ¦ [{king: cosine}] ¦ [{length: .nan}] ¦ [{milestones: [.inf]}] ¦ x: y: z
 [{<<: {kind: steps}}] ¦ &a [*a] ¦ &a {b: *a} ¦ *nothing ¦ &a ¦ &a 1 ¦ ' ¦ " ¦ %x ¦ @x ¦ `x` ¦ --- a ¦ ... ¦ # ¦ / ¦ /etc ¦ . ¦ os:system
-builtins:exec ¦ mlp ¦ torch.optim.SGD ¦ linear ¦ resnet18 ¦ auto ¦ digits ¦ synthetic ¦ folder ¦ jax ¦ numpy
+10% ¦ 5 days ¦ 500 steps ¦ builtins:exec ¦ mlp ¦ torch.optim.SGD ¦ linear ¦ resnet18 ¦ auto ¦ digits ¦ synthetic ¦ folder ¦ jax ¦ numpy
 """
 VALUES = (
     *(value for row in PLAIN.strip().splitlines() for value in row.split(SPLIT)),

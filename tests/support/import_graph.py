@@ -16,9 +16,11 @@ ROOT = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 FLOORS = (  # lowest first; a module imports its own package and those of lower floors
     ("errors", "version"),
-    ("core", "config"),
+    ("core",),
+    ("config",),
     ("comm", "data", "events", "optim", "recipe"),
-    ("frameworks", "report"),
+    ("tasks", "report"),
+    ("frameworks",),
     ("training",),
     ("cli",),
     ("api",),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,18 +19,20 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.events.log import Event, Log
+from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner, connect
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.job import begin, make_job
-from hvdtrain.training.loop import evaluate, train_to_sync_point
+from hvdtrain.training.job import make_job
+from hvdtrain.training.loop import evaluate, evaluate_and_record, train_to_sync_point
+from hvdtrain.training.progress.triggers import evaluation_due
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
 # 31 does not divide among 2, 3 or 4 ranks, nor 1,437 samples among steps of 31: every share is uneven, and steps straddle epochs.
 # ranks that differ are wanted here, for a while or for good: this test compares them itself
 COMMON = (
-    "speed.precision=fp64 batch.size=31 epochs=2 max_steps=60 log.every_steps=1 recipe.warmup_epochs=0.5 optim.weight_decay=1e-3 "
+    "speed.precision=fp64 batch.size=31 epochs=2 max_steps=60 log.every_steps=1 recipe.warmup=0.5 optim.weight_decay=1e-3 "
     "guard.equal_steps=null"
 )
 GROWN = (  # a recipe with nearly everything
@@ -76,17 +80,28 @@ class Unreduced:
         return CompletedHandle(x)
 
 
-def losses(words: str, communicator: object) -> dict[str, object]:
-    """The mean loss of every step over all ranks, the last evaluation, and how many different states the ranks ended with."""
+def losses(
+    words: str, communicator: object, change: Callable[[Any], None] = lambda learner: None, heartbeat: Heartbeat | None = None
+) -> dict[str, object]:
+    """The mean loss of every step over all ranks, the evaluations, and how many different states the ranks ended with.
+
+    change(learner) makes the faulty variant of a job; heartbeat: of the watchdog, where there is one.
+    """
     config = configure(None, f"{COMMON} {words}".split())
-    datasets = open_datasets(config)
+    datasets = open_datasets(config, communicator)
     learner = build_learner(config, datasets.task, communicator)
     broadcast_state(communicator, learner, None)
+    change(learner)
     curve: list[float] = []
+    noise_scales: list[float] = []
+    evaluations: list[float] = []
 
     def record_loss(event: Event) -> None:
         if event.kind == "step":
             curve.append(event.fields["loss"])
+            noise_scales.append(event.fields.get("noise_scale"))
+        if event.kind == "epoch":
+            evaluations.append(event.fields["val_loss"])
 
     now = begin(config, datasets)
     job = make_job(
@@ -95,13 +110,15 @@ def losses(words: str, communicator: object) -> dict[str, object]:
         communicator,
         learner,
         signals=Signals(0),
-        heartbeat=Heartbeat(),
+        heartbeat=heartbeat or Heartbeat(),
         log=Log([record_loss]),
         start=now,
         run=None,
     )
-    while now.progress.step < config.max_steps - 1:
+    while now.progress.step < config.stop.steps - 1:
         now = train_to_sync_point(job, now)
+        if config.evaluate.every_steps and evaluation_due(config, now):
+            now = evaluate_and_record(job, now)
     sync_buffers, learner.sync_buffers = learner.sync_buffers, lambda communicator: None
     now = train_to_sync_point(job, now)  # each rank keeps its own statistics
     apart = communicator.allgather_object(
@@ -114,8 +131,10 @@ def losses(words: str, communicator: object) -> dict[str, object]:
     digests = set(communicator.allgather_object(digest(state)))
     return {
         "losses": curve,
-        "val": {name: val[name] for name in ("loss", "right", "count")},
-        "weights": sum(np.abs(a).sum() for a in state.values()),
+        "evaluations": evaluations,
+        "noise_scales": noise_scales,
+        "val": {name: np.asarray(val[name]).tolist() for name in ("count", *datasets.task.sums)},
+        "weights": float(sum(np.abs(a).sum() for a in state.values())),
         "digests": len(digests),
         "not_synced": not_synced,
         "spread": spread,

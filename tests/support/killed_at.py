@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
 from faults import events, outcome
 
 from hvdtrain.__main__ import main
@@ -30,7 +30,8 @@ ONE_CHECKPOINT = ["checkpoint.keep_last=1", "guard.nonfinite=rollback"]  # one c
 DATA = ["data.name=synthetic", "data.shape=[8,8,1]", "data.samples=32", "batch.size=8"]  # 4 steps are an epoch
 STOPPABLE = ["data.val_samples=8", "batch.evaluate=1", "log.every_s=0", "log.every_steps=4"]  # an evaluation checks for signals, too
 LIMIT_BYTES = 2**20
-CALLS = ("mkdir", "open", "close", "fsync", "rename", "unlink", "rmdir", "chmod")
+CALLS = ("mkdir", "open", "fsync", "rename", "unlink", "rmdir")
+RANDOM_PART = re.compile(r"\.[0-9a-f]{16}(?=\.)")  # of a temporary name
 
 
 class Killer:
@@ -47,7 +48,7 @@ class Killer:
         if thread is not self.writer:
             self.writer, self.writes = thread, self.writes + 1
         if self.writes == self.write:
-            self.calls.append(f"{call} {_path(path).name}")
+            self.calls.append(f"{call} {RANDOM_PART.sub('', _path(path).name)}")
             if len(self.calls) == self.at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -55,35 +56,21 @@ class Killer:
         """Puts reach() before what touches the disk."""
         for name in CALLS:
             setattr(os, name, self._before(name, getattr(os, name)))
-        io.open = self._open(io.open)  # type: ignore[assignment]
-        safetensors.numpy.save_file = self._save(safetensors.numpy.save_file)
+        io.FileIO = self._file(io.FileIO)  # type: ignore[assignment,misc]
 
     def _before(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *rest: Any, **more: Any) -> Any:
-            self.reach(name, path)
+            if name != "open" or rest[0] & os.O_CREAT:
+                self.reach(name, path)
             return call(path, *rest, **more)
 
         return wrapped
 
-    def _open(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(path: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
-            if mode != "w" or threading.current_thread().name != "checkpoint":
-                return call(path, mode, *rest, **more)
-            self.reach("create", path)
-            return io.TextIOWrapper(io.BufferedWriter(Torn(self, path)), "utf-8")
-
-        return wrapped
-
-    def _save(self, call: Callable[..., None]) -> Callable[..., None]:
-        """safetensors writes in Rust: into a temporary file beside, which it renames."""
-
-        def wrapped(arrays: Any, path: Path) -> None:
-            self.reach("save", path)
-            whole, beside = safetensors.numpy.save(arrays), path.with_name(".tmp123456")
-            beside.write_bytes(whole[: len(whole) // 2])
-            self.reach("save, half written,", path)
-            beside.unlink()
-            call(arrays, path)
+    def _file(self, plain: type[io.FileIO]) -> Callable[..., io.FileIO]:
+        def wrapped(handle: Any, mode: str = "r", *rest: Any, **more: Any) -> io.FileIO:
+            if mode == "r" or threading.current_thread().name != "checkpoint":
+                return plain(handle, mode, *rest, **more)
+            return Torn(self, handle, mode)
 
         return wrapped
 
@@ -91,19 +78,19 @@ class Killer:
 class Torn(io.FileIO):
     """A file whose writer may die with half of it written."""
 
-    def __init__(self, killer: Killer, path: Path) -> None:
-        super().__init__(path, "w")
-        self._killer = killer
+    def __init__(self, killer: Killer, handle: int, mode: str) -> None:
+        super().__init__(handle, mode)
+        self._killer, self._handle = killer, handle
 
-    def write(self, text: Any) -> int:
-        self._killer.reach("write", self.name)
-        half = super().write(text[: len(text) // 2])
-        self._killer.reach("write, half written,", self.name)
-        return half + super().write(text[half:])
+    def write(self, data: Any) -> int:
+        self._killer.reach("write", self._handle)
+        half = super().write(data[: len(data) // 2])
+        self._killer.reach("write, half written,", self._handle)
+        return half + super().write(data[half:])
 
     def close(self) -> None:
         if not self.closed:
-            self._killer.reach("close", self.name)
+            self._killer.reach("close", self._handle)
         super().close()
 
 

@@ -29,8 +29,8 @@ from ranks import python
 RESULTS = "pages.json"
 TOLERANCE = 0.03  # of a loss or an accuracy on another machine, where sums round otherwise
 _FENCE = re.compile(r"^```(\w*) ?(\S*)$")
-_TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= images/s)")  # differs from run to run
-_EPOCH = re.compile(r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )")  # a line of hvdtrain: epoch, seconds, epoch s, images/s
+_TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)")  # differs from run to run
+_EPOCH = re.compile(r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )")  # a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d{4,}(?!\d)")  # a loss or an accuracy
 _MPIRUN = 'mpirun() { timeout -k 5 60 mpirun "$@"; }\n'
 

@@ -49,6 +49,9 @@ needs_horovod = pytest.mark.skipif(
 ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
 
 
+FULL = os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"  # every row of the largest tables, which take an hour or more; else some of each
+
+
 class Result(NamedTuple):
     """Exit code and output of a finished job."""
 
@@ -59,15 +62,18 @@ class Result(NamedTuple):
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that no launcher started, with settings for a small machine; `env` overrides it."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED)}
+    """The environment of a process that no launcher started, with settings for a small machine; `env` overrides it.
+
+    Without PYTHONUNBUFFERED: it hides what happens to output that is not flushed.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHED) and key != "PYTHONUNBUFFERED"}
     path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
     return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
 
 
-def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
+def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Result:
     """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past timeout_s."""
-    with Job(size, argv, timeout_s=timeout_s, env=env) as job:
+    with Job(size, argv, timeout_s=timeout_s, env=env, cwd=cwd) as job:
         return job.wait()
 
 
@@ -80,8 +86,18 @@ def python(argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str]
 class Job:
     """A job in the background; leaving its `with` block ends every process that it started."""
 
-    def __init__(self, size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> None:
-        launcher = [mpirun_path() or "mpirun", "-np", str(size)] if size else []
+    def __init__(
+        self,
+        size: int,
+        argv: Sequence[str],
+        *,
+        timeout_s: float = 60,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        options: Sequence[str] = (),
+    ) -> None:
+        """options: of mpirun."""
+        launcher = [mpirun_path() or "mpirun", *options, "-np", str(size)] if size else []
         command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         # A killed mpirun does not remove the folder of its session; another mpirun with the same process number would fail to start there.
@@ -93,7 +109,7 @@ class Job:
             stderr=self._stderr,
             stdin=subprocess.DEVNULL,
             env=environment({"TMPDIR": self._sessions, **(env or {})}),
-            cwd=ROOT,
+            cwd=cwd,
             start_new_session=True,
         )
 

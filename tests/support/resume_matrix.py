@@ -28,6 +28,7 @@ from hvdtrain.training.build import connect
 from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.run_lock.lock import RunLock
 from hvdtrain.training.train_job import train_job
 
 # 31 splits neither over 2 ranks nor over 4, and 157 not into steps of 31: every share is uneven, and steps straddle epochs.
@@ -36,7 +37,7 @@ DATA = "data.name=synthetic data.samples=157 data.val_samples=61 data.classes=5 
 # Steps end after 31, 62, 93, 124, 155, 186, 217, 279, 341, 403, 496 samples; epochs after 157, 314, 471. Rows of JAX keep their number.
 LINEAR = (
     f"{DATA} epochs=3 data.shape=[4,4,2] model.name=linear speed.precision=fp64 batch.evaluate=31 log.every_steps=2 checkpoint.keep_last=1 "
-    "optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.weight_decay=1e-3 recipe.warmup_epochs=0.7 "
+    "optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.weight_decay=1e-3 recipe.warmup=0.7 "
     "recipe.growth=milestones recipe.grow_at=[1.2,2.3] recipe.grow_to=[62,93]"
 )
 POINTS = {"warm-up": 1, "growth": 7, "end of an epoch": 8}  # so many steps before the signal comes; the ranks synchronize one step later
@@ -59,6 +60,8 @@ KINDS = {  # of state that a job may have, in the torch framework; float32 but f
     "augmentation": f"{RESNET} augment.crop=2 augment.flip=true augment.cutout=3",
     "fp16": f"{MLP} speed.precision=fp16",
     "local steps": f"{MLP} comm.local_steps=3",
+    "ZeRO stage 1": f"{MLP} optim.name=lamb optim.base_lr=0.003 shard.stage=1 comm.bucket_mb=0.001 optim.clip_norm=1",
+    "ZeRO stage 2": f"{MLP} optim.name=torch.optim.Adam optim.base_lr=0.003 shard.stage=2 comm.bucket_mb=0.001 batch.micro=5",
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }
 
@@ -88,9 +91,11 @@ class RecordingSource:
 
     def __init__(self, source: Source, heartbeat: Heartbeat, signals: Signals, step: int) -> None:
         self._source, self._heartbeat, self._signals, self._step = source, heartbeat, signals, step
-        self.shape, self.classes, self.stats = source.shape, source.classes, source.stats
         self.rows: list[int] = []
         self.first_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -131,8 +136,8 @@ def do(work: Work, communicator: Communicator) -> Outcome:
     watched = RecordingSource(train, heartbeat, signals, at.get("train", -1))
     datasets = Datasets(watched, RecordingSource(val, heartbeat, signals, at.get("val", -1)), task)
     began = time.perf_counter()
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = train_job(config, datasets, communicator, "for the test", signals, heartbeat).code
+    with contextlib.redirect_stdout(io.StringIO()), RunLock(heartbeat, signals) as lock:
+        code = train_job(config, datasets, communicator, "for the test", signals, heartbeat, lock).code
     return Outcome(code, communicator.allgather_object(watched.rows), watched.first_s - began)
 
 

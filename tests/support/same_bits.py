@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import safetensors.numpy
 from ranks import ROOT, mpirun, python
 
-OLD_KEYS = {"framework=": "frame=", "comm.local_steps=": "comm.every=", "comm.compression=": "comm.wire=", "log.trackers=": "log.sinks="}
+OLD_KEYS = {
+    "recipe.warmup=": "recipe.warmup_epochs=",
+    "framework=": "frame=",
+    "comm.local_steps=": "comm.every=",
+    "comm.compression=": "comm.wire=",
+    "log.trackers=": "log.sinks=",
+}
 KINDS = {  # of events, and what a row has of each; no times
     "step": ["loss", "accuracy", "lr", "batch", "noise_scale"],
     "epoch": ["train_loss", "train_accuracy", "val_loss", "val_accuracy", "val_count", "best_accuracy", "lr", "batch", "noise_scale"],
@@ -47,7 +53,7 @@ class Job(NamedTuple):
 JOBS = {
     "single torch: ghost norm, batch growth, dropout, nesterov, warm-up": Job(
         f"{RESNET} comm.engine=single framework=torch norm.kind=ghost norm.ghost=5 model.dropout=0.2 {GROWTH} optim.nesterov=true "
-        "optim.weight_decay=1e-3 recipe.warmup_epochs=0.7 recipe.schedule=cosine",
+        "optim.weight_decay=1e-3 recipe.warmup=0.7 recipe.schedule=cosine",
         ranks=1,
     ),
     "mpi torch: LARS, clipping, noises, augmentation, micro-batches, noise scale": Job(

@@ -23,10 +23,11 @@ from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
-TASK = Task((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
+TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 
 
 def learner(communicator: Communicator, *words: str) -> Learner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -29,6 +30,12 @@ def loop(communicator: Communicator) -> None:
         pass  # a loop without an end
 
 
+def hold(communicator: Communicator) -> None:
+    """In C code that does not release the interpreter lock."""
+    while True:  # a signal ends the sleep
+        ctypes.PyDLL(None).sleep(1000)
+
+
 def alone(communicator: Communicator) -> None:
     """In a collective that no other rank joins."""
     communicator.allreduce(np.ones(3), "alone")
@@ -40,7 +47,7 @@ def go_on(communicator: Communicator) -> None:
         time.sleep(0.02)
 
 
-HOW: dict[str, Callable[[Communicator], None]] = {"sleep": sleep, "loop": loop, "alone": alone, "go_on": go_on}
+HOW: dict[str, Callable[[Communicator], None]] = {"sleep": sleep, "loop": loop, "hold": hold, "alone": alone, "go_on": go_on}
 
 
 def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""Before the first step: facts that must agree, rank 0's state on every rank, tasks that fit, cores shared out."""
+"""Before the first step: rank 0's state on every rank, tasks that fit, cores shared out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import torch
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import DataConfig
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import ArrayStream
 from hvdtrain.core.digest import digest
+from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.threads import fair_threads
+from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.datasets import build_task
-from hvdtrain.training.replicas.broadcast import broadcast_state, check_same_facts
+from hvdtrain.training.build_task import build_task
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 
 class SecondOfTwo(SingleProcessCommunicator):
@@ -41,17 +42,9 @@ class SecondOfTwo(SingleProcessCommunicator):
         return self.broadcasts[name]
 
 
-def test_facts_that_differ_are_named_with_rank_and_host() -> None:
-    check_same_facts(SecondOfTwo([("n1", {"samples": 5, "seed": 1})]), {"samples": 5, "seed": 1})
-    with pytest.raises(UserError) as caught:
-        check_same_facts(SecondOfTwo([("n1", {"samples": 5, "seed": 1})]), {"samples": 6, "seed": 1})
-    assert caught.value.what == "samples differs between ranks: 5 on rank 0, 6 on rank 1"
-    assert caught.value.where == f"hosts n1 and {socket.gethostname()}"
-
-
 def learner(seed: int) -> Any:
     config = configure(None, ["model.name=mlp", "model.widths=[3]", f"seed={seed}"])
-    return build_learner(config, Task((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
+    return build_learner(config, Classification((2, 2, 1), 3, np.zeros(1), np.ones(1)), SingleProcessCommunicator())
 
 
 def test_rank_0s_state_reaches_the_others() -> None:
@@ -69,12 +62,14 @@ class WithoutCopies:
     def __init__(self) -> None:
         self.weight, self.loads = np.arange(6.0).reshape(2, 3), 0
 
-    def views(self) -> Iterator[tuple[str, np.ndarray]]:
-        yield "p.w", self.weight
+    is_sharded = False
 
-    def load(self, state: Arrays) -> None:
+    def pieces(self) -> Iterator[Piece]:
+        yield whole("p.w", self.weight)
+
+    def load(self, state: ArrayStream) -> None:
         self.loads += 1
-        self.weight[:] = state["p.w"]
+        self.weight[:] = dict(state.arrays)["p.w"]
 
 
 class Recording(SingleProcessCommunicator):
@@ -112,12 +107,12 @@ def test_both_parts_of_a_data_set_must_fit() -> None:
     def source(size: int, classes: int) -> ArraySource:
         return ArraySource(np.ones((4, size, 2, 1), np.uint8), np.zeros(4, np.int64), classes)
 
-    task = build_task(source(2, 3), source(2, 3), DataConfig())
+    task = build_task(source(2, 3), source(2, 3), Config())
     assert (task.shape, task.classes) == ((2, 2, 1), 3)
     np.testing.assert_allclose(task.mean, 1 / 255)
     for val in (source(3, 3), source(2, 4)):
         with pytest.raises(UserError, match="training images are"):
-            build_task(source(2, 3), val, DataConfig())
+            build_task(source(2, 3), val, Config())
 
 
 def test_ranks_that_may_use_the_same_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint import files, resume
+from hvdtrain.training.checkpoint import files, resume, room
 from hvdtrain.training.checkpoint.files import Damaged
+from hvdtrain.training.datasets import identity, open_datasets
 from hvdtrain.training.progress.train_state import TrainState
 
-IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5]}}
+IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5], "labels": "0f"}}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "progress.json", "weights.safetensors"]
 ROOM = 2**20
 
@@ -42,7 +47,7 @@ def train_state(step: int, **more: object) -> TrainState:
         sums={"loss": 1 / 3, "right": 5.0, "count": 8.0},
         at_target=1,
         target=0.9,
-        accuracy=0.95,
+        last=0.95,
         nonfinite=3,
         lr=0.1,
         batch=4,
@@ -66,8 +71,10 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "all of them as the umask says"
+    held = {name.partition(".")[0]: {*load_file(folder / name)} for name in FILES if name.endswith("safetensors")}
+    assert held == {"weights": {"p.w", "b.count"}, "optimizer": {"s.w.0"}}
     found = files.read_numbers(folder)
-    assert found == (folder, train_state(3), IDENTITY, {})
+    assert repr(found) == repr(type(found)(folder, train_state(3), IDENTITY, {}))  # a nan is equal to none
     again = read(folder)
     assert again.keys() == arrays().keys()
     for name, array in arrays().items():
@@ -75,10 +82,32 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
         assert (again[name].dtype, again[name].shape) == (array.dtype, array.shape)
 
 
+def test_two_writers_of_one_step_never_mix_their_files(tmp_path: Path) -> None:
+    """50 rounds of two threads: what is there is wholly one writer's; a write may fail, and says so."""
+    failed = []
+
+    def write(value: int) -> None:
+        try:
+            files.write(tmp_path, train_state(3, nonfinite=value), arrays(value), IDENTITY)
+        except OSError as error:
+            failed.append(error)
+
+    for number in range(0, 100, 2):
+        writers = [threading.Thread(target=write, args=(number + one,)) for one in range(2)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        (folder,) = files.finished(tmp_path)
+        value = files.read_numbers(folder).train_state.nonfinite
+        np.testing.assert_array_equal(read(folder)["p.w"], np.full((2, 3), value))
+    assert len(failed) <= 50, "of two writers one succeeds"
+
+
 def test_no_accuracy_yet_is_no_number(tmp_path: Path) -> None:
-    folder = save(tmp_path, 3, accuracy=math.nan, target=None)
-    assert '"accuracy": null' in (folder / "progress.json").read_text()
-    assert math.isnan(files.read_numbers(folder).train_state.accuracy)
+    folder = save(tmp_path, 3, last=math.nan, target=None)
+    assert '"last": null' in (folder / "progress.json").read_text()
+    assert math.isnan(files.read_numbers(folder).train_state.last)
 
 
 def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
@@ -91,9 +120,26 @@ def test_sha256sum_checks_it_too(tmp_path: Path) -> None:
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     """Accuracies 0.5, 0.7, 0.7 of evaluations at steps 1 to 3; step 4 was not evaluated, though it names the last accuracy."""
     for step, accuracy, evaluated in ((1, 0.5, 1), (2, 0.7, 2), (3, 0.7, 3), (4, 0.7, 3), (5, 0.6, 5), (6, 0.1, 6)):
-        folder = save(tmp_path, step, accuracy=accuracy, evaluated=evaluated)
+        folder = save(tmp_path, step, last=accuracy, evaluated=evaluated)
         files.prune(tmp_path, 2, 1, folder)
     assert [path.name for path in files.finished(tmp_path)] == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
+    """Of 10 samples at steps 1 and 2, of 7 from step 3 on; step 2 was the best of its own."""
+    beginning, config = replace(train_state(0), evaluates=7), configure(None, ["stop.target=0.9"])
+    for evaluates, best in ((10, math.nan), (7, 0.95), (0, 0.95)):  # 0: of an older checkpoint
+        save(tmp_path, 2, evaluates=evaluates, best=0.95, best_epoch=1)
+        point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
+        found, reset = point.train_state, math.isnan(best)
+        assert (found.best, found.last) == pytest.approx((best, best), nan_ok=True)
+        assert (found.evaluates, found.best_epoch, found.at_target) == (7, 0 if reset else 1, 0 if reset else 1)
+        assert ("evaluations are of 7 samples, and were of 10: the best one and stop.patience begin anew" in point.notes) == reset
+        files.remove(tmp_path / "checkpoints" / "step-00000002")
+    for step, accuracy, evaluates in ((1, 0.5, 10), (2, 0.9, 10), (3, 0.7, 7), (4, 0.6, 7), (5, 0.5, 7)):
+        folder = save(tmp_path, step, last=accuracy, evaluated=step, evaluates=evaluates)
+        files.prune(tmp_path, 1, 1, folder)
+    assert [path.name for path in files.finished(tmp_path)] == ["step-00000003", "step-00000005"]
 
 
 def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: Path) -> None:
@@ -108,6 +154,16 @@ def test_the_checkpoint_just_written_stays_beside_newer_damaged_ones(tmp_path: P
     found, _, notes = resume.newest_good(tmp_path, ROOM)
     assert found.folder == folder
     assert notes == [f"damaged step-0000000{n} is skipped: SHA256SUMS: No such file or directory" for n in (9, 8)]
+
+
+def test_a_full_disk_costs_the_oldest_first_the_best_last_and_never_the_newest_good_one(tmp_path: Path) -> None:
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.7), (4, 0.6), (5, 0.6)):
+        save(tmp_path, step, last=accuracy, evaluated=step)
+    (tmp_path / "checkpoints" / "step-00000005" / "SHA256SUMS").unlink()
+    assert room.give_up_one(tmp_path, 10**18, 1, ROOM) is None, "all of them together are not enough: none is lost in vain"
+    assert len(files.finished(tmp_path)) == 5
+    assert [room.give_up_one(tmp_path, 100, 1, ROOM) for _ in range(4)] == [1, 3, 2, None]
+    assert [path.name[-1] for path in files.finished(tmp_path)] == ["4", "5"]
 
 
 def test_leftovers_of_a_write_that_was_cut_off_are_removed(tmp_path: Path) -> None:
@@ -188,14 +244,14 @@ def rewrite(folder: Path, change: dict) -> None:
             node = node[parent]
         node[last] = value
     path.write_text(json.dumps(tree))
-    sums = [f"{files._checksum(folder / name)}  {name}\n" for name in (*files.ARRAYS, "progress.json")]
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in (*files.ARRAYS, "progress.json")]
     (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     rewrite(folder, {"format": 99})
-    with pytest.raises(Damaged, match="format 99, this version reads 3"):
+    with pytest.raises(Damaged, match="format 99, this version reads 4"):
         read(folder)
 
 
@@ -211,7 +267,15 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         ("at_target", float("inf")),
         ("evaluated", True),
         ("seconds", "x"),
-        ("accuracy", float("nan")),
+        ("seconds", -1.0),
+        ("seconds", 1e12),
+        ("epoch_s", -1e-3),
+        ("evaluated_s", -1.0),
+        ("trained_s", -1.0),
+        ("progress.step", 2**62),
+        ("progress.step", 13),  # of 12 samples
+        ("progress.samples", 2**53),
+        ("last", float("nan")),
         ("sums", {}),
         ("sums.loss", float("inf")),
         ("noise", [1]),
@@ -243,6 +307,8 @@ def test_another_shape_of_json_is_refused(tmp_path: Path, text: str) -> None:
     [
         ("data.samples", 11, "another data.samples: 10, this job has 11"),
         ("data.mean", [0.25], r"another data.mean: \[0.5\], this job has \[0.25\]"),
+        ("data.labels", "1e", "another data.labels: '0f', this job has '1e'"),
+        ("data.shuffle", "feistel-1", "another data.shuffle: None, this job has 'feistel-1'"),
         ("seed", 6, "another seed: 5, this job has 6"),
     ],
 )
@@ -253,3 +319,9 @@ def test_another_job_is_refused(tmp_path: Path, key: str, value: object, what: s
     mine = IDENTITY | ({section: IDENTITY[section] | {name: value}} if section else {name: value})
     with pytest.raises(UserError, match=f"the checkpoint has {what}"):
         resume.check_identity(found, mine)
+
+
+@pytest.mark.parametrize(("samples", "version"), [(2**24, None), (2**24 + 1, "feistel-1")])
+def test_a_checkpoint_names_the_shuffle_of_a_large_set(samples: int, version: str | None) -> None:
+    config = configure(None, ["data.name=synthetic", f"data.samples={samples}", "data.shape=[2,2,1]"])
+    assert identity(config, open_datasets(config))["data"].get("shuffle") == version

@@ -7,18 +7,22 @@ from pathlib import Path
 
 import pytest
 from faults import CHECKPOINT_EVERY, GONE_S, SYNC_EVERY, Command, Row, Trial, kill_chain, kills, outcome, record, straight
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 
 pytestmark = [pytest.mark.faults, needs_mpirun]
 SEED = int(os.environ.get("HVDTRAIN_FAULTS_SEED", "4"))
 
 CHAINS = [
     pytest.param(Command("mpi", 2, framework="numpy"), 12, 0, id="mpi-2"),
-    pytest.param(Command("mpi", 2, framework="numpy"), 12, 1, id="mpi-2-again"),
-    pytest.param(Command("mpi", 4, framework="numpy"), 10, 2, id="mpi-4", marks=pytest.mark.ranks4),
-    pytest.param(Command("horovod", 2), 10, 3, id="horovod-2", marks=needs_horovod),
-    pytest.param(Command("horovod", 4), 6, 4, id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
+    pytest.param(Command("mpi", 4, framework="numpy"), 10 if FULL else 6, 2, id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("horovod", 2, ("shard.stage=2",)), 6, 5, id="horovod-2-sharded", marks=needs_horovod),
 ]
+if FULL:
+    CHAINS += [
+        pytest.param(Command("mpi", 2, framework="numpy"), 12, 1, id="mpi-2-again"),
+        pytest.param(Command("horovod", 2), 10, 3, id="horovod-2", marks=needs_horovod),
+        pytest.param(Command("horovod", 4), 6, 4, id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
+    ]
 
 
 @pytest.mark.parametrize(("command", "count", "more"), CHAINS)

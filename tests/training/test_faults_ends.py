@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from faults import ENV, LIMIT_S, Command, Row, events, gone, launcher, newest, outcome, reached, record, straight, wait_for
-from ranks import ENGINES, Job, environment, needs_horovod, needs_mpirun
+from ranks import ENGINES, FULL, Job, environment, needs_horovod, needs_mpirun
 from safetensors.numpy import load_file
 
 from hvdtrain.errors import BUG, DIVERGED, DONE, MEMORY, REQUEUE, STALLED
@@ -55,9 +55,12 @@ LINKS = (
 )
 CHAINS = [
     pytest.param(Command("mpi", 2), LINKS, id="mpi-2"),
-    pytest.param(Command("horovod", 2), LINKS[:8], id="horovod-2", marks=needs_horovod),
+    pytest.param(Command("mpi", 2, ("shard.stage=2",)), [LINKS[0], LINKS[6], LINKS[10]], id="mpi-2-sharded"),
+    pytest.param(Command("horovod", 2), LINKS[: 8 if FULL else 5], id="horovod-2", marks=needs_horovod),
     pytest.param(Command("mpi", 4, framework="numpy"), [k for k in LINKS if not k.fault], id="mpi-4", marks=pytest.mark.ranks4),
-    pytest.param(Command("horovod", 4), [LINKS[4], LINKS[7]], id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]),
+    pytest.param(
+        Command("horovod", 4), [LINKS[7], LINKS[4]][: 2 if FULL else 1], id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4]
+    ),
 ]
 
 
@@ -65,7 +68,7 @@ CHAINS = [
 def test_one_bad_end_after_the_other(tmp_path: Path, command: Command, links: list[Link]) -> None:
     run = tmp_path / "run"
     rows = [end_badly(command, run, link) for link in links]
-    command.finish(run)
+    command._replace(words=(*command.words, f"resume={run}")).finish(run)
     equal = outcome(run) == straight(command)
     for row in rows:
         record(row._replace(equal=equal))
@@ -77,7 +80,8 @@ def end_badly(command: Command, run: Path, link: Link) -> Row:
     before, begun, bad = newest(run), len(events(run)), command.size - 1
     once = run.parent / link.what.replace(" ", "-")
     trouble = (f"model.fault={link.fault}", f"model.rank={bad}", f"model.once={once}") * bool(link.fault)
-    with command._replace(words=(link.option, *trouble)).start(run) as job:
+    asks = (f"resume={run}",) * bool(before)  # for another fault
+    with command._replace(words=(*command.words, link.option, *trouble, *asks)).start(run) as job:
         wait_for(job, once.exists if link.fault else lambda: reached(run, begun) >= before + 20)
         if link.harm:
             time.sleep(0.3 * bool(link.fault))
@@ -117,18 +121,15 @@ def test_an_infinite_loss_is_rolled_back_on_all_ranks(tmp_path: Path, engine: st
 
 
 def test_a_closed_output_ends_no_job(tmp_path: Path) -> None:
-    """As under an mpirun that was killed; the exit code must not be that of a job that is done."""
+    """As by `| head -1`, of both outputs."""
     command, run = Command("single", 0, framework="numpy"), tmp_path / "run"
     argv = ["timeout", f"{LIMIT_S}", sys.executable, *command.argv(run)]
     with subprocess.Popen(argv, env=environment(ENV), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         assert job.stdout
         job.stdout.readline()
         job.stdout.close()
-        start = time.monotonic()
         code = job.wait(LIMIT_S)
-        seconds = time.monotonic() - start
-    assert code == BUG
-    command.finish(run, DONE)
+    assert code == DONE
     equal = outcome(run) == straight(command)
-    record(Row("single", 1, "the output is a closed pipe", [seconds], None, equal, [code]))
+    record(Row("single", 1, "the output is a closed pipe", [], 0, equal, [code]))
     assert equal

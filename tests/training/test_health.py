@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.config.read import configure
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.metrics import zero_sums
+from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.errors import Diverged
+from hvdtrain.events.log import Log
+from hvdtrain.training.begin import begin
+from hvdtrain.training.build import build_learner
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.monitor import HealthMonitor, nonfinite_steps
 from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.job import make_job
+from hvdtrain.training.loop import Window, record
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due, is_sync_point, stop_reason
 
@@ -106,6 +115,42 @@ def test_guard_nonfinite_stops_skips_or_rolls_back_up_to_its_limit() -> None:
     with pytest.raises(Diverged, match="2 times in all, 1 are allowed"):
         back.handle_nonfinite(now, 2)
     assert checkpoints.rollbacks == 1
+
+
+class OfTwo(SingleProcessCommunicator):
+    """Rank 0 of two, whose replicas differ."""
+
+    size = 2
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        return np.concatenate([x, x + (name == "equal")])
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        return [thing, thing._replace(whole=thing.whole | {"p.fc.bias": 0})]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_skipped_step_does_not_keep_the_ranks_from_being_compared(save: bool) -> None:
+    """Every guard.equal_steps steps, and before a checkpoint, where the loss of the steps up to the sync point is no number, too."""
+    words = ["framework=numpy", "model.name=linear", "guard.nonfinite=skip", f"guard.equal_steps={1000 if save else 10}"]
+    config = configure(None, words)
+    datasets, heartbeat = open_datasets(config), Heartbeat()
+    learner = build_learner(config, datasets.task, SingleProcessCommunicator())
+    before = begin(config, datasets)
+    here = {"signals": Signals(0), "heartbeat": heartbeat, "log": Log([]), "start": before, "run": None}
+    job = make_job(config, datasets, SingleProcessCommunicator(), learner, **here)  # type: ignore[arg-type]
+    job.health.communicator, job.health.hosts = OfTwo(), ["n1", "n2"]
+    sums = (
+        zero_sums(job.task.sums)
+        | job.health.flags(10)
+        | job.telemetry.sync_sums()
+        | {"over": 0.0}
+        | {"loss": math.inf, "nonfinite": 1.0, "save": float(save)}
+    )
+    window = Window(replace(before.progress, step=10, samples=640), Hyper(0.1, 0.9, 0.0, 64, 9), sums, 0.0)
+    with pytest.raises(Diverged, match="ranks differ after step 10: p.fc.bias"):
+        record(job, before, window, sums, 1.0)
+    job.prefetcher.close()
 
 
 def test_sync_points_follow_from_the_configuration_and_the_step() -> None:

@@ -16,11 +16,14 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digests
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.source import ArraySource
+from hvdtrain.data.subset import subset
+from hvdtrain.data.tokens.text import Windows
 from hvdtrain.errors import UserError
 from hvdtrain.training.build import build_learner, build_recipe
-from hvdtrain.training.datasets import build_source, build_task
+from hvdtrain.training.build_task import build_task
+from hvdtrain.training.datasets import build_source
 from hvdtrain.training.health.stall_report import frames_of_work
-from hvdtrain.training.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead
+from hvdtrain.training.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead, read_ahead_of
 
 WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
 TIMEOUT_S = 30  # of every wait: reached only where a test fails
@@ -31,7 +34,7 @@ class RecordingSource:
     """A source that is no array. It records each read and its thread, and calls before_read(samples) first."""
 
     def __init__(self, source: Any, before_read: Callable[[np.ndarray], Any] | None = None) -> None:
-        self.source, self.shape, self.classes = source, source.shape, source.classes
+        self.source, self.shape, self.classes, self.fields = source, source.shape, source.classes, source.fields
         self.before_read = before_read or (lambda samples: None)
         self.reads: list[list[int]] = []
         self.threads: set[str] = set()
@@ -53,10 +56,10 @@ def make(*words: str, before_read: Callable[[np.ndarray], Any] | None = None) ->
     config = configure(None, [*WORDS, *words])
     images = build_source(config, "train")
     source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
-    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
+    learner = build_learner(config, build_task(source, source, config), SingleProcessCommunicator())
     if not config.data.resident:
         source = RecordingSource(source, before_read)
-    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source)), source, learner), source
+    return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source), None), source, learner), source
 
 
 def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
@@ -65,8 +68,8 @@ def take_steps(prefetcher: Prefetcher, steps: int) -> list[dict[str, int]]:
     for _ in range(steps):
         hyper, micro_batches = prefetcher.take(progress)
         assert hyper.step == progress.step
-        tensors = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in vars(batch).items()}
-        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if tensor is not None}
+        tensors = {f"{i}.{name}": value for i, batch in enumerate(micro_batches) for name, value in batch.arrays.items()}
+        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
         found.append(digests(arrays.items()))
         progress = progress.advance(hyper.batch)
     prefetcher.close()
@@ -146,7 +149,7 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
     prefetcher, _ = make("data.ahead=3")
     plain, _ = make("data.ahead=0")
     for progress in (FIRST, Progress(50, 100, 7, 56), Progress(50, 100, 2, 16)):
-        ahead, now = prefetcher.take(progress).micro_batches[0].images, plain.take(progress).micro_batches[0].images
+        ahead, now = prefetcher.take(progress).micro_batches[0].arrays["x"], plain.take(progress).micro_batches[0].arrays["x"]
         assert np.array_equal(ahead.numpy(), now.numpy())
     prefetcher.close()
 
@@ -155,7 +158,7 @@ def test_a_step_that_was_not_expected_is_read_anew() -> None:
 def test_evaluation_reads_ahead_and_in_order(ahead: int) -> None:
     prefetcher, source = make(f"data.ahead={ahead}")
     batches = [np.arange(0, 20), np.arange(20, 40), np.arange(40, 40), np.arange(40, 50)]
-    labels = [None if batch is None else batch.labels.tolist() for batch in prefetcher.evaluation(source, batches)]
+    labels = [None if batch is None else batch.arrays["y"].tolist() for batch in prefetcher.evaluation(source, batches)]
     y = source.source.read(np.arange(50))["y"].tolist()
     assert labels == [y[:20], y[20:40], None, y[40:]]
     prefetcher.close()
@@ -177,6 +180,12 @@ def test_steps_ahead_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
     config = configure(None, [*WORDS, "data.resident=true"])
     source = ArraySource(np.zeros((9, 6, 6, 2), np.uint8), np.zeros(9, np.int64), 1)
-    learner = build_learner(config, build_task(source, source, config.data), SingleProcessCommunicator())
+    learner = build_learner(config, build_task(source, source, config), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):
-        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9), RecordingSource(source), learner)
+        Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9, None), RecordingSource(source), learner)
+
+
+def test_tokens_in_memory_are_read_at_once_and_a_part_of_them_too() -> None:
+    tokens = Windows(np.arange(65, dtype=np.uint8), 16, 256)
+    for source in (tokens, subset(tokens, np.arange(2))):
+        assert read_ahead_of(configure(None, []).data, source, 1) == ReadAhead(0, 1)

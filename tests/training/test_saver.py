@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -75,6 +77,25 @@ def test_every_so_many_steps(tmp_path: Path) -> None:
     assert job.learner.copies == 2
 
 
+def test_the_interval_follows_from_what_a_checkpoint_costs(tmp_path: Path) -> None:
+    """The first one is written after a guess; then its measured cost counts, which the event tells, and the first line."""
+    job = SavedRun(tmp_path, every="auto")
+    job.saver.due(1)
+    job.clock.now += 3600
+    job.synchronize(2, 3)
+    assert job.steps() == [2]
+    (event,) = job.events
+    pause_s, whole_s = event.fields["pause_s"], event.fields["pause_s"] + event.fields["write_s"]
+    assert event.fields["every_s"] == pytest.approx(max(optimal_interval_s(pause_s, 24 * 3600), 10 * whole_s, 10.0), abs=0.1)
+    (line,) = event.fields["lines"]
+    assert line.startswith("checkpoint every ") and line.endswith("a fault every 24 h (0 so far)")
+    job.clock.now += event.fields["every_s"] - 0.01
+    job.synchronize(4)
+    job.clock.now += 0.02
+    job.synchronize(5)
+    assert job.steps() == [2, 5]
+
+
 def test_every_so_many_minutes(tmp_path: Path) -> None:
     job = SavedRun(tmp_path, every_minutes=2)
     for step in range(1, 8):
@@ -97,13 +118,13 @@ def test_at_the_end_of_an_epoch_once(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write waits until the state has been changed behind its back: what is on the disk is the state of the call."""
-    free, save_file = threading.Event(), safetensors.numpy.save_file
+    free, open_file = threading.Event(), os.open
 
-    def slow(*arguments: Any) -> None:
-        assert free.wait(20)
-        save_file(*arguments)
+    def slow(*arguments: Any, **more: Any) -> int:
+        assert threading.current_thread().name != "checkpoint" or free.wait(20)
+        return open_file(*arguments, **more)
 
-    monkeypatch.setattr(safetensors.numpy, "save_file", slow)
+    monkeypatch.setattr(os, "open", slow)
     job = SavedRun(tmp_path, every_steps=2)
     assert job.saver.due(2) and not job.saver.due(3)
     job.saver.save_if_due(at(2), job.learner)  # type: ignore[arg-type]
@@ -118,6 +139,26 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
     assert event.fields["pause_s"] < event.fields["write_s"]
 
 
+def test_a_write_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, open_file = threading.Event(), os.open
+
+    def slow(*arguments: Any, **more: Any) -> int:
+        assert threading.current_thread().name != "checkpoint" or free.wait(20)
+        return open_file(*arguments, **more)
+
+    monkeypatch.setattr(os, "open", slow)
+    job = SavedRun(tmp_path)
+    job.saver.save(at(2), job.learner)  # type: ignore[arg-type]
+    second = threading.Thread(target=job.saver.save, args=(at(4), job.learner))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive() and job.learner.copies == 1
+    free.set()
+    second.join()
+    job.saver.close()
+    assert job.steps() == [2, 4] and job.kinds() == [("checkpoint", 2), ("checkpoint", 4)]
+
+
 def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> None:
     job = SavedRun(tmp_path, every_steps=10)
     job.synchronize(10)
@@ -128,11 +169,15 @@ def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> No
     assert (event.kind, event.step) == ("checkpoint_failed", 20)
     reason = event.fields["reason"]
     assert event.fields["lines"] == [
-        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and tries again after {RETRY_S:.0f} s"
+        f"no checkpoint of step 20: {reason}; the newest is of step 10; training goes on, and tries again every {RETRY_S:.0f} s"
     ]
     assert job.saver.finish(at(22), job.learner) == reason != ""  # type: ignore[arg-type]
     job.clock.now += RETRY_S - 1
     job.synchronize(23)
+    job.clock.now -= 1
+    job.synchronize(30)
+    assert job.events[-1].fields["lines"] == ["no checkpoint of step 30: still none since step 10"]
+    job.clock.now += RETRY_S
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "kept").rename(tmp_path / "checkpoints")
     job.clock.now += 2
@@ -140,6 +185,19 @@ def test_a_write_that_fails_is_reported_and_repeated_later(tmp_path: Path) -> No
     assert job.steps() == [10, 24]
     job.synchronize(25)
     assert job.steps() == [10, 24]
+
+
+def test_a_write_without_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SavedRun(tmp_path, every_steps=10)
+
+    def exhausted(*args: object, **options: object) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", exhausted)
+        job.synchronize(10, 11)
+    assert job.events[-1].kind == "checkpoint_failed"
+    assert re.fullmatch(r"out of memory to write a checkpoint of \d+\.\d MB", job.events[-1].fields["reason"])
 
 
 def test_an_evaluation_after_the_checkpoint_of_its_step_is_written_too(tmp_path: Path) -> None:

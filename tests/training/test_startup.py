@@ -14,7 +14,11 @@ import pytest
 import ranks
 from ranks import needs_mpirun
 
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Progress
+from hvdtrain.events.log import Event, Log
 from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.telemetry.first_step import FirstStep
 from hvdtrain.training.telemetry.startup import _age_s, _stat, launcher, phases, summary
 
 JOB = ["data.name=synthetic", "data.samples=64", "model.name=mlp", "max_steps=12", "resume=no"]
@@ -36,6 +40,43 @@ def test_phases_are_those_between_the_beats(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(seconds >= 0 for seconds in before.values())
     assert summary({"ranks": 0.5, "data": 2.04, "state": 0.01}) == "start   2.5 s to the end of the first step: ranks 0.5, data 2.0"
     assert summary({"data": 0.04, "model": 0.02}) == "start   0.1 s to the end of the first step"
+
+
+class Kept:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def after_first_step(step_s: float, *arguments: str) -> list[Event]:
+    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,899 steps are left after its first one."""
+    kept, clock = Kept(), iter([5.0, 5.0 + step_s])
+    first_step = FirstStep(configure(None, arguments), Log([kept]), lambda: next(clock))
+    for step in (100, 101, 102, 103):  # the clock is read twice
+        first_step.before_step(Progress(6400, 128_000, step, 64 * step))
+    return kept.events
+
+
+@pytest.mark.parametrize(
+    ("step_s", "arguments", "line"),
+    [
+        (64.0, [], "first step 64 s; about 34 h at this rate"),  # 1,899 x 64 s = 33.8 h
+        (192.0, [], "first step 192 s; about 4 days at this rate"),
+        (1.0, [], "first step 1 s; about 32 min at this rate"),
+        (1.0, ["max_steps=141"], "first step 1 s; about 40 s at this rate"),
+        (0.99, ["log.every_steps=11"], "first step 0.99 s; about 31 min at this rate"),
+        (64.0, ["speed.compile=default"], "first step 64 s, most of which may be its compilation"),
+        (64.0, ["framework=jax"], "first step 64 s, most of which may be its compilation"),
+    ],
+)
+def test_a_slow_first_step_says_how_long_the_job_takes(step_s: float, arguments: list[str], line: str) -> None:
+    (event,) = after_first_step(step_s, *arguments)
+    assert (event.kind, event.step, event.fields["lines"], event.fields["step_s"]) == ("first_step", 101, [line], step_s)
+    assert after_first_step(0.99) == [] == after_first_step(9.9, "log.every_steps=1")
 
 
 def test_a_process_has_an_age() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +25,17 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event, Log
+from hvdtrain.frameworks.learner import TimedPass
 from hvdtrain.frameworks.stopwatch import PHASES, HostStopwatch, phase_times, total
+from hvdtrain.tasks.classification.build import Classification, without_statistics
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
 from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import Reached, TrainState, from_json, to_json
+from hvdtrain.training.run_folder import MARKER
 from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, find_counters
 from hvdtrain.training.telemetry.energy_meter import EnergyMeter
+from hvdtrain.training.telemetry.pipeline_passes import on_one_clock
+from hvdtrain.training.telemetry.pipeline_waits import PipelineWaits
 from hvdtrain.training.telemetry.profiler import parse_profile_steps
 from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 
@@ -128,6 +134,34 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     assert one.epoch_fields(TrainState(Progress(10, 20)), val, 5.0)["rank_work_ms"] == [0.0, 0.0, 0.0], "the next epoch begins"
 
 
+def test_ranks_of_a_pipeline_are_compared_with_those_of_their_stage() -> None:
+    waits = PipelineWaits([0, 0, 0, 1, 1, 1])
+    found = waits.slowest(np.array([10.0, 10.0, 12.0, 30.0, 31.0, 30.0]), ["n1"] * 3 + ["n2"] * 3)
+    assert found == {
+        "work_ms": [10.0, 10.0, 12.0], "slowest_rank": 2, "slowest_host": "n1", "stage_work_ms": [10.0, 30.0], "slowest_stage": 1,
+    }  # fmt: skip
+    one_each = PipelineWaits([0, 1])
+    assert one_each.slowest(np.array([10.0, 30.0]), ["n1", "n2"])["slowest_rank"] == 1
+    one_each.predicted = 0.2
+    sums = {"rank.passes": np.array([4.0, 4.0]), "rank.waiting": np.array([2.0, 1.0]), "rank.work": np.array([2.0, 3.0])}
+    assert one_each.fields(sums, 100) == {"bubble": [0.5, 0.25], "bubble_predicted": 0.2}
+    assert one_each.lines() == [
+        "pipeline 38% of the time of its passes idle, 25% to 50% of a rank; 20% by its schedule with equal stages",
+        "         stage 1 is slowest: 30 ms of own work a step, stage 0 20; stage 0 waits most: 50%",
+    ]
+
+
+def test_passes_of_two_hosts_are_put_on_one_clock() -> None:
+    """Stage 0: forward 0 to 1 s, backward 3 to 4; stage 1 between: what arrives before it was sent tells that its clock is behind."""
+    first = [TimedPass("forward", 0, 0, 0.0, 1.0, 0.0), TimedPass("backward", 0, 0, 1.0, 4.0, 2.0)]
+    second = [TimedPass("forward", 1, 0, 0.0, 2.0, 1.0), TimedPass("backward", 1, 0, 2.0, 3.0, 0.0)]
+    assert on_one_clock([first, second]) == [first, second]
+    behind = [one._replace(start_s=one.start_s - 100.0, stop_s=one.stop_s - 100.0) for one in second]
+    third = [one._replace(stage=2, start_s=one.start_s + 7.0, stop_s=one.stop_s + 7.0) for one in second]
+    assert on_one_clock([first, behind]) == [first, second]
+    assert on_one_clock([first, behind, third])[1] == second
+
+
 def test_sums_and_rows_of_ranks_travel_together() -> None:
     class Doubling(SingleProcessCommunicator):
         def allreduce(self, x: Any, name: str, op: str = "sum") -> Any:
@@ -141,21 +175,24 @@ def test_energy_of_an_epoch_per_image_without_kinds_that_are_not_measured() -> N
     now = TrainState(Progress(100, 300, 4, 200), sums={"loss": 1.0, "right": 2.0, "count": 100})
     used = now.add_energy({"joules.gpu": 30.0, "joules.cpu": 6.0}).add_energy({"joules.gpu": 4.0, "joules.cpu": math.nan})
     assert job_energy(used, ["gpu", "cpu"]) == {"gpu": 34.0}
-    assert energy_fields(used, ["gpu", "cpu"], 10.0) == {"joules": {"gpu": 34.0}, "wh": 0.0094, "watts": 3.4, "joules_per_image": 0.34}
+    assert energy_fields(used, ["gpu", "cpu"], 10.0) == {"joules": {"gpu": 34.0}, "wh": 0.0094, "watts": 3.4, "joules_per_sample": 0.34}
     assert energy_fields(used, [], 10.0) == {"joules": {}}
     evaluated = used.after_evaluation(0.5, None, 9.0)
     assert (job_energy(evaluated, ["gpu"]), epoch_energy(evaluated, ["gpu"])) == ({"gpu": 34.0}, {"gpu": 0.0})
 
 
+TASK = without_statistics((8, 8, 1), 10)
+
+
 def test_each_target_is_reached_once_with_its_time_images_and_joules() -> None:
-    config = configure(None, ["log.targets=[0.9,0.5]", "stop.target_accuracy=0.6"])
+    config = configure(None, ["log.targets=[0.9,0.5]", "stop.target=0.6"])
     start = TrainState(Progress(100, 300, 4, 120), epoch_s=2.0).add_energy({"joules.gpu": 8.0, "joules.cpu": 0.0})
-    first, new = after_evaluation(config, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
+    first, new = after_evaluation(config, TASK, start, {"right": 70.0, "count": 100, "loss": 1.0}, 5.0, ["gpu"])
     assert new == [Reached(0.5, 0.7, 5.0, 1.2, 120, 8.0), Reached(0.6, 0.7, 5.0, 1.2, 120, 8.0)]
     assert (first.best, first.best_epoch, first.trained_s, first.evaluated_s) == (0.7, 1, 2.0, 5.0)
-    second, new = after_evaluation(config, first, {"right": 60.0, "count": 100, "loss": 1.0}, 6.0, [])
-    assert new == [] and (second.best, second.best_epoch, second.accuracy) == (0.7, 1, 0.6)
-    third, new = after_evaluation(config, second, {"right": 95.0, "count": 100, "loss": 1.0}, 7.0, [])
+    second, new = after_evaluation(config, TASK, first, {"right": 60.0, "count": 100, "loss": 1.0}, 6.0, [])
+    assert new == [] and (second.best, second.best_epoch, second.last) == (0.7, 1, 0.6)
+    third, new = after_evaluation(config, TASK, second, {"right": 95.0, "count": 100, "loss": 1.0}, 7.0, [])
     assert [one.target for one in new] == [0.9] and new[0].joules is None and len(third.reached) == 3
     back = from_json(json.loads(json.dumps(to_json(third))))
     assert back == third, "a resumed job does not reach them again"
@@ -164,8 +201,26 @@ def test_each_target_is_reached_once_with_its_time_images_and_joules() -> None:
 def test_a_target_below_the_best_accuracy_so_far_is_left_out() -> None:
     config = configure(None, ["log.targets=[0.5,0.8]"])
     now = TrainState(Progress(100, 300, 4, 120), best=0.6, best_epoch=1)
-    _, new = after_evaluation(config, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
+    _, new = after_evaluation(config, TASK, now, {"right": 90.0, "count": 100, "loss": 1.0}, 5.0, [])
     assert [one.target for one in new] == [0.8]
+
+
+def test_where_lower_is_better_targets_patience_and_the_best_follow() -> None:
+    """An objective of min: 3, 2, 2.5 and NaN, with targets 2.6 and 2.2 and the stop at 2.4."""
+
+    class Lower(Classification):
+        objective = "loss"
+
+    task = Lower((8, 8, 1), 10, np.zeros(1), np.ones(1))
+    config = configure(None, ["log.targets=[2.2,2.6]", "stop.target=2.4", "stop.patience=2", "task.name=mine:build"])
+    now = TrainState(Progress(10, 300), objective="loss", better="min")
+    found = []
+    for epoch, loss in enumerate((3.0, 2.0, 2.5, math.nan), start=1):
+        now = replace(now, progress=Progress(10, 300, epoch, 10 * epoch))
+        now, reached = after_evaluation(config, task, now, {"loss": 10 * loss, "right": 0.0, "count": 10}, 1.0, [])
+        found.append((now.best, now.best_epoch, now.at_target, [one.target for one in reached]))
+    assert found == [(3.0, 1, 0, []), (2.0, 2, 1, [2.6, 2.4, 2.2]), (2.0, 2, 0, []), (2.0, 2, 0, [])]
+    assert replace(now, last=2.0).rank_of_last < replace(now, last=3.0).rank_of_last
 
 
 def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
@@ -183,17 +238,20 @@ def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
     assert np.isnan(watts[:3]).all() and watts[3:] == [200.0, 200.0, 200.0]
 
 
-def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("always:no profile")
+def test_a_profile_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "profile").write_text("a file")
-    with pytest.warns(UserWarning, match="no profile: .*; training goes on without it"):
-        assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
+    (tmp_path / "run" / "profile" / "rank-00000" / "trace.json.gz").mkdir(parents=True)  # where the file of the trace belongs
+    (tmp_path / "run" / MARKER).touch()
+    assert main(["model.name=linear", "max_steps=12", "profile.steps=2:4", "run=run"]) == 0
+    assert re.search("UserWarning: no profile: .*Is a directory.*; training goes on without it", capfd.readouterr().err)
     assert not [e for e in events(tmp_path / "run") if e["kind"] == "profile"]
 
 
 def test_a_checkpoint_of_an_older_version_is_read() -> None:
-    now = TrainState(Progress(100, 300, 4, 120), accuracy=0.5, best=0.5, best_epoch=1)
+    now = TrainState(Progress(100, 300, 4, 120), last=0.5, best=0.5, best_epoch=1)
     tree = json.loads(json.dumps(to_json(now)))
     for name in (
         "best",
@@ -206,10 +264,13 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
         "epoch_gpu_j",
         "epoch_cpu_j",
         "reached",
+        "objective",
+        "better",
     ):
         del tree[name]
+    tree["accuracy"] = tree.pop("last")
     old = from_json(tree)
-    assert old.accuracy == 0.5 and math.isnan(old.best) and math.isnan(old.gpu_j) and old.reached == ()
+    assert old.last == 0.5 and math.isnan(old.best) and math.isnan(old.gpu_j) and old.reached == ()
 
 
 @pytest.mark.parametrize("text", ["10", "15:10", "5:5", "a:b", "1:2:3", "-1:4", ""])
@@ -255,13 +316,15 @@ def test_a_late_rank_is_named_and_the_others_wait_for_it(late_job: tuple[Path, A
     epoch = [e for e in emitted if e["kind"] == "epoch"][-1]
     assert epoch["rank_work_ms"][1] > epoch["rank_work_ms"][0] + 8 and epoch["joules"].keys() <= {"cpu"}
     (target,) = [e for e in emitted if e["kind"] == "target"]
-    assert target["target"] == 0.1 and target["epochs"] == pytest.approx(target["images"] / 1437)
+    assert target["target"] == 0.1 and target["epochs"] == pytest.approx(target["samples"] / 1437)
 
 
 @needs_horovod
 def test_each_rank_has_its_log_its_trace_and_its_name_on_its_warnings(late_job: tuple[Path, Any]) -> None:
     folder, result = late_job
-    said = "\n".join(line for line in result.stderr.splitlines() if "USDT" not in line)  # torch.profiler's own words
+    said = "\n".join(
+        line for line in result.stderr.splitlines() if "USDT" not in line and not line.startswith("ERROR:")
+    )  # torch.profiler's own words
     assert re.fullmatch(r"rank 1 on \S+: WARNING: .*\.py:\d+: UserWarning: this rank is late\s+.*\s*", said), said
     logs = [(folder / "run" / "ranks" / f"rank-0000{rank}.log").read_text() for rank in (0, 1)]
     for rank, text in enumerate(logs):

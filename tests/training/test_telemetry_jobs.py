@@ -81,7 +81,7 @@ def test_a_stop_keeps_the_joules_of_all_its_steps(tmp_path: Path) -> None:
     assert stop["step"] >= 27 and stop["joules"] == {"cpu": stop["step"]}
     assert (found[-1]["kind"], found[-1]["joules"]) == ("end", {"cpu": 40.0})
     epochs = [e for e in found if e["kind"] == "epoch"]
-    assert sum(e["joules"]["cpu"] for e in epochs) == 40.0 and epochs[0]["joules_per_image"] == pytest.approx(1 / 64, rel=1e-3)
+    assert sum(e["joules"]["cpu"] for e in epochs) == 40.0 and epochs[0]["joules_per_sample"] == pytest.approx(1 / 64, rel=1e-3)
 
 
 def test_the_joules_of_steps_that_are_not_finite_are_counted(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,16 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
+from hvdtrain.core.program import command_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
+from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.changes import Change, refuse_another_job
 from hvdtrain.training.input.micro_batches import split_step
+from hvdtrain.training.progress.train_state import TrainState
 
 FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
 FAST = ["model.name=linear", "optim.base_lr=0.05"]
@@ -44,10 +49,14 @@ def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path:
     assert main([*FAST, "epochs=3", "run=out", "log.every_s=0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"ranks   1 \(.* x 1\), engine single: no launcher", lines[0])
-    assert lines[1] == "data    digits: 1,437 training and 360 validation samples, global sampling, read when needed"
-    assert lines[2] == "batch   64 over all ranks, 64 on each"
-    assert lines[3] == "recipe  sgd, lr 0.05"
-    assert "650 parameters, torch float32 on cpu" in lines[4]
+    classes = "10 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
+    assert lines[1:3] == [
+        f"data    digits: 1,437 training and 360 validation samples, 8x8x1, {classes}",
+        "        global sampling, read when needed",
+    ]
+    assert lines[3] == "batch   64 over all ranks, 64 on each"
+    assert lines[4] == "recipe  sgd, lr 0.05"
+    assert "650 parameters, torch float32 on cpu" in lines[5]
     head = next(line for line in lines if line.startswith("epoch"))
     assert re.split(r"  +", head) == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "lr"]
     rows = [line.split() for line in lines if re.match(r" +\d", line)]
@@ -85,19 +94,19 @@ def test_train_loss_of_an_epoch_is_the_mean_over_its_samples() -> None:
 
 
 def test_warmup_rises_by_step() -> None:
-    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1", "recipe.warmup_epochs=0.5"]) == 0
+    assert main([*FAST, "epochs=1", "run=out", "log.every_steps=1", "recipe.warmup=0.5"]) == 0
     lrs = [s["lr"] for s in events(Path("out"), "step")]
     expected = [0.05 * min(1.0, 64 * t / 1437 / 0.5) for t in range(23)]
     assert lrs == pytest.approx(expected, rel=1e-12)
 
 
-def test_early_stop_needs_patience_epochs_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FAST, "epochs=9", "run=out", "stop.target_accuracy=0.5", "stop.patience=2"]) == 0
+def test_early_stop_needs_patience_evaluations_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=9", "run=out", "stop.target=0.5", "stop.patience=2"]) == 0
     reached = [e["val_accuracy"] >= 0.5 for e in events(Path("out"), "epoch")]
     assert reached[-2:] == [True, True]
     assert len(reached) < 9
     assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
-    assert "done (stop.target_accuracy=0.5 held for 2 epochs): validation accuracy 0." in capsys.readouterr().out
+    assert "done (stop.target=0.5 held for 2 evaluations): validation accuracy 0." in capsys.readouterr().out
 
 
 def test_max_steps_stops_inside_an_epoch() -> None:
@@ -159,6 +168,149 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(capsys: pytest.Capture
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
+def test_a_job_whose_checkpoints_are_all_damaged_does_not_start_over(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*FAST, "checkpoint.every_steps=20", "max_steps=40"]
+    assert main([*job, "run=out"]) == 0
+    for folder in files.finished(Path("out")):
+        (folder / "weights.safetensors").write_bytes(b"")
+    before = contents("out")
+    for words in ([*job[:-1], "run=out"], ["resume=out", "max_steps=50"]):
+        capsys.readouterr()
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "no checkpoint of out is good: damaged step-00000040 is skipped: weights.safetensors" in said, said
+        assert "fix: repair or remove out/checkpoints; without it the job starts over" in said and contents("out") == before
+
+
+def test_what_says_where_a_job_runs_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> None:
+    """run=DIR goes on with it, and prints it; and with more steps."""
+    job = [*FAST, "max_steps=20", "run=out"]
+    assert main(job) == 0
+    capsys.readouterr()
+    assert main([*job, "max_steps=40", "log.every_steps=7", "batch.micro=16", "checkpoint.keep_last=3"]) == 0
+    said = capsys.readouterr().out
+    changes = ("batch.micro: None -> 16", "checkpoint.keep_last: 2 -> 3", "log.every_steps: 10 -> 7", "stop.steps: 20 -> 40")
+    assert all(f"        changed {change}\n" in said for change in changes), said
+    assert "resume  from step 20" in said and files.finished(Path("out"))[-1].name == "step-00000040"
+
+
+def test_with_local_steps_sync_points_decide_what_is_learned() -> None:
+    """The ranks average their weights there, too."""
+    found, now = [Change("checkpoint.every_steps", 20, 30), Change("guard.stall_s", 300, 60)], TrainState(Progress(1437, 2874, 20, 1280))
+    refuse_another_job(found, configure(None, []), Path("r"), now)
+    with pytest.raises(UserError, match="^r holds another job: checkpoint.every_steps is 20 there, 30 here\n"):
+        refuse_another_job(found, configure(None, ["comm.local_steps=3"]), Path("r"), now)
+
+
+def contents(run: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(run).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def over(capsys: pytest.CaptureFixture[str]) -> dict[Path, bytes]:
+    """The files of the run r, whose job is over after 2 epochs at lr 0.05."""
+    assert main([*FAST, "epochs=2", "run=r"]) == 0
+    capsys.readouterr()
+    return contents("r")
+
+
+def test_a_run_that_is_over_is_never_rewritten(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    rate = "optim.base_lr is 0.05 there, 0.1 here"
+    for words, change, fix in (
+        (["run=r", "epochs=1"], "epochs is 2 there, 1 here", "epochs=4"),
+        (["resume=r", "optim.base_lr=0.1"], rate, "optim.base_lr=0.1 epochs=4"),
+        (["run=r", "epochs=2", "optim.base_lr=0.1"], rate, "optim.base_lr=0.1 epochs=4"),
+        (["run=r", "epochs=2", "max_steps=9"], "stop.steps is None there, 9 here", "stop.steps=90 epochs=4"),
+    ):
+        assert main([*FAST, *words] if words[0] == "run=r" else words) == 2
+        said = capsys.readouterr().err
+        assert "r is over (" in said and f"nothing would be trained with the change: {change}\n" in said, said
+        assert f"fix: run=ANOTHER for a new job; to train on with it: {command_line()} resume=r {fix}\n" in said, said
+        assert contents("r") == over
+    assert main(shlex.split(said.rpartition(f"{command_line()} ")[2])) == 0, "what it says to type works"
+
+
+def test_the_same_command_of_a_job_that_is_over_writes_nothing(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    """As a requeued job does, and with another log, too: that is the same job."""
+    for more in ([], ["log.every_steps=7", "guard.stall_s=99", "log.per_rank=true"]):
+        assert main([*FAST, "epochs=2", "run=r", *more]) == 0
+        assert "nothing was trained: r has a job that was over before" in capsys.readouterr().out
+        assert contents("r") == over
+
+
+def test_another_job_in_the_folder_of_one_that_is_not_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only resume=RUN changes what is learned; config.yaml is the one that the newest weights were trained with."""
+    assert main([*FAST, "epochs=4", "max_steps=40", "run=r"]) == 0
+    before = contents("r")
+    capsys.readouterr()
+    assert main([*FAST, "epochs=4", "optim.momentum=0.5", "optim.base_lr=0.1", "run=r"]) == 2
+    said = capsys.readouterr().err
+    assert "r holds another job: optim.base_lr is 0.05 there, 0.1 here; optim.momentum is None there, 0.5 here\n" in said, said
+    assert "where: r/config.yaml\n" in said and contents("r") == before
+    command = shlex.split(said.rpartition(f"{command_line()} ")[2])
+    assert command == ["resume=r", "optim.base_lr=0.1", "optim.momentum=0.5", "stop.steps=null"]
+    assert main(command) == 0
+    assert "        changed optim.base_lr: 0.05 -> 0.1\n" in capsys.readouterr().out
+    assert "base_lr: 0.1\n" in Path("r/config.yaml").read_text()
+    starts = events(Path("r"), "start")
+    assert [start["config"]["optim.base_lr"] for start in starts] == [0.05, 0.1]
+    assert [start["changed"] for start in starts] == [
+        {},
+        {"stop.steps": [40, None], "optim.base_lr": [0.05, 0.1], "optim.momentum": [None, 0.5]},
+    ]
+
+
+def test_the_state_of_one_optimizer_is_not_given_to_another(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    """The momentum of sgd is a sum of gradients, that of lars one of gradients times the layer's ratio; their arrays are alike."""
+    for words in (["resume=r", "optim.name=lars", "epochs=4"], [*FAST, "epochs=4", "run=r", "optim.name=lars"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "the checkpoint was made with optim.name=sgd, this job has optim.name=lars: the optimizer's state would mean" in said, said
+        assert "where: r\n  fix: optim.name=sgd; or run=ANOTHER resume=no for a new job\n" in said and contents("r") == over
+
+
+def test_the_momentum_of_one_form_of_lars_is_not_given_to_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """With form=paper the learning rate is inside it: as that of form=torch it would be too small by that factor."""
+    lars = [*FAST, "optim.name=lars"]
+    assert main([*lars, "epochs=1", "run=r"]) == 0
+    before = contents("r")
+    for words in (["resume=r", "optim.form=paper", "epochs=2"], [*lars, "epochs=2", "run=r", "optim.form=paper"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "the checkpoint was made with optim.form=torch, this job has optim.form=paper: the optimizer's state would mean" in said, (
+            said
+        )
+        assert "where: r\n  fix: optim.form=torch; or run=ANOTHER resume=no for a new job\n" in said and contents("r") == before
+    assert main(["resume=r", "optim.form=torch", "epochs=2"]) == 0, "its default"
+
+
+def test_config_yaml_changes_with_the_first_checkpoint_that_was_trained_with_it(tmp_path: Path) -> None:
+    """A job that dies before its first checkpoint leaves the former weights, and their configuration."""
+    assert main(["model.name=trouble:Trouble", "max_steps=30", "run=r"]) == 0
+    before = Path("r/config.yaml").read_bytes()
+    change = ["model.name=trouble:Trouble", f"resume={tmp_path / 'r'}", "optim.base_lr=0.1", "max_steps=60"]
+    fault = ["model.fault=os_exit", "model.rank=0", "model.at=9", f"model.once={tmp_path / 'once'}"]
+    python(["-m", "hvdtrain", *change, *fault], env=FAULTY)
+    assert Path("once").exists()
+    assert [(e["step"], e["config"]["optim.base_lr"]) for e in events(Path("r"), "start")] == [(0, 0.02), (30, 0.1)]
+    assert Path("r/config.yaml").read_bytes() == before
+    assert main([*change, *fault]) == 0
+    assert "base_lr: 0.1\n" in Path("r/config.yaml").read_text()
+
+
+def test_a_saved_configuration_says_what_a_job_is_not_where(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    """The configuration of a resumed run began another job as a copy of its checkpoint, which was over at once."""
+    assert main(["resume=r", "run=a", "epochs=3"]) == 0
+    assert [start["resumed_from"] for start in (*events(Path("r"), "start"), *events(Path("a"), "start"))] == [None, "r"]
+    capsys.readouterr()
+    assert main(["--config", "a/config.yaml", "run=b"]) == 0
+    assert "resume  " not in capsys.readouterr().out.partition("epoch ")[0]
+    assert [e["epoch"] for e in events(Path("b"), "epoch")] == [1, 2, 3]
+    assert main(["resume=r", "run=c"]) == 2
+    assert "r is over (epochs=2): nothing would be trained in c" in capsys.readouterr().err
+    assert contents("r") == over and not Path("c").exists()
+
+
 def test_the_same_command_resumes_in_a_new_folder_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "epochs=1", "run=one"]) == 0
     command = ["resume=one", "run=two", "epochs=3"]
@@ -171,12 +323,20 @@ def test_the_same_command_resumes_in_a_new_folder_too(capsys: pytest.CaptureFixt
 
 
 def test_epochs_at_another_target_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FAST, "epochs=3", "run=out", "stop.target_accuracy=0.5"]) == 0
-    assert "stop.target_accuracy=0.5 held for 1 epoch)" in capsys.readouterr().out
+    assert main([*FAST, "epochs=3", "run=out", "stop.target=0.5"]) == 0
+    assert "stop.target=0.5 held for 1 evaluation)" in capsys.readouterr().out
     done = len(events(Path("out"), "epoch"))
-    assert main(["resume=out", "stop.target_accuracy=0.999"]) == 0
+    assert main(["resume=out", "stop.target=0.999"]) == 0
     assert "done (epochs=3)" in capsys.readouterr().out
     assert len(events(Path("out"), "epoch")) == 3 > done
+
+
+def test_the_best_evaluation_is_of_as_many_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=1", "run=out"]) == 0
+    assert main(["resume=out", "epochs=2", "evaluate.samples=20"]) == 0
+    assert "evaluations are of 20 samples, and were of 360: the best one and stop.patience begin anew" in capsys.readouterr().out
+    end = events(Path("out"), "end")[-1]
+    assert end["best_accuracy"] == events(Path("out"), "epoch")[-1]["val_accuracy"] and end["best_epoch"] == 2
 
 
 def test_numbers_that_are_none_are_null_in_the_events() -> None:
@@ -256,14 +416,14 @@ def idx_root() -> str:
     ("words", "says"),
     [
         (["bach.size=3"], ["no such key: bach.size", "where: command line", "did you mean batch.size?"]),
-        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes a whole number"]),
+        (["epochs=many"], ["wrong value for epochs: 'many'", "epochs takes a number, or null: epochs=10"]),
         (["model.name=wide_resnt"], ["unknown name: wide_resnt", "where: model.name, command line", "did you mean wide_resnet?"]),
         (["model.widhts=3"], ["model.name=wide_resnet has no option widhts", "did you mean widths?"]),
         (["data.name=digts"], ["unknown name: digts", "did you mean digits?"]),
         (["data.name=folder", "data.root=nowhere"], ["nowhere"]),
         (["data.name=fashion_mnist", "data.root=IDX"], ["train-images-idx3-ubyte", "found"]),
         (["comm.engine=hovorod"], ["unknown name: hovorod", "did you mean horovod?"]),
-        (["resume=nowhere"], ["cannot read the configuration", "nowhere/config.yaml"]),
+        (["resume=nowhere"], ["there is no run folder nowhere", "where: resume, command line"]),
         (["--config"], ["--config needs a value"]),
         (["--max-time=soon"], ["'soon' is not a length of time", "where: guard.max_time, command line", "3.5h"]),
         (["--config", "nowhere.yaml"], ["cannot read the configuration", "nowhere.yaml"]),

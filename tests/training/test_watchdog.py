@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from ranks import ENGINES, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
@@ -87,7 +88,16 @@ def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
     assert "in alone: communicator.allreduce" in result.stderr  # what it waits in
 
 
+@pytest.mark.slow
 @needs_mpirun
+def test_a_rank_whose_c_code_keeps_the_interpreter_is_named_by_the_others() -> None:
+    result = mpirun(2, words("mpi", "1:hold"))
+    expect_end(result, "mpi, rank 1 holds the interpreter lock")
+    assert f"no answer ({SILENCE}):\n  rank 1 on {HOST}\nwaiting: rank 0 at step 21, epoch 3: step\n" in result.stderr
+
+
+@needs_mpirun
+@pytest.mark.slow
 def test_without_rank_0_the_others_end_the_job() -> None:
     with stopped("mpi", 0) as job:
         result = job.wait()
@@ -275,6 +285,26 @@ def test_report_of_ranks_in_different_collectives() -> None:
     assert lines[1] == "behind: no rank: all wait for each other at the same step"
     assert [line[:8] for line in lines[2:7]] == ["  rank 0", "    job.", "  rank 2", "    job.", "    job."]
     assert lines[-2] == "  and ranks 1, 3 at step 121, epoch 3: step"
+
+
+def in_pipeline(rank: int, doing: str, waits_for: int | None = None) -> Report:
+    return replace(report(rank, True), place=f"stage {rank // 2}, data {rank % 2}", doing=doing, waits_for=waits_for)
+
+
+def test_report_of_a_pipeline_names_the_rank_that_others_wait_for() -> None:
+    first, last = "backward pass of micro-batch 1 in stage 0, waits for stage 1", "backward pass of micro-batch 1 in stage 1"
+    received = [in_pipeline(0, first, 2), in_pipeline(1, first, 3), in_pipeline(2, last), in_pipeline(3, f"{last}, waits for stage 0", 1)]
+    lines = render(received, hosts(4), 300.0, "guard.stall_s").splitlines()
+    assert lines[1] == "behind (others wait for their messages, and they in another collective):"
+    assert lines[2] == (
+        "  rank 2 on node0 (stage 1, data 0), pid 102: step, epoch 3, step 121, for 301 s, since 2026-11-21 10:31:07, in the " + last
+    )
+    assert lines[4:6] == [
+        f"waiting: ranks 0-1 at step 121, epoch 3: step, {first} (ranks 2-3)",
+        f"waiting: rank 3 at step 121, epoch 3: step, {last}, waits for stage 0 (rank 1)",
+    ]
+    busy = replace(received[2], waiting=False)
+    assert render([*received[:2], busy, received[3]], hosts(4), 300.0, "guard.stall_s").splitlines()[1:3] == ["behind:", lines[2]]
 
 
 def test_report_of_many_ranks_fits_one_screen() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.cli.bench.allreduce_report import (
     COPY,
     GROUPED,
+    IN_PARTS,
     MPI,
     AllreduceResult,
     MethodTimes,
@@ -26,10 +27,11 @@ from hvdtrain.cli.bench.allreduce_report import (
     to_text,
 )
 from hvdtrain.cli.bench.arguments import BenchParser, read_sizes
-from hvdtrain.cli.bench.formatting import format_bytes, plural, print_result
+from hvdtrain.cli.bench.formatting import format_bytes, plural
 from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.check.speed import plain_mpi
-from hvdtrain.comm.communicator import Communicator
+from hvdtrain.cli.json_output import print_result
+from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
@@ -118,8 +120,17 @@ def _methods_for_vector(ranks: Ranks, vector: np.ndarray) -> Iterator[Method]:
     bucket_elements = max(1, ranks.bucket_bytes // vector.itemsize)
     buckets = [vector[start : start + bucket_elements] for start in range(0, len(vector), bucket_elements)]
     yield Method(f"in {plural(len(buckets), 'bucket')}", lambda: _allreduce_all(communicator, buckets, name))
+    yield Method(IN_PARTS, lambda: _in_parts(communicator, vector, name))
     target = np.empty_like(vector)
     yield Method(COPY, lambda: np.copyto(target, vector))
+
+
+def _in_parts(communicator: Communicator, vector: np.ndarray, name: str) -> None:
+    """The sum of each rank's part to that rank, then all parts to all ranks, as sharded training state is reduced."""
+    own = part_of(len(vector), communicator.rank, communicator.size)
+    part = communicator.start_reduce_scatter(vector, f"{name}.parts").wait()
+    _copy_unless_same(vector[own], part)
+    _copy_unless_same(vector, communicator.start_spread(vector, f"{name}.spread").wait())
 
 
 def _mpi_allreduce(mpi_world: Any) -> Callable[[np.ndarray], None]:
@@ -230,4 +241,4 @@ def check_sum(communicator: Communicator, vector: np.ndarray, method: Method) ->
     if any(wrong_elements):
         ranks = [rank for rank, count in enumerate(wrong_elements) if count]
         where = f"{method.name}, comm.engine={communicator.name}, {vector.nbytes} bytes"
-        raise UserError(f"wrong sums on ranks {ranks}", where, "python -m hvdtrain check")
+        raise UserError(f"wrong sums on ranks {ranks}", where, "hvdtrain check")

@@ -11,6 +11,7 @@ from hvdtrain.cli.bench.timing import median_speedup, quartiles
 
 MPI = "plain MPI_Allreduce"
 COPY = "copy of memory"
+IN_PARTS = "reduce-scatter, all-gather"
 GROUPED = "hvd.grouped_allreduce"
 
 _COLUMNS = ("", "", "rounds", "median", "quartiles", "GB/s", "x MPI")

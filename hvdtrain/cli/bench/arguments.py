@@ -21,7 +21,7 @@ class BenchParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError: the message, and how to see the help."""
-        raise UserError(message, f"command line of {self.prog}", "python -m hvdtrain bench --help")
+        raise UserError(message, f"command line of {self.prog}", "hvdtrain bench --help")
 
 
 def two_or_more(text: str) -> int:

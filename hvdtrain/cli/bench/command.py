@@ -1,4 +1,4 @@
-"""python -m hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is kept."""
+"""hvdtrain bench: how fast this machine does what a job consists of. Nothing that a bench trains is kept."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from hvdtrain.cli.json_output import with_json_value
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
-python -m hvdtrain bench step       [--config FILE] [key=value ...]   images/s, and where the time of a step goes; under mpirun too
+hvdtrain bench step [--config FILE] [key=value ...]    images/s, and where the time of a step goes; under mpirun too
     --rounds 7                timed rounds
     --steps 20                steps of a round
-mpirun -np 2 python -m hvdtrain bench allreduce [key=value ...]       how fast the ranks sum, against plain MPI and a copy of memory
+mpirun -np 2 hvdtrain bench allreduce [key=value ...]  how fast the ranks sum, against plain MPI and a copy of memory
     --sizes 1KiB,4MiB,100MB   bytes of a vector; default: ten sizes from 1 B to 100 MB
     --budget 40               seconds in all; at least 5 rounds of each size in any case
-python -m hvdtrain bench data       [--config FILE] [key=value ...]   how fast samples are read, against how fast a step uses them
+hvdtrain bench data [--config FILE] [key=value ...]    how fast samples are read, against how fast a step uses them
     --rounds 5                timed rounds
-python -m hvdtrain bench scaling    [--config FILE] [key=value ...]   real jobs on 1, 2, 4 ranks, and a prediction for many ranks
+hvdtrain bench scaling [--config FILE] [key=value ...] real jobs on 1, 2, 4 ranks, and a prediction for many ranks
     --ranks 1,2,4             numbers of ranks
     --weak, --strong          keep batch.per_rank, or keep batch.size; default: both
     --steps 60                steps of each job; the first sixth is warm-up
@@ -26,7 +27,7 @@ python -m hvdtrain bench scaling    [--config FILE] [key=value ...]   real jobs 
     --per-node 8              ranks on a node, for the prediction
     --limit 300               seconds that one job may take
     --png FILE                a picture of efficiency and prediction
-each of them: --json FILE writes the result as JSON; --json - prints it instead of the text"""
+each of them: --json FILE writes the result as JSON; --json or --json - prints it instead of the text"""
 NAMES = ("step", "allreduce", "data", "scaling")
 
 
@@ -39,7 +40,7 @@ def bench(arguments: Sequence[str]) -> int:
     if name not in NAMES:
         raise UserError(f"there is no bench {short(name)}", "command line of bench", nearest(name, NAMES))
     command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hvdtrain.cli.bench.{name}"), f"bench_{name}")
-    return command(rest)
+    return command(with_json_value(rest))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
-from hvdtrain.cli.bench.formatting import align_columns, plural, print_result
+from hvdtrain.cli.bench.formatting import align_columns, plural
 from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
+from hvdtrain.cli.json_output import print_result
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
@@ -45,26 +46,26 @@ def bench_data(arguments: Sequence[str]) -> int:
 def measure(config: Config, communicator: Communicator, signals: Signals, rounds: int) -> dict[str, Any]:
     """The result of this rank, as --json prints it. A collective: every rank calls it."""
     began = time.perf_counter()
-    datasets = open_datasets(config)
+    datasets = open_datasets(config, communicator)
     prepared_s = time.perf_counter() - began
     trainer = Trainer(config, communicator, signals, datasets)
-    samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // communicator.size)
+    samples_per_step = max(1, trainer.job.recipe.at(trainer.now.progress).batch // trainer.job.learner.data.size)
     steps = max(1, min(MAX_STEPS, len(datasets.train) // samples_per_step))
     prefetchers = _prefetchers(config, communicator, trainer)
     stages = _stages(trainer, prefetchers, samples_per_step, steps)
     seconds = _time_stages(stages, list(prefetchers.values()), communicator, rounds)
     for prefetcher in prefetchers.values():
         prefetcher.close()
-    images_per_s = {}
+    samples_per_s = {}
     for name, block_seconds in seconds.items():
         low_s, median_s, high_s = quartiles(block_seconds)
         images = steps * samples_per_step
-        images_per_s[name] = [images / high_s, images / median_s, images / low_s]
+        samples_per_s[name] = [images / high_s, images / median_s, images / low_s]
     return {
         "prepared_s": prepared_s,
         "samples": len(datasets.train),
-        "shape": list(datasets.train.shape),
-        "images_per_s": images_per_s,
+        "shape": list(next(iter(datasets.task.fields.values())).shape),
+        "samples_per_s": samples_per_s,
         "rounds": rounds,
         "batch_of_a_rank": samples_per_step,
         "ranks": communicator.size,
@@ -137,9 +138,9 @@ def _time_stages(
 def to_text(result: Mapping[str, Any]) -> list[str]:
     """The lines for people."""
     shape = "x".join(map(str, result["shape"]))
-    needed = result["images_per_s"]["step"][1]
+    needed = result["samples_per_s"]["step"][1]
     rows = [["", "images/s", "quartiles", "x the step's need"]]
-    for name, (low, median, high) in result["images_per_s"].items():
+    for name, (low, median, high) in result["samples_per_s"].items():
         rows.append([name, f"{median:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{median / needed:.2f}"])
     return [
         f"{result['samples']:,} samples of {shape}, {plural(result['ranks'], 'rank')} with {result['batch_of_a_rank']} a step each, "

@@ -1,13 +1,8 @@
-"""Numbers and tables as people read them, and where the result of a bench is written."""
+"""Numbers and tables as people read them."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from hvdtrain.errors import UserError
+from collections.abc import Sequence
 
 
 def format_seconds(seconds: float) -> str:
@@ -44,17 +39,3 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
             cells.append(cell.ljust(width) if column < 2 else cell.rjust(width))
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def print_result(json_path: str | None, lines: Sequence[str], result: Mapping[str, Any]) -> None:
-    """On rank 0: prints the text and writes the JSON file; with "-" as the path, prints the JSON instead of the text.
-
-    Raises UserError where the file cannot be written.
-    """
-    as_json = json.dumps(result)
-    print(as_json if json_path == "-" else "\n".join(lines), flush=True)
-    if json_path is not None and json_path != "-":
-        try:
-            Path(json_path).write_text(as_json + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {json_path}: {error.strerror}", "--json", "give a file that can be written, or -") from None

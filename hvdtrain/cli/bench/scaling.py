@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hvdtrain.cli.bench.arguments import BenchParser, one_or_more, read_rank_counts
 from hvdtrain.cli.bench.cost_model import (
     Cluster,
@@ -29,25 +27,39 @@ from hvdtrain.cli.bench.cost_model import (
     split_buckets,
     step_errors,
 )
-from hvdtrain.cli.bench.formatting import plural, print_result
+from hvdtrain.cli.bench.formatting import plural
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.timing import quartiles
+from hvdtrain.cli.json_output import print_result
 from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun_command
 from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version
 from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.report.figures import scaling_curve
+from hvdtrain.training.build_task import planned_task
 from hvdtrain.training.datasets import build_source, unstaged
 
 _SYNC_POINTS = 6  # of a job: the steps before the first one are warm-up
 _LINK_SIZES = "4KiB,64KiB,1MiB,4MiB,16MiB"
-_SET_BY_BENCH = ("batch.size", "batch.per_rank", "run", "resume", "max_steps", "epochs", "log.every_steps")
+_SET_BY_BENCH = (
+    "batch.size",
+    "batch.per_rank",
+    "run",
+    "resume",
+    "max_steps",
+    "stop.steps",
+    "stop.time",
+    "epochs",
+    "stop.epochs",
+    "log.every_steps",
+)
 _END_S = 10
-_MANY_EPOCHS = 10**6  # max_steps ends the job
+_MOST_BYTES = 2**30  # of what a job writes that is read here
+_MANY_EPOCHS = 10**6  # stop.steps ends the job
 
 
 class JobSettings(NamedTuple):
@@ -178,13 +190,14 @@ def _run_job(settings: JobSettings, ranks: int, batch: int) -> list[float]:
             f"run={run}",
             "resume=no",
             f"batch.size={batch}",
-            f"max_steps={settings.steps}",
+            f"stop.steps={settings.steps}",
             f"epochs={_MANY_EPOCHS}",
             f"log.every_steps={max(1, settings.steps // _SYNC_POINTS)}",
         ]
         program = ["-m", "hvdtrain", "train", *settings.config_arguments, *settings.overrides, *own_overrides]
         _run_on_ranks(settings, ranks, program)
-        return step_seconds((run / "events.jsonl").read_text(encoding="utf-8").splitlines())
+        with Folder.open(run) as opened:
+            return step_seconds(opened.read("events.jsonl", _MOST_BYTES).decode().splitlines())
 
 
 def step_seconds(lines: Sequence[str]) -> list[float]:
@@ -194,7 +207,7 @@ def step_seconds(lines: Sequence[str]) -> list[float]:
     """
     events = [json.loads(line) for line in lines]
     step_events = [event for event in events if event["kind"] == "step"]
-    seconds = [event["batch"] / event["images_per_s"] for event in step_events[1:]]
+    seconds = [event["batch"] / event["samples_per_s"] for event in step_events[1:]]
     if not seconds:
         what = f"the job has {plural(len(step_events), 'sync point')}, and the steps before the first one are warm-up"
         raise UserError(what, "bench scaling --steps", "give more steps")
@@ -247,7 +260,8 @@ def _measure_link(settings: JobSettings, rank_counts: Sequence[int]) -> LinkMeas
         options = ["--sizes", _LINK_SIZES, "--budget", "3", "--json", str(path)]
         program = ["-m", "hvdtrain.cli.bench.command", "allreduce", *options, *settings.config_arguments, *settings.overrides]
         _run_on_ranks(settings, ranks, program)
-        points = link_points(json.loads(path.read_text(encoding="utf-8")))
+        with Folder.open(path.parent) as opened:
+            points = link_points(json.loads(opened.read(path.name, _MOST_BYTES)))
     return LinkMeasurement(fit_link(points, ranks), points)
 
 
@@ -268,8 +282,7 @@ def _measured_step(trial: Trial, bucket_bytes: Sequence[float], link: Link) -> M
 def _gradient_bytes(config: Config) -> int:
     """Bytes of all gradients as they are reduced; the model is not built."""
     source = build_source(unstaged(config), "train")
-    channels = np.zeros(source.shape[2])
-    task = Task(source.shape, source.classes, channels, channels + 1)
+    task = planned_task(config, source)
     shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, task)
     return int(sum(math.prod(shape) for shape in shapes.values()) * _gradient_element_bytes(config))
 

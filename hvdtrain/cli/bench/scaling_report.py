@@ -55,10 +55,10 @@ class CurveFigure(NamedTuple):
 
 def efficiency(trial: Trial, trials: Sequence[Trial]) -> float:
     """Images a second and rank, divided by those of the trial of the same kind with the fewest ranks."""
-    return _images_per_s_and_rank(trial) / _images_per_s_and_rank(_trial_with_fewest_ranks(trials, trial.kind))
+    return _samples_per_s_and_rank(trial) / _samples_per_s_and_rank(_trial_with_fewest_ranks(trials, trial.kind))
 
 
-def _images_per_s_and_rank(trial: Trial) -> float:
+def _samples_per_s_and_rank(trial: Trial) -> float:
     return trial.batch / quartiles(trial.seconds).median / trial.ranks
 
 
@@ -183,7 +183,7 @@ def to_json(study: Study) -> dict[str, Any]:
             {
                 **trial._asdict(),
                 "quartiles_s": [low, median, high],
-                "images_per_s": trial.batch / median,
+                "samples_per_s": trial.batch / median,
                 "efficiency": efficiency(trial, study.trials),
                 "oversubscribed": trial.ranks > study.cores,
             }

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
-from hvdtrain.cli.bench.formatting import plural, print_result
+from hvdtrain.cli.bench.formatting import plural
 from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
+from hvdtrain.cli.json_output import print_result
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import CommConfig, Config
+from hvdtrain.config.schema import CommConfig, Config, ParallelConfig
 from hvdtrain.frameworks.stopwatch import total
 from hvdtrain.training.health.signals import Signals
 
@@ -58,14 +59,14 @@ def measure(config: Config, communicator: Communicator, signals: Signals, rounds
     trainer = Trainer(config, communicator, signals)
     trainers = {"together": trainer}
     if communicator.size > 1:
-        own_share = _config_of_one_rank(config, communicator.size)
+        own_share = _config_of_one_rank(config, trainer.job.learner.data.size)
         trainers["alone"] = Trainer(own_share, OneRank(communicator), signals, trainer.datasets)
     seconds = _time_blocks(trainers, communicator, rounds, steps)
     low, step_s, high = quartiles(seconds["together"])
     batch = trainer.job.recipe.at(trainer.now.progress).batch
     result: dict[str, Any] = {
-        "images_per_s": batch / step_s,
-        "images_per_s_quartiles": [batch / high, batch / low],
+        "samples_per_s": batch / step_s,
+        "samples_per_s_quartiles": [batch / high, batch / low],
         "ms_per_step": 1e3 * step_s,
         "rounds": rounds,
         "steps_per_round": steps,
@@ -108,6 +109,7 @@ def _config_of_one_rank(config: Config, size: int) -> Config:
     return config.replace(
         batch=config.batch.replace(size=share, per_rank=None),
         comm=CommConfig(engine="single"),
+        parallel=ParallelConfig(),
         norm=config.norm.replace(kind=norm_kind),
         log=config.log.replace(noise_scale=False),
     )
@@ -143,11 +145,11 @@ def _phases_and_operations(config: Config, trainer: Trainer, steps: int, step_s:
 
 def to_text(result: Mapping[str, Any]) -> list[str]:
     """The lines for people."""
-    low, high = result["images_per_s_quartiles"]
+    low, high = result["samples_per_s_quartiles"]
     rounds = f"{result['rounds']} rounds of {result['steps_per_round']} steps"
     ranks = f"{plural(result['ranks'], 'rank')}, engine {result['engine']}"
     lines = [
-        f"{result['images_per_s']:.1f} images/s (quartiles {low:.1f} to {high:.1f}, {rounds})",
+        f"{result['samples_per_s']:.1f} images/s (quartiles {low:.1f} to {high:.1f}, {rounds})",
         f"  {result['ms_per_step']:.2f} ms a step of {result['batch']} images on {ranks}",
         f"  model {result['model']}",
         f"  samples {result['prefetch']}: {result['data_wait_ms']:.2f} ms of waiting a step",

@@ -11,12 +11,14 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.events.log import Log
 from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
-from hvdtrain.training.job import begin, make_job
+from hvdtrain.training.job import make_job
+from hvdtrain.training.job_memory import resolve_micro
 from hvdtrain.training.loop import train_to_sync_point
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
@@ -27,8 +29,9 @@ class Trainer:
     def __init__(self, config: Config, communicator: Communicator, signals: Signals, datasets: Datasets | None = None) -> None:
         config = resolve_batch_size(config, communicator.size)
         refuse_conflicts(config, communicator.name, communicator.size)
-        endless = config.replace(epochs=10**6, max_steps=None, guard=config.guard.replace(max_time=None))
-        self.datasets = datasets or open_datasets(endless)
+        endless = config.replace(epochs=10**6, stop=config.stop.replace(steps=None, time=None), guard=config.guard.replace(max_time=None))
+        self.datasets = datasets or open_datasets(endless, communicator)
+        endless = resolve_micro(endless, self.datasets, communicator)
         learner = build_learner(endless, self.datasets.task, communicator)
         broadcast_state(communicator, learner, None)
         self.now = begin(endless, self.datasets)

@@ -1,6 +1,6 @@
-"""python -m hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is trained.
+"""hvdtrain check: what would go wrong with a job, found by its ranks under its launcher; nothing is trained.
 
---json FILE (or -, for standard output instead of the text) writes one object: Report, of report.py, with its exit code (0 or 2).
+--json FILE (- or nothing: the standard output instead of the text) writes one object: Report, of report.py, with its exit code (0 or 2).
 Its ranks are RankFacts, of rank_facts.py. What is not known is null.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,15 +21,23 @@ from hvdtrain.cli.check.report import Report, one_line, to_json, to_text
 from hvdtrain.cli.check.shared_resources import find_shortages
 from hvdtrain.cli.check.speed import no_speeds
 from hvdtrain.cli.check.time_limit import TimeLimit
+from hvdtrain.cli.json_output import with_json_value
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import USER, UserError
+from hvdtrain.core.stderr import print_stderr
+from hvdtrain.errors import DONE, USER, UserError
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.failure import end_every_rank
 
+USAGE = """\
+mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [key=value ...]
+  starts no training; prints a table of the ranks, what would fail on them, and how to fix it; exit code 0, or 2 where a job would fail
+  --config FILE, key=value   the configuration of the job that is checked
+  --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
+  --limit 180                seconds that one phase of the check may take, on any rank"""
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
 SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
 
@@ -46,6 +53,9 @@ class Options(NamedTuple):
 
 def check(arguments: Sequence[str]) -> int:
     """The command behind `check`; returns the exit code, the same on every rank. Raises UserError for an unknown option."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
     options = _parse(arguments)
     try:
         place = placement(os.environ)
@@ -97,7 +107,7 @@ def _report_unconnected(options: Options, place: Placement, error: Exception) ->
     same_on_all_ranks = isinstance(error, LauncherMismatch)
     time.sleep(SAME_ERROR_WAIT_S if same_on_all_ranks else OWN_ERROR_WAIT_S)
     if not same_on_all_ranks:
-        print(f"hvdtrain check: {one_line(finding)}", file=sys.stderr, flush=True)
+        print_stderr(f"hvdtrain check: {one_line(finding)}")
     return USER
 
 
@@ -116,7 +126,7 @@ def _print(options: Options, report: Report) -> int:
         try:
             Path(options.json_path).write_text(as_json + "\n", encoding="utf-8")
         except OSError as error:
-            print(f"hvdtrain check: cannot write {options.json_path}: {error.strerror}", file=sys.stderr, flush=True)
+            print_stderr(f"hvdtrain check: cannot write {options.json_path}: {error.strerror}")
             return USER
     return report.exit_code
 
@@ -125,14 +135,14 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are UserErrors."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of check", "python -m hvdtrain check [--json FILE|-] [--limit 180] [key=value ...]")
+        raise UserError(message, "command line of check", USAGE.partition("\n")[0])
 
 
 def _parse(arguments: Sequence[str]) -> Options:
     """The options of check; everything else belongs to the configuration."""
-    parser = _Parser(prog="python -m hvdtrain check", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="hvdtrain check", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--json")
     parser.add_argument("--limit", type=float, default=180.0)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(with_json_value(arguments))
     return Options(options.config, options.json, options.limit, overrides)

@@ -8,6 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from hvdtrain.cli.check.findings import Finding, describe_ranks, group_ranks
 from hvdtrain.cli.check.rank_facts import RankFacts
+from hvdtrain.errors import short
+from hvdtrain.training.replicas.software import FIXES
 
 Value = TypeVar("Value")
 CLOCKS_S = 2.0  # largest difference that is no finding: lines of logs and time limits of hosts are then still in order
@@ -26,6 +28,8 @@ def find_differences(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Every finding from comparing ranks, apart from what they share (shared_resources.py)."""
     return [
         *_versions(ranks),
+        *_modules(ranks),
+        *_environment(ranks),
         *_containers(ranks),
         *_data(ranks),
         *_host_names(ranks),
@@ -37,14 +41,12 @@ def find_differences(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 def differing_code(ranks: Sequence[RankFacts], digests: Sequence[Mapping[str, str]]) -> list[Finding]:
     """Which files of hvdtrain differ; `digests` are those of each rank, in rank order."""
-    fix = "use one installation that all hosts see, or the same one on each; look for PYTHONPATH and for outdated containers"
-    return list(_differing_items(ranks, digests, _differing_file, "hvdtrain's code differs", fix))
+    return list(_differing_items(ranks, digests, _differing_file, "hvdtrain's code differs", FIXES["code"]))
 
 
 def differing_configuration(ranks: Sequence[RankFacts], values: Sequence[Mapping[str, str]]) -> list[Finding]:
     """Which keys of the configuration differ; `values` are those of each rank, in rank order."""
-    fix = "give every rank the same command and the same --config file"
-    return list(_differing_items(ranks, values, _differing_key, "the configuration differs", fix))
+    return list(_differing_items(ranks, values, _differing_key, "the configuration differs", FIXES["configuration"]))
 
 
 def _differing_items(
@@ -86,7 +88,6 @@ def _minorities(ranks: Sequence[RankFacts], key: Callable[[RankFacts], Value]) -
 
 
 def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    fix = "install the same environment (or use the same container image) on every host"
     installed = {facts["rank"]: _installed(facts) for facts in ranks}
     for name in dict.fromkeys(name for found in installed.values() for name in found):
 
@@ -94,7 +95,7 @@ def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             return installed[facts["rank"]].get(name, "not installed")
 
         for version_there, usual, group in _minorities(ranks, version):
-            yield Finding("error", f"{name} is {version_there}; other ranks: {usual}", describe_ranks(group), fix)
+            yield Finding("error", f"{name} is {version_there}; other ranks: {usual}", describe_ranks(group), FIXES["versions"])
 
 
 def _installed(facts: RankFacts) -> dict[str, str]:
@@ -105,6 +106,27 @@ def _installed(facts: RankFacts) -> dict[str, str]:
     if facts["libraries"]["horovod"]:
         found["MPI of Horovod"] = facts["libraries"]["horovod"]
     return found
+
+
+def _modules(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for name in dict.fromkeys(name for facts in ranks for name in facts.get("modules", {})):
+
+        def module(facts: RankFacts, name: str = name) -> str:
+            return facts.get("modules", {}).get(name, "not there")
+
+        for found, usual, group in _minorities(ranks, module):
+            what = f"the code of {name} differs: {found}; other ranks: {usual}"
+            yield Finding("error", what, describe_ranks(group), FIXES["code"])
+
+
+def _environment(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for name in dict.fromkeys(name for facts in ranks for name in facts.get("environment", {})):
+
+        def value(facts: RankFacts, name: str = name) -> str:
+            return facts.get("environment", {}).get(name, "not set")
+
+        for found, usual, group in _minorities(ranks, value):
+            yield Finding("error", f"{name} is {short(found)}; other ranks: {short(usual)}", describe_ranks(group), FIXES["environment"])
 
 
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -118,7 +140,6 @@ def _container(kind: str) -> str:
 
 
 def _data(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    fix = "copy the same data to every host, or give data.root= of a shared folder"
     data_of = {facts["rank"]: facts["data"] for facts in ranks if facts["data"]}
     with_data = [facts for facts in ranks if facts["rank"] in data_of]
     for name in dict.fromkeys(name for data in data_of.values() for name in data if name != "seconds"):
@@ -127,7 +148,7 @@ def _data(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             return str(data_of[facts["rank"]].get(name))
 
         for found, usual, group in _minorities(with_data, value):
-            yield Finding("error", f"{name}: {found} instead of {usual}", describe_ranks(group), fix)
+            yield Finding("error", f"{name}: {found} instead of {usual}", describe_ranks(group), FIXES["data"])
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

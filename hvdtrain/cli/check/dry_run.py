@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
-from hvdtrain.cli.check.findings import Finding
+from hvdtrain.cli.check.findings import Finding, Level
 from hvdtrain.cli.check.rank_facts import DeviceFacts, LibraryFacts
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import library_name
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.errors import UserError
+from hvdtrain.training.run_lock.lock import BEAT_S, LOCK, STALE_S, find_holder, in_use
 
 FREE_BYTES = 1e9  # that a run folder needs: a few checkpoints of a ResNet-50 with its optimizer state
 
@@ -40,18 +43,11 @@ def read_data(config: Config) -> dict[str, Any]:
 
     Raises UserError where data are missing or broken.
     """
-    from hvdtrain.training.datasets import open_datasets, unstaged
+    from hvdtrain.training.datasets import data_facts, open_datasets, unstaged
 
     began = time.perf_counter()
-    datasets = open_datasets(unstaged(config))
-    return {
-        "training samples": len(datasets.train),
-        "validation samples": len(datasets.val),
-        "image shape": list(datasets.task.shape),
-        "classes": datasets.task.classes,
-        "mean of the pixels": datasets.task.mean.tolist(),
-        "seconds": round(time.perf_counter() - began, 2),
-    }
+    found = data_facts(config, open_datasets(unstaged(config)))
+    return found | {"seconds": round(time.perf_counter() - began, 2)}
 
 
 def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
@@ -96,10 +92,10 @@ def try_run_folder(config: Config) -> RunFolder:
     """Whether the run folder can be written and has room. Only rank 0 writes there, so only rank 0 calls it. Leaves nothing behind."""
     run = Path(config.run).expanduser() if config.run is not None else Path("runs")
     where = config.where("run")
-    folder = _nearest_existing(run)
-    free_bytes = shutil.disk_usage(folder).free
-    facts: RunFolderFacts = {"folder": str(run), "bytes_free": free_bytes, "locks": None}
+    folder, free_bytes = _nearest_existing(run), 0
+    facts: RunFolderFacts = {"folder": str(run), "bytes_free": 0, "locks": None}
     try:
+        facts["bytes_free"] = free_bytes = shutil.disk_usage(folder).free
         facts["locks"] = _locks_work(folder)
     except OSError as error:
         what = f"cannot write the run folder {run}: {error.strerror or error}"
@@ -108,7 +104,27 @@ def try_run_folder(config: Config) -> RunFolder:
     if free_bytes < FREE_BYTES:
         what = f"the run folder {run} has {free_bytes / 1e9:.2f} GB of free space"
         findings.append(Finding("warning", what, where, "free some space; checkpoint.keep_last=1 keeps one checkpoint"))
-    return RunFolder(facts, findings)
+    return RunFolder(facts, [*findings, *_find_other_job(config)])
+
+
+def _find_other_job(config: Config) -> list[Finding]:
+    """Who has the run folder now."""
+    run = config.run if config.run is not None else config.resume
+    try:
+        sign = find_holder(Path(run).expanduser(), 1.5 * BEAT_S)
+    except OSError:  # there is no such folder yet
+        return []
+    if sign is None:
+        return []
+    where = str(Path(run) / LOCK)
+    if sign.alive is False:
+        return [Finding("note", f"{run} was left locked by {sign.holder}, which is gone", where, "nothing: the next job takes it over")]
+    if sign.alive:
+        error = in_use(Path(run), sign)
+        level: Level = "note" if sign.holder.ending else "error"
+        return [Finding(level, error.what, where, "a job waits for its last checkpoint" if sign.holder.ending else error.fix)]
+    what = f"{run} is locked by {sign.holder}, without a sign of life for {sign.silent_s:.0f} s"
+    return [Finding("warning", what, where, f"a job takes it over after {STALE_S:.0f} s of silence")]
 
 
 def try_cache_folder(host: str) -> list[Finding]:
@@ -136,18 +152,21 @@ def _nearest_existing(folder: Path) -> Path:
 
 def _locks_work(folder: Path) -> bool:
     """Whether a second lock of a new file there is refused. Raises OSError where no file can be written."""
-    from filelock import FileLock, Timeout
+    from hvdtrain.data.files.lock import NO_LOCKS
 
-    handle, name = tempfile.mkstemp(prefix=".hvdtrain-check-", dir=folder)
-    os.close(handle)
-    try:
-        with FileLock(name, timeout=0):
-            try:
-                with FileLock(name, timeout=0):
-                    return False
-            except Timeout:
-                return True
-    except NotImplementedError:  # the file system has no locks
-        return False
-    finally:
-        Path(name).unlink(missing_ok=True)
+    name = f".hvdtrain-check-{secrets.token_hex(8)}{UNFINISHED}"
+    with Folder.open(folder) as opened, opened.create(name) as first:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with opened.update(name) as second:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                opened.remove(name)

@@ -10,8 +10,8 @@ from typing import TypeVar
 from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
 from hvdtrain.cli.check.dry_run import RunFolderFacts
-from hvdtrain.cli.check.findings import Finding, describe_rank, finding_of_error, most_severe_first
-from hvdtrain.cli.check.rank_facts import RankFacts, code_digests, digest, local_facts
+from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
+from hvdtrain.cli.check.rank_facts import RankFacts, local_facts
 from hvdtrain.cli.check.report import Report
 from hvdtrain.cli.check.shared_resources import find_shortages
 from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
@@ -19,6 +19,9 @@ from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 from hvdtrain.config.schema import Config
+from hvdtrain.errors import Diverged
+from hvdtrain.training.replicas.software import code_digests, digest
+from hvdtrain.training.replicas.user_code import module_digests, named_modules
 
 T = TypeVar("T")
 
@@ -60,6 +63,7 @@ def inspect_job(rank: RankInspection, config: Config, communicator: Communicator
     if communicator.rank == 0:
         rank.attempt(lambda: refuse_conflicts(config, communicator.name, communicator.size))
     rank.facts["config"] = digest(values_by_key(config))
+    rank.facts["modules"] = module_digests(named_modules(config))
     rank.facts["libraries"] = dry_run.load_libraries(communicator)
     rank.facts["data"] = rank.attempt(lambda: dry_run.read_data(config))
     rank.facts["device"] = rank.attempt(lambda: dry_run.pick_device(config, communicator))
@@ -92,6 +96,9 @@ def compare_ranks(
     findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
     findings += _compare_code_and_configuration(communicator, config, ranks)
     findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]
+    if communicator.size > 1 and not count_by_level(findings)["error"]:
+        time_limit.start_work("comparing the outputs of the model")
+        findings += _compare_outputs(communicator, config, ranks)
     return Report(ranks, f"{communicator.name}: {engine_reason}", run_folder, speeds, most_severe_first(findings))
 
 
@@ -103,6 +110,36 @@ def _compare_code_and_configuration(communicator: Communicator, config: Config, 
     if len({facts["config"] for facts in ranks}) > 1:
         findings += differing_configuration(ranks, communicator.allgather_object(values_by_key(config)))
     return findings
+
+
+def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:
+    """The model of each rank, with the same weights, for one fixed batch: the same findings on all ranks. Every rank calls it."""
+    from hvdtrain.frameworks.learner import Learner
+    from hvdtrain.training.build import build_learner
+    from hvdtrain.training.build_task import restore_task
+    from hvdtrain.training.datasets import facts_of_task
+    from hvdtrain.training.replicas.broadcast import broadcast_state
+    from hvdtrain.training.replicas.probe import Probe
+
+    facts = ranks[communicator.rank]
+    data = facts["data"]
+    assert data is not None, "an error was found before"
+    task = restore_task(config, facts_of_task(data))
+    learner: Learner | None = None
+    failure: Finding | None = None
+    try:
+        learner = build_learner(config, task, communicator)
+    except Exception as error:
+        failure = finding_of_error(error, describe_rank(facts))
+    failures = [Finding(*found) for found in communicator.allgather_object(failure and tuple(failure)) if found]
+    if failures or learner is None:
+        return failures
+    broadcast_state(communicator, learner, None)
+    try:
+        Probe(config, task).compare(communicator, learner, [rank["host"] for rank in ranks], "before the first step")
+    except Diverged as error:
+        return [Finding("error", error.what, error.where, error.fix)]
+    return []
 
 
 def values_by_key(config: Config) -> dict[str, str]:

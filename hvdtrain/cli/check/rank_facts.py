@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import platform
 import resource
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hvdtrain.comm.placement import Placement
-from hvdtrain.version import __version__
+from hvdtrain.training.replicas.software import code_digests, digest, variables, versions
 
 UNLIMITED = -1
-_PACKAGES = {"torch": "torch", "numpy": "numpy", "Horovod": "horovod", "mpi4py": "mpi4py", "jax": "jax"}
 
 
 class DeviceFacts(TypedDict):
@@ -57,6 +52,8 @@ class RankFacts(TypedDict):
     versions: dict[str, str]
     code: str  # digest of hvdtrain's files
     config: str  # digest of the configuration; "" until it is known
+    modules: dict[str, str]  # digests of the user's modules that the configuration names
+    environment: dict[str, str]  # the variables that change results
     cores: list[int]  # that the process may use
     host_cores: int
     omp_num_threads: str | None
@@ -87,6 +84,8 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
         "versions": versions(),
         "code": digest(code_digests()),
         "config": "",
+        "modules": {},
+        "environment": variables(environ),
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1)),
         "host_cores": os.cpu_count() or 1,
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
@@ -100,26 +99,6 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
         "data": None,
         "clock_s": None,
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what must be the same on all ranks; a package that is not installed is left out."""
-    found = {"hvdtrain": __version__, "Python": platform.python_version()}
-    for name, package in _PACKAGES.items():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(package)
-    return found
-
-
-def code_digests() -> dict[str, str]:
-    """file -> digest, of hvdtrain's own code."""
-    root = Path(__file__).parents[2]
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(root.rglob("*.py"))}
-
-
-def digest(items: Mapping[str, str]) -> str:
-    """A short digest of names and values, whatever their order."""
-    return hashlib.sha256(repr(sorted(items.items())).encode()).hexdigest()[:12]
 
 
 def launcher_mpi(environ: Mapping[str, str]) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 
 from hvdtrain.core.exit import exit_now
+from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import USER
 
 _GRACE_S = 1.5  # for the messages of other ranks: some launchers end the job at the first exit
@@ -48,6 +48,6 @@ class TimeLimit:
             return
         if message is not None:
             report = f"hvdtrain check: error: {message}\n  where: {socket.gethostname()}\n  fix: {fix}"
-            print(report, file=sys.stderr, flush=True)
+            print_stderr(report)
         if not phase_over.wait(_GRACE_S):
             exit_now(USER)

@@ -1,9 +1,8 @@
-"""python -m hvdtrain export: writes the weights of a checkpoint to a file of their own, for inference with other software."""
+"""hvdtrain export: writes the weights of a checkpoint to a file of their own, for inference with other software."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -12,17 +11,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdtrain.cli.export.read import metadata, model_state, read_checkpoint
+from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import Folder
 from hvdtrain.errors import DONE, UserError, nearest
-from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.array_file import write_arrays
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.version import __version__
 
 USAGE = """\
-python -m hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
+hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
   RUN            the run folder, which has checkpoints/
   --to           the file to write: model.safetensors, or model.pt for torch.load
-  --checkpoint   newest (default), best (by validation accuracy), or the name of one: step-00000120
+  --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
   --force        overwrite FILE if it exists"""
 _SYNTAX = USAGE.partition("\n")[0]
 
@@ -33,7 +34,7 @@ def export(arguments: Sequence[str]) -> int:
         print(USAGE)
         return DONE
     options = _parse(arguments)
-    run, to = Path(os.path.expanduser(options.run)), Path(os.path.expanduser(options.to))
+    run, to = expand(options.run, "RUN"), expand(options.to, "--to")
     _check_target(to, options.force)
     checkpoint, arrays, skipped = read_checkpoint(run, options.checkpoint)
     weights = model_state(arrays, checkpoint)
@@ -53,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises UserError where the command line is not as USAGE says."""
-    parser = _Parser(prog="python -m hvdtrain export", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="hvdtrain export", add_help=False, allow_abbrev=False)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")
     parser.add_argument("--checkpoint", default="newest")
@@ -85,46 +86,26 @@ def _write(to: Path, weights: Arrays, fields: dict[str, str]) -> int:
 
     A .pt file is a plain state_dict, without the metadata `fields`.
     """
-    unfinished = to.with_name(f".{to.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.open("xb").close()
-        mode = unfinished.stat().st_mode  # by the user's umask; safetensors creates files that only their owner may read
-        if to.suffix == ".pt":
-            from hvdtrain.frameworks.torch import export
+        with Folder.open(to.parent) as folder, folder.replacing(to.name) as file:
+            if to.suffix == ".pt":
+                from hvdtrain.frameworks.torch import export
 
-            export.save(weights, unfinished)
-        else:
-            _save(unfinished, weights, fields)
-        unfinished.chmod(mode)
-        files.sync(unfinished)
-        unfinished.replace(to)
-        files.sync(to.parent)
-        return to.stat().st_size
+                export.save(weights, file)
+            else:
+                write_arrays(file, weights, fields)
+            return file.tell()
     except OSError as error:
         raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-
-
-def _save(path: Path, weights: Arrays, fields: dict[str, str]) -> None:
-    """Raises OSError where the file cannot be written."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    try:
-        save_file(weights, path, metadata=fields)
-    except SafetensorError as error:  # it wraps an OSError
-        raise OSError(str(error)) from error
 
 
 def _progress(train_state: TrainState) -> str:
     """epoch 15.00, validation accuracy 0.7500 of step 20"""
     epochs = f"epoch {train_state.progress.epochs:.2f}"
-    if math.isnan(train_state.accuracy):
+    if math.isnan(train_state.last):
         return f"{epochs}, not evaluated yet"
     of_step = "" if train_state.evaluated == train_state.progress.step else f" of step {train_state.evaluated}"
-    return f"{epochs}, validation accuracy {train_state.accuracy:.4f}{of_step}"
+    return f"{epochs}, validation {train_state.objective} {train_state.last:.4f}{of_step}"
 
 
 def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
@@ -132,8 +113,13 @@ def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
     lines = []
     if "model" in fields:
         lines.append(f"model    {fields['model']:.500} of framework {fields['framework']!r:.20}")
-    data = [f"{name} {fields.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
-    lines.append(f"input    (pixels / 255 - mean) / std: {', '.join(data)}")
+    if "task" in fields:
+        lines.append(f"input    of task.name={fields['task']:.200}: {fields.get('data', 'unknown'):.400}")
+    else:
+        data = [f"{name} {fields.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
+        if "class_names" in fields:
+            data.append(f"named {fields['class_names']:.200}")
+        lines.append(f"input    (pixels / 255 - mean) / std: {', '.join(data)}")
     path = json.dumps(str(to))
     for_torch = fields.get("framework", "torch") == "torch"
     if to.suffix == ".pt":

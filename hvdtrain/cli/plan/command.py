@@ -1,4 +1,4 @@
-"""python -m hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing is trained."""
+"""hvdtrain plan: what a job would do on several numbers of ranks, as a table and a picture; nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,24 +8,61 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import numpy as np
-
+from hvdtrain.cli.json_output import STANDARD_OUTPUT, print_result, with_json_value
+from hvdtrain.cli.plan.faults import fault_lines, faults_json, goodputs, read_fault_times, with_faults_value
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, find_conflict, forecast, group_by_recipe
+from hvdtrain.cli.plan.json_object import to_json
+from hvdtrain.cli.plan.machine import add_options
+from hvdtrain.cli.plan.memory import RANKS, memory_json, memory_plan, read_size, with_memory_value
+from hvdtrain.cli.plan.meshes import Data
+from hvdtrain.cli.plan.parallel import PARALLEL_RANKS, plan_parallel
+from hvdtrain.cli.plan.parallel_picture import draw_parallel
+from hvdtrain.cli.plan.pipeline import pipeline_json, pipeline_lines, pipeline_plan
 from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ranks_label
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
-from hvdtrain.data.images import augment
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.build_rule import build_rule
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
 from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
-from hvdtrain.training.datasets import build_source, unstaged
+from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.build_task import planned_task
+from hvdtrain.training.datasets import build_source, check_augmentation, unstaged
+from hvdtrain.training.memory.meter import resident_bytes
 
+USAGE = """\
+hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] [--parallel-picture FILE] [key=value ...]
+  prints what the job would do on each number of ranks: batch, steps, learning rate, memory; trains nothing
+  --config FILE, key=value   the configuration of the job
+  --ranks 1,8,64,512         numbers of ranks
+  --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read
+  --all                      the names of all parameters without weight decay
+  --json FILE                write the plan as JSON too; --json or --json - prints it instead of the text
+  --memory [16GiB]           the memory of a rank, for 1, 2, 4, 8 ranks (or --ranks) and each shard.stage, with and without recomputation:
+                             what fits in so much, the largest batch.micro, which to take; computed without memory, in seconds
+  --pipeline                 the time of each unit of the model, measured in this process; where parallel.balance cuts it into the stages of
+                             parallel.pipeline (or --ranks, default 2); how long the ranks of each parallel.schedule wait
+  --faults [KEY=VALUE,...]   the share of time that moves the job on 8 to 8,192 ranks, where a fault stops it, restarts it or takes a rank;
+                             rank_mtbf_hours, checkpoint_s, sync_s, detect_s, restart_s, reform_s, requeue_s, repair_s, seed
+  --png FILE                 draw learning rate and batch
+  --parallel-picture FILE    draw as PNG which rank has which part of each layer, and what is sent, on the first of --ranks
+hvdtrain plan --parallel [--ranks 4] [--memory 16GiB] [--json [FILE]] [key=value ...]
+  instead: the ways to divide ranks and model (parallel.tensor, parallel.pipeline, parallel.dense, shard.stage), by the predicted time of a
+  step, with what each computes, sends, waits and keeps; which to take and why; which cannot be, and why
+  --gflops 50                floating-point operations of a rank in a second while all compute, in 10^9
+  --inside 10GB/s,5us        bandwidth and latency between the ranks of a node
+  --between 1.25GB/s,30us    those of a node to the others, shared by its ranks
+  --ranks-per-node 8         ranks on a node
+  --measured FILE,FILE       these numbers from JSON of bench step (of ranks that each have the whole model) and of bench allreduce\
+"""
+_RANKS = (1, 8, 64, 512)
 _CURVE_POINTS = 2000
+_OPTIONS_OF_JOBS = ("png", "parallel_picture", "all")  # without --pipeline and --parallel
+_OPTIONS_OF_MESHES = ("gflops", "inside", "between", "ranks_per_node", "measured")  # with --parallel
 
 
 class _TrainingData(NamedTuple):
@@ -36,44 +73,107 @@ class _TrainingData(NamedTuple):
 
 def plan(arguments: Sequence[str]) -> int:
     """Runs `plan`; returns the exit code. Raises UserError."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
     options, config_arguments = _parse(arguments)
+    _refuse_combinations(options)
     config = configure(options.config, config_arguments)
     plugins.check_names(config)
+    if options.pipeline:
+        return _plan_pipelines(options, config)
+    if options.parallel:
+        return _plan_parallel(options, config)
     conflicts = [conflict for ranks in options.ranks if (conflict := find_conflict(config, ranks))]
     if len(conflicts) == len(options.ranks):  # before data are read
         raise _none_feasible(conflicts)
+    limit = read_size(options.memory) if options.memory else None
+    times = None if options.faults is None else read_fault_times(options.faults)
     data = _training_data(options, config)
-    forecasts = [forecast(config, data.samples, ranks) for ranks in options.ranks]
+    forecasts = [forecast(config, data.samples, ranks, data.task.sizes.get("context")) for ranks in options.ranks]
     feasible = [one for one in forecasts if isinstance(one, Forecast)]
     if not feasible:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config)
     shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, data.task)
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
-    print("\n".join(plan_lines(planned, all_names=options.all)))
+    of_memory = None
+    if options.memory is not None:
+        of_memory = memory_plan(config, data.task, feasible, limit, resident_bytes())
+    lines, found = plan_lines(planned, options.all, of_memory), to_json(planned)
+    if times is not None:
+        rows = goodputs(times)
+        lines, found = [*lines, "", *fault_lines(times, rows)], found | {"faults": faults_json(times, rows)}
+    print_result(options.json, lines, found | ({"memory": memory_json(of_memory)} if of_memory else {}))
     if options.png is not None:
         curves = [_curve(group) for group in group_by_recipe(feasible)]
-        print()
-        print(draw(Path(options.png), _title(config, data.samples, feasible[-1]), curves))
+        drawn = draw(Path(options.png), _title(config, data.samples, feasible[-1]), curves)
+        if options.json != STANDARD_OUTPUT:
+            print(f"\n{drawn}")
+    if options.parallel_picture is not None:
+        drawn = draw_parallel(options.parallel_picture, feasible[0].config, data.task, feasible[0].ranks)
+        if options.json != STANDARD_OUTPUT:
+            print(f"\n{drawn}")
+    return DONE
+
+
+def _refuse_combinations(options: argparse.Namespace) -> None:
+    """Raises UserError for an option that the kind of plan does not read."""
+    kind = next((kind for kind in ("pipeline", "parallel") if getattr(options, kind)), None)
+    others = _OPTIONS_OF_JOBS + (("pipeline",) if kind == "parallel" else ("parallel", "memory", *_OPTIONS_OF_MESHES))
+    if kind is None:
+        others = _OPTIONS_OF_MESHES
+    for name in others:
+        if getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            if kind is None:
+                raise UserError(f"plan without --parallel does not read {option}", option, f"plan --parallel ..., or leave {option} out")
+            raise UserError(f"plan --{kind} does not read {option}", option, f"leave one of them out: --{kind} or {option}")
+
+
+def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
+    """Of parallel.pipeline ranks; without that of --ranks."""
+    sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks
+    if 1 in sizes:
+        raise UserError("a pipeline has 2 ranks or more", "--ranks", "plan --pipeline --ranks 2,4, or parallel.pipeline=2")
+    task = _training_data(options, config).task
+    plans = [pipeline_plan(config, task, size) for size in sizes]
+    lines = [line for each in plans for line in ["", *pipeline_lines(each)]]
+    print_result(options.json, lines[1:], {"pipelines": [pipeline_json(each) for each in plans]})
+    return DONE
+
+
+def _plan_parallel(options: argparse.Namespace, config: Config) -> int:
+    data = _training_data(options, config)
+    plan_parallel(options, config, Data(data.task, data.samples))
     return DONE
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of plan", "python -m hvdtrain --help shows the options of plan")
+        raise UserError(message, "command line of plan", "hvdtrain plan --help shows its options")
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of plan, and the other arguments, which belong to the configuration."""
-    parser = _Parser(prog="python -m hvdtrain plan", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="hvdtrain plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    parser.add_argument("--ranks", type=_read_ranks, default=[1, 8, 64, 512])
+    parser.add_argument("--ranks", type=_read_ranks, default=None)
+    parser.add_argument("--memory")
+    parser.add_argument("--pipeline", action="store_true")
+    parser.add_argument("--faults")
     parser.add_argument("--png")
+    parser.add_argument("--parallel-picture")
+    parser.add_argument("--json")
     parser.add_argument("--samples", type=_read_count)
     parser.add_argument("--image", type=_read_image)
     parser.add_argument("--classes", type=_read_count)
     parser.add_argument("--all", action="store_true")
-    return parser.parse_known_args(arguments)
+    add_options(parser)
+    options, others = parser.parse_known_args(with_faults_value(with_memory_value(with_json_value(arguments))))
+    defaults = [PARALLEL_RANKS] if options.parallel else [2] if options.pipeline else RANKS if options.memory is not None else _RANKS
+    options.ranks = options.ranks or list(defaults)
+    return options, others
 
 
 def _read_count(value: str) -> int:
@@ -103,21 +203,17 @@ def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData
     example = "--samples 1281167 --image 224x224x3 --classes 1000"
     if None not in given:
         origin = "by --samples, --image and --classes; no data is read"
-        return _TrainingData(options.samples, _task(options.image, options.classes), origin)
+        return _TrainingData(options.samples, without_statistics(options.image, options.classes), origin)
     if any(given):
         raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
     try:
         source = build_source(unstaged(config), "train")
-        augment.check_augmentation(config.augment, source.shape)
+        check_augmentation(config, source)
+        task = planned_task(config, source)
     except UserError as error:
         without_data = f"plan without data, as in {example}"
         raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None
-    return _TrainingData(len(source), _task(source.shape, source.classes), f"data.name={config.data.name}")
-
-
-def _task(shape: tuple[int, int, int], classes: int) -> Task:
-    """Without the statistics of the pixels: mean 0, deviation 1."""
-    return Task(shape, classes, np.zeros(shape[2]), np.ones(shape[2]))
+    return _TrainingData(len(source), task, f"data.name={config.data.name}")
 
 
 def _rule(config: Config) -> Rule | None:
@@ -152,4 +248,4 @@ def _curve(group: list[Forecast]) -> RecipeCurve:
 
 def _title(config: Config, samples: int, shown: Forecast) -> str:
     job = f"{config.model.name} on {samples:,} samples with {config.optim.name}"
-    return f"{job}\n{ranks_label([shown])}: {lr_summary(shown.config, samples)}"
+    return f"{job}\n{ranks_label([shown])}: {lr_summary(shown.config, samples, shown.context)}"

@@ -16,22 +16,15 @@ from hvdtrain.data.sampler import largest_share
 from hvdtrain.errors import UserError
 from hvdtrain.optim.rule import ArrayOps, Rule
 from hvdtrain.recipe import from_config
+from hvdtrain.recipe.batch_growth import BatchPhase, batch_phases, steps_until
 from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.recipe.clock import clock, total_samples
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.conflicts import refuse_on_every_engine
-from hvdtrain.training.input.micro_batches import micro_batches_per_step
+from hvdtrain.training.input.micro_batches import passes_of_step
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the trained parameters, by name
-
-
-class BatchPhase(NamedTuple):
-    """Consecutive steps with the same global batch."""
-
-    batch: int
-    first_step: int  # steps done before the first of them
-    samples: int  # read before the first of them
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -42,23 +35,24 @@ class Forecast:
     config: Config
     recipe: Recipe
     dataset: int  # training samples
+    context: int | None  # tokens of each, where they have tokens
     batch_phases: tuple[BatchPhase, ...]
 
     @property
     def steps(self) -> int:
         last = self.batch_phases[-1]
-        return last.first_step + last.steps
+        return last.first_step + int(last.steps)
 
     @property
     def epochs(self) -> float:
-        """Of the whole job; a fraction where max_steps ends it."""
-        return min(float(self.recipe.epochs), self.progress(self.steps).epochs)
+        """Of the whole job."""
+        return min(self.recipe.epochs, self.progress(self.steps).epochs)
 
     def progress(self, step: int) -> Progress:
         """The progress of the job after `step` steps."""
         phase = next(phase for phase in reversed(self.batch_phases) if phase.first_step <= step)
         samples = phase.samples + (step - phase.first_step) * phase.batch
-        return Progress(self.dataset, self.dataset * self.recipe.epochs, step, samples)
+        return Progress(self.dataset, total_samples(self.config, self.dataset), step, samples)
 
     def hyper(self, step: int) -> Hyper:
         """Learning rate, momentum and batch of the step after `step` steps."""
@@ -66,7 +60,7 @@ class Forecast:
 
     def after_warmup(self) -> Hyper | None:
         """The same of the first step after the warm-up; None if the job ends before."""
-        epochs = from_config.warmup_epochs(self.config, self.dataset)
+        epochs = from_config.warmup_epochs(self.config, clock(self.config, self.dataset, self.context), self.recipe.batch)
         for phase in self.batch_phases:
             steps = steps_until(epochs, phase.samples, phase.batch, self.dataset)
             if steps < phase.steps:
@@ -75,12 +69,17 @@ class Forecast:
 
     def samples_per_rank(self, batch: int) -> tuple[int, int]:
         """The fewest and the most samples of a rank in a step."""
-        return batch // self.ranks, math.ceil(batch / self.ranks)
+        return batch // self._readers, math.ceil(batch / self._readers)
+
+    @property
+    def _readers(self) -> int:
+        """Ranks that read different samples."""
+        return self.config.readers(self.ranks)
 
     def forward_passes(self, batch: int) -> int:
         """Of a rank in a step; data.sampling=partition may take one more in a step that reaches into the next epoch."""
-        most = largest_share(0, batch, self.ranks, self.dataset, self.config.data.sampling)
-        return micro_batches_per_step(self.config.batch, most, batch, self.recipe.batch.first)
+        most = largest_share(0, batch, self._readers, self.dataset, self.config.data.sampling)
+        return passes_of_step(self.config, most, batch, self.recipe.batch.first)
 
 
 class Infeasible(NamedTuple):
@@ -99,16 +98,23 @@ def find_conflict(config: Config, ranks: int) -> Infeasible | None:
     return None
 
 
-def forecast(config: Config, dataset: int, ranks: int) -> Forecast | Infeasible:
-    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them; `dataset`: training samples."""
+def forecast(config: Config, dataset: int, ranks: int, context: int | None = None) -> Forecast | Infeasible:
+    """The job on `ranks` ranks, or why the configuration or the recipe does not fit them, or its steps are not known.
+
+    dataset: training samples; context: tokens of each, where they have tokens.
+    """
     if conflict := find_conflict(config, ranks):
         return conflict
     config = resolve_batch_size(config, ranks)
     try:
-        recipe = build_recipe(config, dataset)
+        recipe = build_recipe(config, dataset, context)
     except UserError as error:
         return Infeasible(ranks, error)
-    return Forecast(ranks, config, recipe, dataset, batch_phases(recipe, dataset, config.max_steps))
+    if recipe.epochs == math.inf:
+        what = f"stop.time={config.stop.time} alone ends the job: its steps are not known"
+        return Infeasible(ranks, UserError(what, config.where("stop.time"), "plan with stop.steps=N or epochs=N as well"))
+    phases = phases_of_job(recipe, dataset, total_samples(config, dataset), config.stop.steps or math.inf)
+    return Forecast(ranks, config, recipe, dataset, context, phases)
 
 
 def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
@@ -123,37 +129,16 @@ def group_by_recipe(forecasts: Sequence[Forecast]) -> list[list[Forecast]]:
     return groups
 
 
-def batch_phases(recipe: Recipe, dataset: int, max_steps: int | None) -> tuple[BatchPhase, ...]:
-    """The whole job, without a loop over its steps: the batch changes at a few epochs only."""
+def phases_of_job(recipe: Recipe, dataset: int, total: int, step_limit: float) -> tuple[BatchPhase, ...]:
+    """Up to the first step that has read `total` samples, or to `step_limit` steps."""
     phases: list[BatchPhase] = []
-    total = dataset * recipe.epochs
-    step_limit = max_steps or math.inf
-    step = samples = 0
-    while samples < total and step < step_limit:
-        batch = recipe.batch(samples / dataset)
-        to_the_end = -((samples - total) // batch)  # rounded up, in integers
-        to_each_change = [steps_until(epoch, samples, batch, dataset) for epoch in recipe.batch.at if epoch > samples / dataset]
-        steps = int(min(to_the_end, step_limit - step, *to_each_change))
-        phases.append(BatchPhase(batch, step, samples, steps))
-        step += steps
-        samples += steps * batch
+    for phase in batch_phases(recipe.batch, dataset):
+        to_the_end = -((phase.samples - total) // phase.batch)  # rounded up, in integers
+        steps = min(to_the_end, step_limit - phase.first_step, phase.steps)
+        phases.append(phase._replace(steps=int(steps)))
+        if steps < phase.steps or to_the_end <= steps or phase.first_step + steps >= step_limit:
+            break
     return tuple(phases)
-
-
-def steps_until(epoch: float, samples: int, batch: int, dataset: int) -> float:
-    """How many steps come before the first that starts at `epoch` or later; infinity where that is longer than any job.
-
-    Rounded as Progress.epochs rounds: the estimate is corrected by the same division.
-    """
-    estimate = (epoch * dataset - samples) / batch
-    if not estimate < 2**52:
-        return math.inf
-    steps = max(0, math.ceil(estimate))
-    while steps and (samples + (steps - 1) * batch) / dataset >= epoch:
-        steps -= 1
-    while (samples + steps * batch) / dataset < epoch:
-        steps += 1
-    return steps
 
 
 class Memory(NamedTuple):

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_recipe, memory
+from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary
+from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.task import Task
 
 _WIDTH = 100  # characters of a line; the name of a parameter may be longer
 _MOST_NAMES = 8  # of parameters without decay, unless --all
@@ -36,15 +38,15 @@ class Plan(NamedTuple):
     rule: Rule | None  # None: a class of torch.optim
 
 
-def plan_lines(plan: Plan, all_names: bool) -> list[str]:
+def plan_lines(plan: Plan, all_names: bool, memory: MemoryPlan | None = None) -> list[str]:
     """All lines, with empty ones between the sections; `all_names`: of every parameter that is not decayed."""
     feasible = [one for one in plan.forecasts if isinstance(one, Forecast)]
     sections = [
         ["hvdtrain plan: what the job would do; nothing is trained", "", *_data_and_model(plan)],
         _recipes(plan, feasible),
-        [*_table(plan.forecasts), *_notes(plan.config, feasible)],
+        [*_table(plan.forecasts), *_notes(plan, feasible)],
         _parameters(plan, len(plan.shapes) if all_names else _MOST_NAMES),
-        _memory(plan),
+        _memory(plan) if memory is None else memory_lines(memory),
     ]
     return [line for section in sections for line in ("", *section)][1:]
 
@@ -65,13 +67,20 @@ def batch_label(forecast: Forecast) -> str:
 
 
 def _data_and_model(plan: Plan) -> list[str]:
-    config, (height, width, channels) = plan.config, plan.task.shape
-    images = f"images of {height}x{width} pixels and {channels} channel{'s' * (channels > 1)}"
+    config = plan.config
     return [
-        *_labelled("data", f"{plan.samples:,} training samples, {images}, {plan.task.classes:,} classes ({plan.origin})"),
+        *_labelled("data", f"{plan.samples:,} training samples, {_fields(plan.task)} ({plan.origin})"),
         *_labelled("model", f"{config.model.name}: {_count(plan.shapes)}, framework={config.framework}, {config.speed.precision}"),
         *_labelled("optimizer", f"{config.optim.name}, weight decay {config.optim.weight_decay:g}"),
     ]
+
+
+def _fields(task: Task) -> str:
+    """images of 28x28 pixels and 1 channel, 10 classes"""
+    if not isinstance(task, Classification) or not task.is_of_images:
+        return task.summary
+    height, width, channels = task.shape
+    return f"images of {height}x{width} pixels and {channels} channel{'s' * (channels > 1)}, {task.classes:,} classes"
 
 
 def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
@@ -79,7 +88,7 @@ def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
     lines = []
     for group in group_by_recipe(feasible):
         lines += _labelled("recipe", f"on {ranks_label(group)}")
-        lines += _labelled("", lr_summary(group[0].config, plan.samples))
+        lines += _labelled("", lr_summary(group[0].config, plan.samples, group[0].context))
         lines += _labelled("", f"batch {batch_summary(group[0].recipe)}")
     return lines
 
@@ -116,7 +125,7 @@ def _cells(forecast: Forecast) -> list[str]:
         f"{first.lr:.4g}",
         f"{warm.lr:.4g}" if warm else "never",
         f"{last.lr:.4g}",
-        "its own" if _has_momentum_of_its_class(forecast.config) else f"{first.momentum:g}",
+        "its own" if has_momentum_of_its_class(forecast.config) else f"{first.momentum:g}",
     ]
 
 
@@ -126,12 +135,15 @@ def _share(forecast: Forecast, batch: int) -> str:
     return f"{fewest:,}" if fewest == most else f"{fewest:,}-{most:,}"
 
 
-def _notes(config: Config, feasible: list[Forecast]) -> list[str]:
+def _notes(plan: Plan, feasible: list[Forecast]) -> list[str]:
     notes = list(_NOTES)
     if any(len(one.batch_phases) > 1 for one in feasible):
         notes.append("a>b: the batch changes from a to b, maybe in several steps")
-    if config.stop.target_accuracy is not None:
-        notes.append(f"the job ends early once validation accuracy {config.stop.target_accuracy:g} is held (stop.target_accuracy)")
+    config = plan.config
+    if config.stop.target is not None:
+        notes.append(f"the job ends early once validation {plan.task.objective} {config.stop.target:g} is held (stop.target)")
+    if config.stop.time is not None:
+        notes.append(f"the job ends early after stop.time={config.stop.time}")
     return [wrapped for note in notes for wrapped in textwrap.wrap(note, _WIDTH, initial_indent="  ", subsequent_indent="    ")]
 
 
@@ -188,7 +200,7 @@ def _mib(size_bytes: int, digits: int) -> str:
     return f"{size_bytes / 2**20:,.{digits}f}"
 
 
-def _has_momentum_of_its_class(config: Config) -> bool:
+def has_momentum_of_its_class(config: Config) -> bool:
     """A class of torch.optim has the default momentum of its constructor where the configuration has none."""
     return config.optim.momentum is None and "." in config.optim.name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 POLL_S = 0.02
-# Tags on COMM_WORLD, which nothing else uses: Horovod and the mpi engine have communicators of their own.
+# Tags on COMM_WORLD, or a copy of what is left of it, which nothing else uses: Horovod and the mpi engine have communicators of their own.
 REQUEST, REPLY, ACKNOWLEDGMENT = 29101, 29102, 29103
 
 
@@ -25,9 +25,9 @@ class MpiSideChannel:
     latest one, and a rank replies to every request that it finds until one reply is acknowledged.
     """
 
-    def __init__(self, mpi: Any) -> None:
-        """`mpi`: the module mpi4py.MPI."""
-        self._mpi, self._world = mpi, mpi.COMM_WORLD
+    def __init__(self, mpi: Any, world: Any) -> None:
+        """`mpi`: the module mpi4py.MPI; world: the MPI communicator of all ranks."""
+        self._mpi, self._world = mpi, world
         self._sends: list[Any] = []  # pending requests of MPI, kept for the memory that they use; some never complete
         self._receives: dict[int, list[tuple[int, Any]]] = {REQUEST: [], REPLY: [], ACKNOWLEDGMENT: []}  # tag -> (rank, pending request)
         self._latest = 0  # number of the latest gather

@@ -10,13 +10,22 @@ import numpy as np
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.default_folders import data_root
 from hvdtrain.data.files.download import RequiredFiles, download
-from hvdtrain.data.source import ArraySource, Source, Split
+from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
 _HOST = "https://www.cs.toronto.edu/~kriz/"
 _PIXELS = 3 * 32 * 32
 _MOST_BYTES = 2**28  # of a split: CIFAR has 154 million
 _FIX = "delete the file and fetch it again"
+_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle caterpillar
+    cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster
+    house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree
+    orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose
+    sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television
+    tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""  # in the order of fine_label_names.txt
 
 
 class _Edition(NamedTuple):
@@ -27,7 +36,7 @@ class _Edition(NamedTuple):
     folder: str
     files: dict[Split, tuple[str, ...]]
     label_bytes: int  # the last of them is the class
-    classes: int
+    classes: tuple[str, ...]  # their names
     pickled_folder: str  # of the version that is not read
 
 
@@ -38,7 +47,7 @@ _EDITIONS = {
         "cifar-10-batches-bin",
         {"train": tuple(f"data_batch_{part}.bin" for part in range(1, 6)), "val": ("test_batch.bin",)},
         1,
-        10,
+        tuple(_CIFAR10_CLASSES.split()),
         "cifar-10-batches-py",
     ),
     "cifar100": _Edition(
@@ -47,13 +56,13 @@ _EDITIONS = {
         "cifar-100-binary",
         {"train": ("train.bin",), "val": ("test.bin",)},
         2,
-        100,
+        tuple(_CIFAR100_CLASSES.split()),
         "cifar-100-python",
     ),
 }
 
 
-def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
+def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
     """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images, 32x32x3.
 
     The files are in <root>/cifar-10-batches-bin or <root>/cifar-100-binary. Without a root: $XDG_CACHE_HOME/hvdtrain/data, or
@@ -73,7 +82,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     records = [_read_records(path, edition.label_bytes, _MOST_BYTES // len(paths)) for path in paths]
     x = np.concatenate([record[:, edition.label_bytes :] for record in records]).reshape(-1, 3, 32, 32)  # (n, C, H, W)
     y = np.concatenate([record[:, edition.label_bytes - 1] for record in records]).astype(np.int64)
-    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, edition.classes, str(folder))
+    return ArraySource(np.ascontiguousarray(x.transpose(0, 2, 3, 1)), y, len(edition.classes), str(folder), edition.classes)
 
 
 def _download(name: str, root: Path, allowed: bool) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.default_folders import cache_root
+from hvdtrain.data.files.default_folders import cache_root, check_folder
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
+from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
-from hvdtrain.data.source import Source, Split
+from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
@@ -31,7 +32,7 @@ def build(
     channels: int = 3,
     packed: bool = True,
     cache: Path | None = None,
-) -> Source:
+) -> LabelledImages:
     """Images in <root>/<split>/<class>/*.{jpg,jpeg,png,bmp,webp}; `split` is train, and val, validation or test (the first that exists).
 
     Class numbers follow the sorted names of train's folders. The first run decodes every image once and keeps the pixels in array files of
@@ -59,12 +60,13 @@ def build(
     paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
     y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()]).astype(np.int64)
     source = ImageSource(
-        encoded=_ImageFiles(str(found.folder), paths),
+        encoded=ImageFiles(str(found.folder), paths),
         y=y,
         classes=len(found.classes),
         shape=(height, width, channels),
         crop=size is not None,
         first=lambda: first,
+        class_names=tuple(map(short, found.classes)),
     )
     if not packed:
         return source
@@ -80,47 +82,59 @@ class _Found(NamedTuple):
     first_of_train: str  # the image whose height and width all must have, where no size is set
 
 
-@dataclass(frozen=True)
-class _ImageFiles:
-    """EncodedImages of one split, by class, then by name."""
-
-    where: str  # the split's folder
-    paths: list[str]  # class/name; a Path would take four times the memory
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def content(self, index: int) -> bytes:
-        return read_file(self.name(index))
-
-    def name(self, index: int) -> str:
-        return f"{self.where}/{self.paths[index]}"
+def check_splits(root: Path | None) -> None:
+    """Raises UserError where train or val is missing, or they have different classes. It reads the names of folders alone: no image."""
+    if root is None:  # build() refuses it
+        return
+    root = expand(root, "data.root")
+    train, val = _split_folder(root, "train"), _split_folder(root, "val")
+    try:
+        _compare_classes(_class_names(train), _class_names(val), val)
+    except OSError as error:
+        raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
 
 
 def _find_images(root: Path, split: Split) -> _Found:
-    """Raises UserError where train and the split have different classes, or a class has no images; OSError."""
-    train_folder = _split_folder(root, "train")
-    train = _list_classes(train_folder)
+    """Raises UserError where train and the split have different classes, or a class has no images; OSError.
+
+    A validation set without train has the classes of its own folders: a model that exists already is evaluated with it.
+    """
     folder = _split_folder(root, split)
-    classes = train if split == "train" else _list_classes(folder)
-    if classes.keys() != train.keys():
-        different = ", ".join(map(short, sorted(classes.keys() ^ train.keys())))
-        raise UserError(f"only one of train and {folder.name} has class {different}", str(folder), "the same class folders in both")
+    train_folder = folder if split == "val" and not (root / "train").is_dir() else _split_folder(root, "train")
+    train = _list_classes(train_folder)
+    classes = train if folder == train_folder else _list_classes(folder)
+    _compare_classes(train, classes, folder)
     label, images = next(iter(train.items()))
     return _Found(folder, classes, str(train_folder / label / images[0]))
 
 
+def _compare_classes(train: Collection[str], classes: Collection[str], folder: Path) -> None:
+    """Raises UserError where a class is only in one of train and `folder`."""
+    if different := sorted({*train} ^ {*classes}):
+        what = f"only one of train and {folder.name} has class {', '.join(map(short, different))}"
+        raise UserError(what, str(folder), "the same class folders in both")
+
+
 def _split_folder(root: Path, split: Split) -> Path:
+    """Raises UserError where there is none; OSError."""
+    check_folder(root, f"data.root=DIR, with images in DIR/{split}/<class>/")
     for folder in _FOLDERS[split]:
         if (root / folder).is_dir():
             return root / folder
-    raise UserError(f"no folder {' or '.join(_FOLDERS[split])}", str(root), f"data.root=DIR, with images in DIR/{split}/<class>/")
+    fix = f"data.root=DIR, with images in DIR/{split}/<class>/"
+    if split == "val":
+        fix += "; or data.val_share=0.1, which takes a tenth of train instead"
+    raise UserError(f"no folder {' or '.join(_FOLDERS[split])}", str(root), fix)
+
+
+def _class_names(folder: Path) -> list[str]:
+    """The names of the class folders, sorted; hidden ones are skipped."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _list_classes(folder: Path) -> ImagesByClass:
-    """The image files of each class; hidden names are skipped. Raises UserError where a class has none."""
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    classes = {name: _list_images(folder / name) for name in names}
+    """The image files of each class. Raises UserError where a class has none."""
+    classes = {name: _list_images(folder / name) for name in _class_names(folder)}
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
         what = "no class folders"

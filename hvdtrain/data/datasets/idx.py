@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.files.default_folders import data_root
 from hvdtrain.data.files.download import RequiredFiles, download
-from hvdtrain.data.source import ArraySource, Source, Split
+from hvdtrain.data.source import ArraySource, LabelledImages, Split
 from hvdtrain.errors import UserError
 
 
@@ -23,12 +23,19 @@ class _Dataset(NamedTuple):
 
     folder: str  # the name of torchvision's class and of its folder
     url: str  # for a download by hand
+    classes: tuple[str, ...]  # their names
 
 
 _FAMILY = {
-    "mnist": _Dataset("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
-    "fashion_mnist": _Dataset("FashionMNIST", "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
-    "kmnist": _Dataset("KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
+    "mnist": _Dataset("MNIST", "https://ossci-datasets.s3.amazonaws.com/mnist/", tuple("0123456789")),
+    "fashion_mnist": _Dataset(
+        "FashionMNIST",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
+    "kmnist": _Dataset(
+        "KMNIST", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/", ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
+    ),
 }
 _FILES: dict[Split, tuple[str, str]] = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -40,7 +47,7 @@ _MOST_BYTES = {3: 2**28, 1: 2**24}  # of images: six times MNIST; of labels, eac
 _DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
 
 
-def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> Source:
+def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
     """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10 classes.
 
     The files are in <root>/<MNIST|FashionMNIST|KMNIST>/raw, or in <root> itself, as they are or as .gz. Without a root:
@@ -56,7 +63,7 @@ def build(name: str, root: Path | None, split: Split, *, download: bool = True) 
     x, y = _read_idx(images, 3), _read_idx(labels, 1)
     if len(x) != len(y):
         raise UserError(f"{len(x)} images but {len(y)} labels", f"{images} and {labels}", "replace both by one pair that belongs together")
-    return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images))
+    return ArraySource(x[..., None], y.astype(np.int64), _CLASSES, str(images), _FAMILY[name].classes)
 
 
 def _find_or_download(name: str, root: Path, split: Split, allowed: bool) -> list[Path]:

@@ -11,8 +11,9 @@ import numpy as np
 
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.channel_stats import ChannelStats
+from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import stats_of_images
-from hvdtrain.data.source import Source, Split, check_indices
+from hvdtrain.data.source import Field, LabelledImages, Split, check_indices, digest_of_labels, image_digests, image_fields
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def build(
     val_samples: int = 1000,
     shape: tuple[int, int, int] = (32, 32, 3),
     classes: int = 10,
-) -> Source:
+) -> LabelledImages:
     """A quarter class pattern, three quarters noise, computed at each read.
 
     samples: training images
@@ -73,8 +74,19 @@ class _Synthetic:
     length: int
     stream: int  # training and validation images have the same patterns and different noise
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
+
     def __len__(self) -> int:
         return self.length
+
+    def labels(self) -> np.ndarray:
+        return np.arange(self.length) % self.classes
 
     def read(self, indices: np.ndarray) -> Batch:
         """About 1 ms for 100 images of 32x32x3."""
@@ -87,6 +99,19 @@ class _Synthetic:
         """Exact over the first 1024 samples or all, if fewer; of large images over 2**28 values. All samples have the same distribution."""
         samples = min(self.length, _STATS_SAMPLES, -(-_STATS_VALUES // math.prod(self.shape)))
         return stats_of_images(self, np.arange(samples))
+
+    def label_digest(self) -> str:
+        """Of what all labels follow from."""
+        return digest_of_labels(np.array([self.classes, self.length]))
+
+    def image_digest(self, seed: int) -> str:
+        return digest_of_some(self, seed)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}
 
     def _pattern(self, y: np.ndarray) -> np.ndarray:
         """The patterns of classes y, int64 (n,): uint8 (n, H, W, C)."""

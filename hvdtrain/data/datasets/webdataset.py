@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.config.read import expand
-from hvdtrain.data.files.default_folders import cache_root
+from hvdtrain.data.files.default_folders import cache_root, check_folder
 from hvdtrain.data.files.lock import locked
 from hvdtrain.data.files.npy import load_npy, write_npy
 from hvdtrain.data.images.decode import check_image_options, height_and_width
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 from hvdtrain.data.images.tar_index import index_samples, name_at
-from hvdtrain.data.source import Source, Split
+from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
 _SPLITS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
@@ -39,7 +39,7 @@ def build(
     classes: int | None = None,
     packed: bool = False,
     cache: Path | None = None,
-) -> Source:
+) -> LabelledImages:
     """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or <root>/<split>-*.tar, `split` as for image folders.
 
     The archives are plain tar files. The first run writes an index of the images; each is then decoded from its archive whenever it is
@@ -47,7 +47,7 @@ def build(
 
     size: height and width of the images, made from the centre square of each (pixels; none: all have one size already)
     channels: 3 for colour, 1 for grey
-    classes: number of classes (none: train's largest label plus 1)
+    classes: number of classes (none: train's largest label plus 1; without train that of the split, to evaluate a model with it)
     packed: true: decode every image once, into array files, as data.name=folder does (true or false)
     cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or ~/.cache/hvdtrain/webdataset)
 
@@ -61,8 +61,8 @@ def build(
         raise UserError(f"{classes} classes are impossible", "data.classes", "1 or more")
     root = expand(root, "data.root")
     cache = expand(cache, "data.cache") if cache else cache_root() / "webdataset"
-    train = _open_archives(root, "train", cache)
-    archives = train if split == "train" else _open_archives(root, split, cache)
+    archives = _open_archives(root, split, cache)
+    train = archives if split == "train" or not _has_train(root) else _open_archives(root, "train", cache)
     classes = classes or int(train.labels.max()) + 1
     _check_labels(archives, classes)
     first = partial(train.name, 0)
@@ -141,6 +141,9 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
     """The archives of one split and their index, which is read from the cache or made. Raises UserError."""
     try:
         found = _find_archives(root, split)
+        if found is None:
+            patterns = " or ".join(f"{name}/*.tar or {name}-*.tar" for name in _SPLITS[split])
+            raise UserError(f"no archives {patterns}", str(root), f"data.root=DIR, with archives DIR/{split}/*.tar")
         files = []
         for path in found.paths:
             status = path.stat()
@@ -155,13 +158,22 @@ def _open_archives(root: Path, split: Split, cache: Path) -> _Archives:
         raise UserError(f"cannot write the index of the archives: {error}", str(cache / key), fix) from error
 
 
+def _has_train(root: Path) -> bool:
+    """Whether there are training archives; a model that exists already is evaluated without them. Raises UserError."""
+    try:
+        return _find_archives(root, "train") is not None
+    except OSError as error:
+        raise UserError(f"cannot list the archives: {error}", str(root), "repair or remove what is named") from error
+
+
 class _Found(NamedTuple):
     where: str  # for messages: the folder, or the folder and how the names begin
     paths: list[Path]  # by name
 
 
-def _find_archives(root: Path, split: Split) -> _Found:
-    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar. Raises UserError where there are none; OSError."""
+def _find_archives(root: Path, split: Split) -> _Found | None:
+    """The tar files in <root>/<split>/ or, if there are none, <root>/<split>-*.tar; None for none. Raises UserError, OSError."""
+    check_folder(root, f"data.root=DIR, with archives DIR/{split}/*.tar")
     for name_of_split in _SPLITS[split]:
         for folder, prefix in ((root / name_of_split, ""), (root, f"{name_of_split}-")):
             names = sorted(name for name in os.listdir(folder) if name.startswith(prefix)) if folder.is_dir() else []
@@ -172,8 +184,7 @@ def _find_archives(root: Path, split: Split) -> _Found:
             paths = [folder / name for name in names if name.endswith(".tar") and not name.startswith(".")]
             if paths:
                 return _Found(str(folder / prefix) if prefix else str(folder), paths)
-    patterns = " or ".join(f"{name}/*.tar or {name}-*.tar" for name in _SPLITS[split])
-    raise UserError(f"no archives {patterns}", str(root), f"data.root=DIR, with archives DIR/{split}/*.tar")
+    return None
 
 
 def _key(files: list[_Archive]) -> str:

@@ -1,11 +1,13 @@
-"""Where data and caches lie where the user names no folder."""
+"""Where data and caches lie: the folder that the user names, or the default one."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from hvdtrain.config.read import expand
+from hvdtrain.errors import UserError
 
 
 def cache_root() -> Path:
@@ -19,3 +21,13 @@ def cache_root() -> Path:
 def data_root(root: Path | None) -> Path:
     """The user's data.root, or `data` in the cache. Raises UserError where ~user is unknown."""
     return cache_root() / "data" if root is None else expand(root, "data.root")
+
+
+def check_folder(root: Path, fix: str) -> None:
+    """Raises UserError where data.root is not there, or is a file; OSError where it cannot be seen."""
+    try:
+        is_folder = stat.S_ISDIR(root.stat().st_mode)
+    except FileNotFoundError:
+        raise UserError(f"{root} does not exist", "data.root", fix) from None
+    if not is_folder:
+        raise UserError(f"{root} is not a folder", "data.root", fix)

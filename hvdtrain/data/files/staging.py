@@ -23,6 +23,7 @@ from hvdtrain.data.files.lock import locked
 from hvdtrain.errors import UserError
 
 _WITHOUT_FILES = ("digits", "synthetic")
+_READ_ONCE = ("image_tokens", "text")  # and kept in memory
 _USER_IMAGES = ("folder", "webdataset")  # never downloaded; the arrays and the index made of them go into the stage, too
 _IDX_FOLDERS = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
 _SELECTIONS: dict[str, tuple[FileSelection, ...]] = {  # what a data set reads below its root; any other reads all of it
@@ -76,6 +77,8 @@ def stage_data(name: str, root: Path | None, options: dict[str, Any], folder: st
     """
     if name in _WITHOUT_FILES:
         raise UserError(f"{name} has no files, there is nothing to stage", where, "leave data.stage out, or choose another data.name")
+    if name in _READ_ONCE:
+        raise UserError(f"{name} reads its files once, at the start: a copy would be read once, too", where, "leave data.stage out")
     if name in _USER_IMAGES and root is None:
         return StagedData(root, options)  # building the data set reports the missing root
     source = data_root(root).resolve()

@@ -12,8 +12,9 @@ import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.images.decode import Name, decode
+from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
-from hvdtrain.data.source import check_indices
+from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -47,10 +48,18 @@ class ImageSource:
     shape: tuple[int, int, int]  # (H, W, C)
     crop: bool  # take the centre square; else every image must have the size of `first`
     first: Name  # the image that `shape` was read from
+    class_names: tuple[str, ...] = ()
     small_images_lock: Lock = field(default_factory=Lock)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
 
     def __len__(self) -> int:
         return len(self.encoded)
+
+    def labels(self) -> np.ndarray:
+        return self.y
 
     def pixels(self, index: int) -> bytes:
         """(H, W, C), row by row. Raises UserError where the image cannot be decoded."""
@@ -71,6 +80,18 @@ class ImageSource:
     def stats(self) -> ChannelStats:
         """Over at most 2,000 images: see sampled_stats()."""
         return sampled_stats(self)
+
+    def label_digest(self) -> str:
+        return digest_of_labels(self.y)
+
+    def image_digest(self, seed: int) -> str:
+        return digest_of_some(self, seed)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}
 
     def _one_thread_if_small(self, indices: np.ndarray) -> AbstractContextManager[object]:
         """Batches of small images are read one after the other.

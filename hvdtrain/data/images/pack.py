@@ -20,10 +20,12 @@ import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
 from hvdtrain.data.files.lock import locked
-from hvdtrain.data.files.npy import load_npy, write_npy
+from hvdtrain.data.files.npy import write_npy
+from hvdtrain.data.images.checked_array import MOST_ROWS, CheckedArray, checksums, load_checked, rows_of_block, write_checksums
 from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
-from hvdtrain.data.source import ArraySource, Source, check_indices
+from hvdtrain.data.source import ArraySource, Field, LabelledImages, check_indices, digest_of_labels, image_digests, image_fields
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,12 +33,11 @@ if TYPE_CHECKING:
 
 _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
 _PROGRESS_S = 2.0
-_BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once,
-_BLOCK_IMAGES = 64  # and at most so many images
+_BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
 _MOST_THREADS = 16
 
 
-def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES) -> Source:
+def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES) -> LabelledImages:
     """The same images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
 
     One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource.
@@ -49,37 +50,58 @@ def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES) -> 
     for number in range(count):
         name = "images.npy" if count == 1 else f"images-{number:05}-of-{count:05}.npy"
         start = number * rows
-        shards.append(_Shard(folder / name, start, (min(rows, len(images) - start), *shape)))
+        shards.append(_Shard(folder / name, start, (min(rows, len(images) - start), *shape), is_only=count == 1))
     arrays = _load_or_decode(images, shards, folder)
     if count == 1:
-        return ArraySource(arrays[0], images.y, images.classes, images.encoded.where)
-    return PackedSource(tuple(arrays), images.y, images.classes, shape)
+        return ArraySource(arrays[0].images, images.y, images.classes, images.encoded.where, images.class_names)
+    return PackedSource(tuple(arrays), images.y, images.classes, shape, images.class_names)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSource:
-    """A source over several arrays; all but the last have the same length."""
+    """A source over several array files; all but the last have the same length."""
 
-    arrays: tuple[np.ndarray, ...]  # uint8 (rows, H, W, C) each
+    arrays: tuple[CheckedArray, ...]
     y: np.ndarray  # int64 (n,), each in 0..classes-1
     classes: int
     shape: tuple[int, int, int]
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
 
     def __len__(self) -> int:
         return len(self.y)
 
+    def labels(self) -> np.ndarray:
+        return self.y
+
     def read(self, indices: np.ndarray) -> Batch:
+        """Raises UserError where an image was altered after it had been written."""
         check_indices(indices, len(self))
         x = np.empty((len(indices), *self.shape), np.uint8)
         shards, rows = np.divmod(indices, len(self.arrays[0]))
         for shard in np.unique(shards).tolist():
             of_shard = np.flatnonzero(shards == shard)
-            x[of_shard] = self.arrays[shard][rows[of_shard]]
+            x[of_shard] = self.arrays[shard].read(rows[of_shard])
         return {"x": x, "y": self.y[indices]}
 
     def stats(self) -> ChannelStats:
         """Over at most 2,000 images, equal to ImageSource.stats(): reading all would take 5 s for each GiB."""
         return sampled_stats(self)
+
+    def label_digest(self) -> str:
+        return digest_of_labels(self.y)
+
+    def image_digest(self, seed: int) -> str:
+        return digest_of_some(self, seed)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}
 
 
 @dataclass(frozen=True)
@@ -89,12 +111,14 @@ class _Shard:
     path: Path
     start: int
     shape: tuple[int, ...]  # (rows, H, W, C)
+    is_only: bool  # all of it is read at the start, for mean and deviation: then it is also checked at the start
 
-    def load(self) -> np.ndarray | None:
-        return load_npy(self.path, np.dtype(np.uint8), self.shape)
+    def load(self) -> CheckedArray | None:
+        found = load_checked(self.path, self.shape)
+        return None if found is None or (self.is_only and not found.is_sound()) else found
 
 
-def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path) -> list[np.ndarray]:
+def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path) -> list[CheckedArray]:
     arrays = _load(shards)
     if len(arrays) < len(shards):
         try:
@@ -111,7 +135,7 @@ def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path) -> 
     return arrays
 
 
-def _load(shards: list[_Shard]) -> list[np.ndarray]:
+def _load(shards: list[_Shard]) -> list[CheckedArray]:
     """The arrays of the files that are complete."""
     return [array for shard in shards if (array := shard.load()) is not None]
 
@@ -134,19 +158,20 @@ def _decode(images: ImageSource, missing: list[_Shard], folder: Path) -> None:
     done = 0
     for shard in missing:
         with write_npy(shard.path, "|u1", shard.shape) as out:
-            _fill(images, shard, out, partial(show_progress, done))
+            write_checksums(shard.path, _fill(images, shard, out, partial(show_progress, done)))
         done += shard.shape[0]
     present = f", {len(images) - total} more were already there" if total < len(images) else ""
     show_progress(total, 0, f"{present}, written to {missing[0].path if len(missing) == 1 else folder}")
 
 
-def _fill(images: ImageSource, shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> None:
-    """Decodes the images of a shard on several threads and writes each at its place in the file."""
+def _fill(images: ImageSource, shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> np.ndarray:
+    """Decodes the images of a shard on several threads and writes each at its place in the file; returns the checksums of its blocks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if images.is_small(shard.start) else min(cores, _MOST_THREADS)
     done, stop = [0] * threads, Event()
     offset, stride = out.tell(), math.prod(shard.shape[1:])
-    block = min(max(1, _BLOCK_BYTES // stride), _BLOCK_IMAGES)
+    block, checked_rows = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS), rows_of_block(shard.shape)
+    sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)
 
     def work(thread: int) -> None:
         for start in range(thread * block, shard.shape[0], threads * block):
@@ -156,6 +181,8 @@ def _fill(images: ImageSource, shard: _Shard, out: IO[bytes], show_progress: Cal
             pixels = images.read(shard.start + rows)["x"]
             if os.pwrite(out.fileno(), pixels, offset + start * stride) != len(rows) * stride:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            found = checksums(pixels, checked_rows)  # of what was decoded, not of what the disk has
+            sums[start // checked_rows : start // checked_rows + len(found)] = found
             done[thread] += len(rows)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -165,6 +192,7 @@ def _fill(images: ImageSource, shard: _Shard, out: IO[bytes], show_progress: Cal
                 show_progress(sum(done))
         finally:
             stop.set()
+    return sums
 
 
 def _wait_all(futures: list[Future[None]], timeout_s: float) -> bool:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
-from hvdtrain.events.scalars import scalars
+from hvdtrain.events.scalars import METRICS, metric_names, scalars
 from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
 from hvdtrain.events.trackers.settings import flat_config, require_package
 
@@ -33,6 +34,7 @@ class Mlflow:
     """One MLflow run for a job, however often it is resumed. Steps that a resumed job repeats have two values."""
 
     def __init__(self, config: Config, run: Path) -> None:
+        self._metrics = METRICS
         self._config = config
         self._folder = run
         self._client: MlflowClient | None = None
@@ -45,7 +47,8 @@ class Mlflow:
         if self._client is None:
             self._client = _connect(self._folder)
             self._run_id = self._continue(self._client, event) or self._create(self._client)
-        numbers = scalars(event)
+        self._metrics = metric_names(event, self._metrics)
+        numbers = scalars(event, self._metrics)
         if numbers:
             from mlflow.entities import Metric
 
@@ -102,6 +105,8 @@ def _connect(run: Path) -> MlflowClient:
         # Files, for which MLflow needs the variable below. SQLite needs sqlalchemy and alembic, which mlflow-skinny lacks, takes 1.8 s
         # to create its tables and 8 ms instead of 2 for an event, and locks its file, which network file systems do badly.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        with Folder.make(run, "mlflow") as folder:
+            folder.refuse_links()
         uri = (run / "mlflow").as_uri()
     from mlflow.tracking import MlflowClient
 

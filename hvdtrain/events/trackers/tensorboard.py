@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of each event, and the configuration and the header as text, in RUN/tensorboard."""
+"""TensorBoard: the numbers of each event, and the configuration and the header as text, in RUN/tensorboard/NAME, NAME that of the run."""
 
 from __future__ import annotations
 
@@ -9,61 +9,83 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
 from hvdtrain.events.log import Event
 from hvdtrain.events.redaction import redact_urls
-from hvdtrain.events.scalars import scalars
+from hvdtrain.events.scalars import METRICS, metric_names, scalars
 from hvdtrain.events.trackers.settings import flat_config, require_package
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
+# The tags that come first: TensorBoard sorts groups by their names, capital letters before small ones.
+_CURVES = {
+    "train/loss": "Loss/train",
+    "val/loss": "Loss/val",
+    "train/accuracy": "Accuracy/train",
+    "val/accuracy": "Accuracy/val",
+}
+
 
 def build(config: Config, run: Path) -> TensorBoard:
-    """Show RUN with: tensorboard --logdir RUN.
+    """Show RUN with: tensorboard --logdir RUN/tensorboard, which has the run under its own name.
 
     Raises UserError where tensorboard is not installed; it is imported at the first event.
     """
     require_package("tensorboard", "tensorboard")
-    return TensorBoard(config, run / "tensorboard")
+    return TensorBoard(config, run)
 
 
 class TensorBoard:
     """One file for each start of the job. Each event is in the file when the call returns."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, run: Path) -> None:
+        self._metrics = METRICS
         self._config = config
-        self._folder = folder
+        self._run = run
         self._records: RecordWriter | None = None
+        self._start: Event | None = None  # whose texts are not written yet
 
     def __call__(self, event: Event) -> None:
-        numbers = scalars(event)
+        self._metrics = metric_names(event, self._metrics)
+        numbers = scalars(event, self._metrics)
         if self._records is None:
             self._records = self._open()
             self._write(event.time, 0, file_version="brain.Event:2")
         if event.kind == "start":
-            self._write_start(event)
+            self._write_restart(event)
+            self._start = event
         if numbers:
-            self._write(event.time, event.step, summary={"value": [{"tag": tag, "simple_value": x} for tag, x in numbers.items()]})
+            values = [{"tag": _CURVES.get(tag, tag), "simple_value": x} for tag, x in numbers.items()]
+            self._write(event.time, event.step, summary={"value": values})
+            self._write_texts()
         self._records.flush()
 
     def close(self) -> None:
         if self._records is not None:
+            self._write_texts()
             self._records.close()
 
     def _open(self) -> RecordWriter:
         # Its import takes 0.2 s, torch.utils.tensorboard 2 s. EventFileWriter also imports TensorFlow where that is installed.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._folder.mkdir(parents=True, exist_ok=True)
         # Readers take the files of a folder in the order of their names: the time comes first, in microseconds for quick restarts.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        return RecordWriter((self._folder / name).open("xb"))
+        with Folder.make(self._run, "tensorboard", self._run.absolute().name) as folder:
+            return RecordWriter(folder.create(name))
 
-    def _write_start(self, event: Event) -> None:
+    def _write_restart(self, event: Event) -> None:
+        """A resumed job repeats steps that an earlier start did after this one: readers drop the earlier ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        # A resumed job repeats steps that an earlier start did after this one: readers drop the earlier ones.
         self._write(event.time, event.step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _write_texts(self) -> None:
+        """The configuration and the header, behind the first numbers: a page that is opened before them would begin with the texts."""
+        event, self._start = self._start, None
+        if event is None:
+            return
         rows = "".join(f"| {key} | `{value.replace('|', '&#124;')}` |\n" for key, value in flat_config(self._config).items())
         texts = {"config": f"| key | value |\n| --- | --- |\n{rows}"}
         if event.fields.get("lines"):

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
 from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
 from hvdtrain.events.log import Event
-from hvdtrain.events.scalars import scalars
+from hvdtrain.events.scalars import METRICS, metric_names, scalars
 from hvdtrain.events.trackers.run_id import load_run_id, save_run_id
 from hvdtrain.events.trackers.settings import redacted_config, require_package
 
@@ -68,6 +69,7 @@ class Wandb:
     """
 
     def __init__(self, config: Config, run: Path, mode: str) -> None:
+        self._metrics = METRICS
         self._config = config
         self._folder = run
         self._mode = mode
@@ -77,7 +79,8 @@ class Wandb:
     def __call__(self, event: Event) -> None:
         if self._run is None:
             self._run = self._open(event)
-        numbers = scalars(event)
+        self._metrics = metric_names(event, self._metrics)
+        numbers = scalars(event, self._metrics)
         if numbers:
             self._run.log({**numbers, "step": event.step})
         self._code = CODES.get(event.kind, event.fields.get("exit_code", self._code))
@@ -94,6 +97,8 @@ class Wandb:
         with _restore_exit_hooks():
             import wandb
 
+            with Folder.make(self._folder, "wandb") as folder:
+                folder.refuse_links(below=False)  # below are earlier starts, which it only reads, with links to its cache
             path = self._folder / "wandb_run.json"
             run_id = load_run_id(path, first) or uuid.uuid4().hex[:8]
             run = wandb.init(

@@ -1,1 +1,1 @@
-"""The framework JAX: model, compiled step, learner."""
+"""The framework JAX: model, compiled step, learner, and how its ranks work together."""

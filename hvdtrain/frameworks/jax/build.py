@@ -12,8 +12,9 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.build_rule import build_rule
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.threads import fair_threads
+from hvdtrain.tasks.task import Task
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:

@@ -12,7 +12,14 @@ import numpy as np
 
 Params = dict[str, Any]  # arrays: {"fc.weight": ..., "fc.bias": ...}
 Init = Callable[[jax.Array], Params]  # key -> parameters
-Apply = Callable[[Params, jax.Array], jax.Array]  # parameters, images (n, H, W, C) -> logits (n, classes)
+Block = Callable[[Params, jax.Array], jax.Array]  # one of several parts of a model, all alike
+Wrap = Callable[[int, Block], Block]  # number of a block, from 0, and the block -> what is called in its place
+Apply = Callable[..., jax.Array]  # parameters, images (n, H, W, C) -> logits (n, classes)
+
+
+def as_it_is(number: int, block: Block) -> Block:
+    """The block itself: the default of a model's `wrap`."""
+    return block
 
 
 def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
@@ -36,8 +43,8 @@ def dense(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def flatten(x: jax.Array) -> jax.Array:
-    """(n, H, W, C) -> (n, C H W), the order that torch flattens in."""
-    return jnp.transpose(x, (0, 3, 1, 2)).reshape(len(x), -1)
+    """(n, H, W, C) -> (n, C H W), the order that torch flattens in; of other inputs (n, ...) -> (n, features)."""
+    return (jnp.transpose(x, (0, 3, 1, 2)) if x.ndim == 4 else x).reshape(len(x), -1)
 
 
 def convolve(params: Params, name: str, x: jax.Array, stride: int) -> jax.Array:

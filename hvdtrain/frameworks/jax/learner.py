@@ -1,11 +1,10 @@
-"""JaxLearner: one rank's model in JAX. Batches are padded to few shapes, gradients reduced in one allreduce, all else is compiled."""
+"""JaxLearner: one rank's model in JAX. Batches are padded to few shapes, and what is done to them is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,127 +12,134 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, Batch
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch, as_stream
 from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.jax.model import Model, Target, key_data
+from hvdtrain.frameworks.global_weight import global_weight
+from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
+from hvdtrain.frameworks.jax.phases import Phases
 from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas
-from hvdtrain.frameworks.learner import Gpu, Task
-from hvdtrain.frameworks.state import check_fit, plain_names
+from hvdtrain.frameworks.jax.strategy import Replicated, Strategy
+from hvdtrain.frameworks.jax.update import Optimizer
+from hvdtrain.frameworks.jax.zero import Zero
+from hvdtrain.frameworks.learner import Gpu, Predictions
+from hvdtrain.frameworks.state import check_fit, gather, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe.noise_scale import noise_scale_sums
+from hvdtrain.tasks.task import Place, Task, part_of
 
 
 class JaxLearner:
-    """A JAX model that gives logits (n, classes) for images (n, H, W, C), each image by itself: batches are padded with copies."""
+    """A JAX model of samples (n, ...), each sample by itself: batches are padded with copies."""
 
     def __init__(self, config: Config, model: Model, rule: Rule, task: Task, communicator: Communicator, target: Target) -> None:
-        self.model, self.communicator, self.target = model, communicator, target
-        self.noise_scale = config.log.noise_scale
-        self.largest = largest_micro_batch(config.batch.size, config.batch.micro, communicator.size)
+        self.task, self.communicator, self.target = task, communicator, target
+        self.data = communicator
+        self.model = model._replace(start=[])  # whose memory is free after the first step
+        micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
+        self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
-        self._waits_for_phases = config.log.step_times  # the host waits for the device at the end of each phase, to time it
-        self.waits_only_in_communication = self._times_phases = self._waits_for_phases or communicator.size > 1
-        formulas = Formulas(config, model, rule, task, communicator.size)
-        self._gradient, self._sums = jax.jit(formulas.gradient), jax.jit(formulas.sums)
-        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=(0, 1))
-        self.weights = [target.to_device(p) for p in model.start]
+        self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
+        self.waits_only_in_communication = self._phases.are_timed
         with target.enable_x64():
-            self.optimizer_state = [tuple(target.to_device(np.array(array)) for array in state) for state in formulas.start(self.weights)]
-        self._zero_row = target.to_device(np.zeros(sum(p.size for p in self.weights), target.dtype))
+            formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)))
+        self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
+        optimizer = Optimizer(config, rule, [p.shape for p in model.start])
+        strategy = Zero if config.shard.stage else Replicated
+        self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
+        self.is_sharded = self._strategy.is_sharded
+        self.weights = [target.to_device(p) for p in model.start]
 
     def cache_on_device(self, source: Source) -> bool:
         return False
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        n = len(batch["y"])
+        n = len(next(batch[name] for name in self.task.fields))
         if n == 0:
             return DeviceBatch(0)
+        weight = self.task.weight(batch)
         batch = augment.augment_batch(batch)
         padding = rows_for(n, self.largest) - n
-
-        def padded(name: str, dtype: Any) -> jax.Array | None:
-            return self.target.to_device(_pad(batch[name].astype(dtype), padding)) if name in batch else None
-
-        weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(self.target.dtype)
-        return DeviceBatch(
-            n,
-            images=padded("x", np.uint8),
-            labels=padded("y", np.int32),
-            weights=self.target.to_device(weights),
-            partner_labels=padded("partner_y", np.int32),
-            mixup_weight=padded("mixup_weight", self.target.dtype),
-        )
+        dtypes = {name: device_dtype(field, self.target.dtype) for name, field in self.task.fields.items()}
+        dtypes |= {f"partner_{name}": dtype for name, dtype in dtypes.items()} | {"mixup_weight": self.target.dtype}
+        arrays = {name: self.target.to_device(_pad(batch[name].astype(dtype), padding)) for name, dtype in dtypes.items() if name in batch}
+        sample_weights = np.concatenate([batch.get("w", np.ones(n)), np.zeros(padding)]).astype(self.target.dtype)
+        return DeviceBatch(n, weight, arrays | {"w": self.target.to_device(sample_weights)})
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
-        row, sums = self._zero_row, zero_sums()  # the row: the gradients of all parameters
-        enter = self.stopwatch.enter if self._times_phases else _no_phases  # work that is only started takes no time
-        self.stopwatch.enter("compute" if self._times_phases else "")
+        sums = zero_sums(self.task.sums)
+        divisor = global_weight(self.task, sum(batch.weight for batch in micro), hyper.batch, self.communicator)
+        self._phases.begin()
         with self.target.enable_x64():
             for batch in micro:
-                if batch.n:
-                    gradient, batch_sums = self._gradient(self.weights, batch, hyper.batch)
-                    row = gradient if row is self._zero_row else row + gradient
-                    sums = _add(sums, batch_sums, batch.n)
-            mean: Any = row
-            if self.communicator.size > 1:
-                mean = np.asarray(row)  # the host waits for the device here
-                enter("communication")
-                mean = self.communicator.allreduce(mean, "gradient.0")
-            elif self._waits_for_phases:
-                jax.block_until_ready(row)
-            enter("update")
-        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
-            self.weights, self.optimizer_state, nonfinite = self._update(
-                self.weights, self.optimizer_state, mean, hyper, key_data(seed), noisy=hyper.noise > 0
-            )
-        if self._waits_for_phases:
-            jax.block_until_ready(self.weights)
-        enter("")
-        with self.target.enable_x64():
-            if self.noise_scale:
-                squares = jnp.vdot(row, row), jnp.vdot(mean, mean)  # before clipping and noise
-                found = noise_scale_sums(*squares, sums["count"], hyper.batch, self.communicator.size)
+                sums = _add(sums, self._one_pass(batch, divisor), batch.n)
+        self.weights, nonfinite, squares = self._strategy.update(self.weights, hyper, seed)
+        self._phases.wait_for(self.weights)
+        self._phases.enter("")
+        if squares:
+            with self.target.enable_x64():
+                found = noise_scale_sums(squares.own, squares.mean, sums["count"], hyper.batch, self.communicator.size)
                 sums |= {key: jnp.where(nonfinite > 0, 0.0, value) for key, value in found.items()}
         return self._host_float64(sums | {"nonfinite": nonfinite})
+
+    def _one_pass(self, batch: DeviceBatch, divisor: int) -> Sums:
+        """The sums of a micro-batch, whose gradient the strategy has after it, and nobody else."""
+        if not batch.n:
+            self._strategy.add(None)
+            return {}
+        gradient, sums = self._gradient(self.weights, batch, divisor)
+        self._strategy.add(gradient)
+        return sums
 
     def sync_buffers(self, communicator: Communicator) -> None:
         pass  # JAX models have no buffers, and all ranks' weights are equal
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         if not batch.n:
-            return zero_sums()
+            return zero_sums(self.task.sums)
         with self.target.enable_x64():
-            return self._host_float64(_add(zero_sums(), self._sums(self.weights, batch), batch.n))
+            return self._host_float64(_add(zero_sums(self.task.sums), self._sums(self.weights, batch), batch.n))
+
+    def predict(self, batch: DeviceBatch) -> Predictions:
+        with self.target.enable_x64():
+            outputs = np.asarray(self._outputs(self.weights, batch))[: batch.n]
+        return Predictions(outputs, self.evaluate(batch))
 
     def state(self) -> Arrays:
-        return {name: array.copy() for name, array in self.views()}
+        return gather(self.communicator, self.pieces())
 
-    def views(self) -> Iterator[tuple[str, np.ndarray]]:
-        yield from ((f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
-        for name, state in zip(self.model.names, self.optimizer_state, strict=True):
-            yield from ((f"s.{name}.{i}", np.asarray(array)) for i, array in enumerate(state))
+    def pieces(self) -> Iterator[Piece]:
+        yield from (whole(f"p.{name}", np.asarray(p)) for name, p in zip(self.model.names, self.weights, strict=True))
+        for number, (name, state) in enumerate(zip(self.model.names, self._strategy.optimizer_state, strict=True)):
+            yield from (self._strategy.piece(f"s.{name}.{i}", number, np.asarray(array)) for i, array in enumerate(state))
 
     def state_dict_names(self) -> dict[str, str]:
-        return plain_names(name for name, _ in self.views())
+        return plain_names(f"p.{name}" for name in self.model.names)
 
-    def load(self, state: Arrays) -> None:
-        live = dict(self.views())
-        check_fit(live, state)
-        copies = {name: self.target.to_device(np.array(state[name], live[name].dtype)) for name in live}  # the caller keeps its memory
-        self.weights = [copies[f"p.{name}"] for name in self.model.names]
-        self.optimizer_state = [
-            tuple(copies[f"s.{name}.{i}"] for i in range(len(old)))
-            for name, old in zip(self.model.names, self.optimizer_state, strict=True)
+    def load(self, state: Arrays | ArrayStream) -> None:
+        live, stream = {piece.name: piece for piece in self.pieces()}, as_stream(state)
+        check_fit({name: piece.shape for name, piece in live.items()}, stream.shapes, stream.is_partial)
+        loaded = {name: self._part_on_device(live[name], array) for name, array in stream.arrays}
+        names = self.model.names
+        self.weights = [loaded.get(f"p.{name}", old) for name, old in zip(names, self.weights, strict=True)]
+        self._strategy.optimizer_state = [
+            tuple(loaded.get(f"s.{name}.{i}", old) for i, old in enumerate(state))
+            for name, state in zip(names, self._strategy.optimizer_state, strict=True)
         ]
+
+    def _part_on_device(self, piece: Piece, array: np.ndarray) -> jax.Array:
+        """Of a whole array what this rank has; the caller keeps its memory."""
+        part = array if piece.is_whole else np.asarray(array).reshape(-1)[piece.start : piece.stop]
+        return self.target.to_device(np.array(part, piece.array.dtype))
 
     def describe(self) -> str:
         device = f"{self.target.device.platform}:{self.target.device.id}"
-        how = "gradients by one allreduce" if self.communicator.size > 1 else "no reduction"
-        return f"{self.model.title}, {len(self._zero_row):,} parameters, jax {self.target.dtype} on {device}, {how}"
+        count = sum(p.size for p in self.weights)
+        return f"{self.model.title}, {count:,} parameters, jax {self.target.dtype} on {device}, {self._strategy.summary}"
 
     def gpu(self) -> Gpu | None:
         device = self.target.device
@@ -147,11 +153,9 @@ class JaxLearner:
 
     def _host_float64(self, sums: Sums) -> Sums:
         """float64 sums as Python's own: outside of enable_x64() JAX would add them as float32."""
-        return {name: float(value) for name, value in sums.items()} if self.target.dtype == np.float64 else sums
-
-
-def _no_phases(phase: str) -> None:
-    pass
+        if self.target.dtype != np.float64:
+            return sums
+        return {name: tuple(np.asarray(value).tolist()) if np.ndim(value) else float(value) for name, value in sums.items()}
 
 
 def largest_micro_batch(batch: int, micro: int | None, size: int) -> int:
@@ -177,4 +181,4 @@ def _pad(array: np.ndarray, padding: int) -> np.ndarray:
 
 
 def _add(sums: Sums, more: Sums, samples: int) -> Sums:
-    return {"loss": sums["loss"] + more["loss"], "right": sums["right"] + more["right"], "count": sums["count"] + samples}
+    return sums | {name: sums[name] + value for name, value in more.items()} | {"count": sums["count"] + samples}

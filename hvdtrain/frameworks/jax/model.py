@@ -12,9 +12,11 @@ import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.seeds import fold
+from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import build_model as models
-from hvdtrain.frameworks.learner import Task
+from hvdtrain.frameworks.jax.recompute import with_recompute
+from hvdtrain.tasks.task import Place, Task, part_of, wrong_shapes
 
 
 class Target(NamedTuple):
@@ -42,8 +44,8 @@ class Model(NamedTuple):
     structure: Any  # of the user's own tree of parameters
     apply: Callable[[Any, jax.Array], jax.Array]
 
-    def logits(self, weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        """x (n, H, W, C), normalized -> (n, classes)"""
+    def outputs(self, weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        """x (n, ...), as the task prepares it -> (n, ...)"""
         return self.apply(jax.tree_util.tree_unflatten(self.structure, weights), x)
 
 
@@ -65,7 +67,7 @@ def build_model(config: Config, task: Task, target: Target) -> Model:
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
         model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, apply)
-        _check_logits(model, task, target, where)
+        _check_outputs(model, config, task, target)
     return model
 
 
@@ -77,7 +79,7 @@ def _functions(config: Config, task: Task) -> tuple[Callable[..., Any], Callable
         what = f"{name} gave a {type(model).__name__}, not a pair of functions (init, apply)"
         raise UserError(what, where, "init(key) -> parameters, apply(parameters, images (n, H, W, C)) -> logits (n, classes)")
     init, apply = model
-    return init, apply
+    return init, with_recompute(apply, name, config.model.recompute, config.where("model.recompute"))
 
 
 def _check_parameters(model: str, names: list[str], arrays: list[Any], where: str) -> None:
@@ -93,12 +95,25 @@ def _check_parameters(model: str, names: list[str], arrays: list[Any], where: st
             )
 
 
-def _check_logits(model: Model, task: Task, target: Target, where: str) -> None:
-    """Shapes alone, nothing is computed: the model gives a row of logits for each of two images."""
-    images = jax.ShapeDtypeStruct((2, *task.shape), target.dtype)
-    found = jax.eval_shape(model.logits, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start], images)
-    fits = isinstance(found, jax.ShapeDtypeStruct) and found.ndim == 2 and len(found) == 2 and found.shape[1] >= task.classes
+def _check_outputs(model: Model, config: Config, task: Task, target: Target) -> None:
+    """Shapes alone, nothing is computed: the model gives what the task needs for two samples."""
+    part = part_of(task, "jax", config, Place(target.dtype))
+    batch = {name: jax.ShapeDtypeStruct((2, *field.shape), device_dtype(field, target.dtype)) for name, field in task.fields.items()}
+    inputs = jax.eval_shape(part.inputs, batch)
+    found = jax.eval_shape(model.outputs, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in model.start], inputs)
+    fits = isinstance(found, jax.ShapeDtypeStruct) and task.fits(found.shape, 2)
     if not fits or not jnp.issubdtype(found.dtype, jnp.floating):
         shape = f"{found.dtype} {found.shape}" if isinstance(found, jax.ShapeDtypeStruct) else type(found).__name__
-        what = f"for images {images.shape} the model gives {shape}, not logits (2, {task.classes})"
-        raise UserError(what, where, "end the model with one output for each class")
+        what = f"for {'images' if inputs.ndim == 4 else 'inputs'} {inputs.shape} the model gives {shape}, not {task.outputs(2)}"
+        fix = f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}"
+        raise UserError(what, config.where("model.name"), fix)
+    each = jax.eval_shape(lambda outputs, batch: part.each(outputs, batch, True), found, batch)
+    if wrong := wrong_shapes(task, each, 2):
+        raise UserError(f"each() of task.name={task.name} {wrong}", config.where("task.name"), "docs/tasks.md has an example")
+
+
+def device_dtype(field: Field, dtype: np.dtype) -> np.dtype:
+    """The number type that a field has on the device: images as they are, numbers of a range as int32, all others as the model's."""
+    if field.dtype == "uint8" and len(field.shape) == 3:
+        return np.dtype(np.uint8)
+    return np.dtype(np.int32) if field.values else dtype

@@ -39,8 +39,11 @@ class Buffers:
                 live.copy_(copy)
 
     @torch.no_grad()
-    def sync_buffers(self, communicator: Communicator) -> None:
-        """Running statistics become their mean over ranks, the others rank 0's: one collective for each kind that there is."""
+    def sync_buffers(self, communicator: Communicator, first: int = 0) -> None:
+        """Running statistics become their mean over ranks, the others the first rank's: one collective for each kind that there is.
+
+        first: the ranks before it read no samples.
+        """
         if communicator.size == 1:
             return
         device = reduction_device(self._device, communicator)
@@ -50,11 +53,12 @@ class Buffers:
         others.sort(key=torch.Tensor.element_size, reverse=True)  # so that each begins at a multiple of its element's size
         handle: Handle | None = None
         if running:
-            flat = torch.cat([b.to(self._device).flatten() for b in running]) / communicator.size
+            flat = torch.cat([b.to(self._device).flatten() for b in running]) / (communicator.size - first)
+            flat = flat if communicator.rank >= first else torch.zeros_like(flat)
             handle = communicator.start_allreduce(flat.to(device), "settle")
         if others:
             flat = torch.cat([b.to(self._device).flatten().contiguous().view(torch.uint8) for b in others])
-            flat = communicator.broadcast(flat.to(device), "settle.others").to(self._device)
+            flat = communicator.broadcast(flat.to(device), "settle.others", root=first).to(self._device)
             received = flat.split([b.nbytes for b in others])
             torch._foreach_copy_(others, [bytes_.view(b.dtype).view_as(b) for b, bytes_ in zip(others, received, strict=True)])
         if handle:

@@ -8,28 +8,30 @@ from typing import Any
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.config import plugins
+from hvdtrain.comm.features import Feature
+from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.layout import Layout
+from hvdtrain.core.pieces import Cut
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import build_rule
-from hvdtrain.frameworks.learner import Learner, Task
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.planned_work import PlannedWork
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.threads import fair_threads
 from hvdtrain.frameworks.torch import allocator
-from hvdtrain.frameworks.torch.compile import check_compiler, compiled
+from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
+from hvdtrain.frameworks.torch.compile import check_compiler
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import check_shared, pick_device
-from hvdtrain.frameworks.torch.forward import Forward, TrainingModel
-from hvdtrain.frameworks.torch.gradients import Meter, NoMeter
-from hvdtrain.frameworks.torch.inputs import Inputs, use_channels_last
-from hvdtrain.frameworks.torch.learner import TorchLearner
-from hvdtrain.frameworks.torch.loss import Loss
-from hvdtrain.frameworks.torch.model import black, check_logits, checked_model, normed_model
-from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters
-from hvdtrain.frameworks.torch.precision import pick_precision, refuse_tiny_images
+from hvdtrain.frameworks.torch.model import check_outputs, checked_model, example, normed_model
+from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.timed import timed
+from hvdtrain.frameworks.torch.precision import Precision, pick_precision, refuse_tiny_images
+from hvdtrain.tasks.task import Task
 
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
@@ -43,48 +45,102 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     device = pick_device(config, communicator)
     check_shared(device, communicator, config.where("speed.device"))
     if device.type == "cpu":
-        allocator.keep()
+        allocator.return_large() if config.shard.stage == 3 else allocator.keep()
     precision = pick_precision(config, device, communicator)
     check_compiler(config, device)
+    if config.shard.stage or config.parallel.cuts or config.servers.count:
+        check_optimizer(config)
+    mesh, stopwatch = make_mesh(communicator, config), ReplaceableStopwatch(stopwatch_for(device))
+    ranks = communicator
+    if device.type == "cpu" and config.parallel.cuts:
+        ranks = timed(communicator, stopwatch)
+        mesh = mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    model = normed_model(config, task, communicator).to(device=device, dtype=precision.weights)
-    check_logits(model, config, task)
-    refuse_tiny_images(model, black(2, task, next(model.parameters())), precision, config.where("speed.precision"))
-    channels_last = use_channels_last(config.speed.channels_last, plugins.is_dotted(config.model.name), model, device)
-    inputs = Inputs(task, device, precision.weights, channels_last)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = make_optimizer(config, named)
-    meter: Meter | NoMeter = NoMeter()
-    if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
-        meter = Meter([p for _, p in named], communicator.size)
-    stopwatch = ReplaceableStopwatch(stopwatch_for(device))
-    strategy = select_strategy(config, communicator, named, optimizer, stopwatch)
-    body = compiled(model, config.speed.compile)
-    wrapped = strategy.wrap(TrainingModel(body, calls_empty=config.norm.kind == "sync"), optimizer)
-    loss = Loss(config.model.loss == "squared_error", config.model.label_smoothing)
-    return TorchLearner(
-        config=config,
-        rank=communicator.rank,
-        model=model,
-        forward=Forward(wrapped.forward, body, inputs, precision, loss),
-        optimizer=wrapped.optimizer,
-        strategy=strategy,
-        meter=meter,
-        stopwatch=stopwatch,
+    sharded, hybrid, pipelined, cuts = None, None, None, dict[torch.nn.Parameter, Cut]()
+    if config.shard.stage == 3:
+        from hvdtrain.frameworks.torch.parallel.fsdp import make_sharded  # half a second
+
+        sharded = make_sharded(lambda: normed_model(config, task, communicator), config, mesh, device, precision.weights)
+        model = sharded.model
+    else:
+        model = normed_model(config, task, communicator).to(device=device, dtype=precision.weights)
+    like = torch.empty(0, dtype=precision.weights, device=device)
+    check_outputs(model, config, task, like)
+    refuse_tiny_images(model, example(2, config, task, like), precision, config.where("speed.precision"))
+    if sharded:
+        cuts = dict(sharded.cuts)
+    elif config.parallel.ranks > 1:
+        from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+        from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, outputs_of, plan_of
+
+        where = config.where("parallel.tensor")
+        plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
+        first = _first_units(model, config, task, mesh, precision, like) if config.parallel.pipeline > 1 else []
+        send_from_rank_0(model, communicator)
+        if plan:
+            x = not_zeros(example(2, config, task, like))
+            expected = outputs_of(model, x)
+            cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence)
+            check_cut(model, x, expected, task, where)
+        if first:
+            pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
+    elif config.parallel.dense != "none":
+        send_from_rank_0(model, communicator)
+        hybrid = HybridModel(model, ranks, config.parallel.dense, config.where("parallel.dense"))
+    return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch)
+
+
+def _first_units(model: torch.nn.Module, config: Config, task: Task, mesh: Mesh, precision: Precision, like: torch.Tensor) -> list[int]:
+    """Of each stage. A collective."""
+    from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
+    from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
+
+    x = example(samples_of_pass(config, mesh.data.size), config, task, like)
+    return first_units(
+        model, config, example(2, config, task, like), lambda units: agreed_seconds(units, x, precision.autocast, mesh.world)
     )
 
 
-def make_optimizer(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
-    """The optimizer that optim.name means: one of our rules, or a class of torch.optim."""
-    name, where = config.optim.name, config.where("optim.name")
-    if plugins.is_dotted(name):
-        return rule_optimizer.make_user_optimizer(plugins.load_dotted(name, where), name, named, config)
-    return rule_optimizer.make_optimizer(build_rule(config), named, config.optim.exclude == "norms_and_biases")
+@torch.no_grad()
+def send_from_rank_0(model: torch.nn.Module, communicator: Communicator) -> None:
+    """Gives every rank the weights and buffers that rank 0's model has, before it keeps a part of them. A collective."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            host = tensor.detach().cpu().contiguous()
+            found = communicator.broadcast(host.view(-1).view(torch.uint8), "weights")
+            tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
+
+
+def load_libraries(config: Config) -> None:
+    """Imports what build() and the first steps would: some 70 MB with recomputation or stage 3, which are not the job's tensors."""
+    if config.model.recompute != "none" or config.shard.stage == 3:
+        import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
+    if config.shard.stage == 3:
+        import hvdtrain.frameworks.torch.parallel.fsdp  # noqa: F401
 
 
 def check_optimizer(config: Config) -> None:
     """Raises UserError where build() would refuse the optimizer that optim.name means, whatever the model."""
-    make_optimizer(config, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
+    optimizer = make_optimizer(config, [("weight", torch.nn.Parameter(torch.zeros(2, 2)))])
+    if config.shard.stage or config.parallel.cuts:
+        check_elementwise(optimizer, config.optim.name, config.where("optim.name"))
+
+
+def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
+    """Of each unit at which parallel.pipeline may cut the model its name, operations and measured seconds, with so many samples.
+
+    Raises UserError where the model does not say where it may be cut.
+    """
+    from hvdtrain.frameworks.torch import unit_costs as measured  # torch.distributed.pipelining: half a second
+
+    return measured.unit_costs(config, task, samples)
+
+
+def replay(config: Config, task: Task, *job: Any) -> Arrays:
+    """The state after asynchronous updates, computed again: as replay() of replay.py."""
+    from hvdtrain.frameworks.torch import replay
+
+    return replay.replay(config, task, *job)
 
 
 def figures() -> Any:
@@ -94,13 +150,56 @@ def figures() -> Any:
     return flops
 
 
+def footprint(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
+    """The memory of the rank that takes most of so many, predicted. Raises UserError where the model needs numbers to compute shapes,
+    and for parameter servers.
+    """
+    if config.servers.count:
+        what = "the memory of parameter servers and their workers is not predicted"
+        raise UserError(what, config.where("servers.count"), "train some steps: a job prints at its end what its ranks took")
+    from hvdtrain.frameworks.torch.predict_memory import predict  # tensors without numbers: commands that predict nothing do not load them
+
+    return predict(config, task, step, ranks, features)
+
+
+def layout(config: Config, task: Task, ranks: int) -> Layout:
+    """Which of so many ranks has which part of each layer. Raises UserError where the model cannot be cut so."""
+    from hvdtrain.frameworks.torch.layout import layout as layout_of  # torch.distributed.pipelining: half a second
+
+    return layout_of(config, task, ranks)
+
+
+def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
+    """What one rank of each stage of a pipeline does in a step, without one rank 0. Raises UserError as footprint() does."""
+    from hvdtrain.frameworks.torch import predict_memory
+
+    return predict_memory.planned_work(config, task, step, ranks, features)
+
+
+def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
+    """Of this rank's GPU, for each of the ranks that share it; None where it computes on the CPU."""
+    device = pick_device(config, communicator)
+    if device.type == "cpu":
+        return None
+    sharers = -(-communicator.local_size // torch.cuda.device_count())
+    return int(torch.cuda.mem_get_info(device)[0]) // sharers
+
+
+def has_dense_part(config: Config, task: Task) -> bool:
+    """Whether the model names a part that parallel.dense cuts."""
+    return isinstance(getattr(_model_without_memory(config, task), "dense_part", None), str)
+
+
 def shapes(config: Config, task: Task) -> dict[str, tuple[int, ...]]:
     """The trained parameters by name, as build() makes them: without memory or work, unless the model reads its own numbers."""
+    return {name: tuple(p.shape) for name, p in _model_without_memory(config, task).named_parameters() if p.requires_grad}
+
+
+def _model_without_memory(config: Config, task: Task) -> torch.nn.Module:
     try:
         with torch.device("meta"):
-            model = checked_model(config, task)
+            return checked_model(config, task)
     except UserError:
         raise
     except Exception:  # a meta tensor has no numbers to read; any other error comes again
-        model = checked_model(config, task)
-    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        return checked_model(config, task)

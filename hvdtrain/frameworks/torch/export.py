@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from hvdtrain.core.arrays import Arrays
 
 
-def save(weights: Arrays, path: Path) -> None:
+def save(weights: Arrays, file: BinaryIO) -> None:
     """Raises OSError where the file cannot be written, as on a full disk."""
     tensors = {name: torch.from_numpy(array).contiguous() for name, array in weights.items()}
     try:
-        with path.open("wb") as file:  # a file of Python's: for a path, torch's writer would not say why it failed
-            torch.save(tensors, file)
+        torch.save(tensors, file)  # for a path, torch's writer would not say why it failed
     except RuntimeError as error:
         cause = error.__context__
         raise (cause if isinstance(cause, OSError) else OSError(str(error))) from None

@@ -2,64 +2,129 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
-from hvdtrain.frameworks.torch.loss import Loss
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.tensor.split_logits import SplitLogits
 from hvdtrain.frameworks.torch.precision import Precision
+from hvdtrain.tasks.task import Part, Task
+
+WhenEmpty = Literal["skip", "call", "call with zeros"]
 
 
 class TrainingModel(torch.nn.Module):
-    """A model's logits, (n, classes) for n images; of none a scalar 0 whose gradients are 0, without statistics of nothing.
+    """A model's outputs for n samples; of none outputs whose gradients are 0, without statistics of nothing.
 
-    With `calls_empty` the model is called without images too: the statistics of norm.kind=sync are a collective.
+    when_empty: what is done without samples. skip: the output is a scalar 0; call: the model is called, as the statistics of
+    norm.kind=sync and the dense layers of parallel.dense are collectives; call with zeros: it is called with two samples of zeros, since
+    the weights of shard.stage=3 are gathered in a collective, and not every model takes no samples.
     """
 
-    def __init__(self, model: torch.nn.Module, calls_empty: bool) -> None:
+    def __init__(self, model: torch.nn.Module, when_empty: WhenEmpty) -> None:
         super().__init__()
-        self.model, self._calls_empty = model, calls_empty
+        self.model, self._when_empty = model, when_empty
 
     def forward(self, x: torch.Tensor) -> Any:
-        if len(x) or self._calls_empty:
+        if len(x) or self._when_empty == "call":
             return self.model(x)
+        if self._when_empty == "call with zeros":
+            return call_with_zeros(self.model, x)
         return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0.0
+
+
+def first_of(outputs: Any) -> Any:
+    """A model's output, or the first of several in a tuple, a list or a dict; all else is what it is."""
+    if isinstance(outputs, (tuple, list, dict)) and outputs:
+        return first_of(next(iter(outputs.values())) if isinstance(outputs, dict) else outputs[0])
+    return outputs
+
+
+def call_with_zeros(model: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The outputs (0, ...) for x (0, ...); the model's buffers stay as they are."""
+    with copied_buffers(model):
+        outputs = model(x.new_zeros(2, *x.shape[1:]))
+    if isinstance(outputs, SplitLogits):
+        return outputs.local.sum() * 0.0
+    return tuple(output[:0] for output in outputs) if isinstance(outputs, tuple) else outputs[:0]
 
 
 class Losses(NamedTuple):
     total: torch.Tensor  # () to go backward from: the sum over samples of weight times loss
-    sums: Sums  # "loss", unweighted, "right" and "count" over the samples, as device scalars
+    sums: Sums  # "count" and Task.sums over the samples, unweighted, as device scalars or vectors
+
+
+class Evaluated(NamedTuple):
+    outputs: Any  # (n, ...) of the model, in the weights' own number type; or several of them in a tuple or a dict
+    sums: Sums
 
 
 class Forward:
-    """Normalises images, calls the model in its precision, and computes the losses in the weights' own number type."""
+    """Prepares samples as the task says, calls the model in its precision, and computes the losses in the weights' own number type."""
 
-    def __init__(self, training: torch.nn.Module, evaluation: torch.nn.Module, inputs: Inputs, precision: Precision, loss: Loss) -> None:
+    def __init__(
+        self,
+        training: torch.nn.Module,
+        evaluation: torch.nn.Module,
+        inputs: Inputs,
+        precision: Precision,
+        task: Task,
+        part: Part,
+        when_empty: WhenEmpty = "skip",
+    ) -> None:
         self._training, self._evaluation = training, evaluation
-        self.inputs, self.precision, self._loss = inputs, precision, loss
+        self._when_empty = when_empty
+        self.inputs, self.precision, self.task, self._part = inputs, precision, task, part
+
+    def inputs_of(self, batch: DeviceBatch) -> torch.Tensor:
+        """(n, ...) what the model is called with."""
+        x: torch.Tensor = self._part.inputs(self.inputs.arrays(batch))
+        return x
+
+    def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
+        """Of the model's outputs for a batch with samples."""
+        return self._losses(self._in_weights_type(outputs), batch, training)
 
     def train(self, batch: DeviceBatch) -> Losses:
         """Of samples that are learned from; the model is in training mode."""
-        x = self.inputs.images(batch)  # (n, C, H, W)
+        x = self.inputs_of(batch)
         with self.precision.autocast(x.device):
-            logits = self._training(x)
-        if logits.ndim == 0:  # of no samples
-            return Losses(logits, zero_sums())
-        return self._losses(logits, batch, training=True)
+            outputs = self._training(x)
+        if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
+            return Losses(outputs, zero_sums(self.task.sums))
+        return self.losses(outputs, batch, training=True)
 
-    def evaluate(self, batch: DeviceBatch) -> Losses:
+    def evaluate(self, batch: DeviceBatch) -> Evaluated:
         """Of samples that are not learned from; the model is in evaluation mode, and gradients are off."""
-        x = self.inputs.images(batch)  # (n, C, H, W)
+        x = self.inputs_of(batch)
         if not len(x):
-            return Losses(x.sum(), zero_sums())
+            with self.precision.autocast(x.device):
+                if self._when_empty == "call with zeros":
+                    call_with_zeros(self._evaluation, x)
+                elif self._when_empty == "call":
+                    self._evaluation(x)
+            return Evaluated(x, zero_sums(self.task.sums))
         with self.precision.autocast(x.device):
-            logits = self._evaluation(x)
-        return self._losses(logits, batch, training=False)
+            outputs = self._evaluation(x)
+        outputs = self._in_weights_type(outputs)
+        return Evaluated(outputs, self._losses(outputs, batch, training=False).sums)
 
-    def _losses(self, logits: torch.Tensor, batch: DeviceBatch, training: bool) -> Losses:
-        each = self._loss.of(logits.to(self.precision.weights), batch, training)  # (n,)
-        right = (logits.detach().argmax(1) == batch.labels).sum()
-        sums = {"loss": each.detach().double().sum(), "right": right.double(), "count": len(logits)}
-        return Losses((each if batch.weights is None else each * batch.weights).sum(), sums)
+    def _in_weights_type(self, outputs: Any) -> Any:
+        """A tensor, or several of them in a tuple, a list or a dict."""
+        if isinstance(outputs, SplitLogits):
+            return outputs.to(self.precision.weights)
+        if isinstance(outputs, dict):
+            return {name: self._in_weights_type(output) for name, output in outputs.items()}
+        if isinstance(outputs, (tuple, list)):
+            several = map(self._in_weights_type, outputs)
+            return type(outputs)(*several) if hasattr(outputs, "_fields") else tuple(several)
+        return outputs.to(self.precision.weights)
+
+    def _losses(self, outputs: Any, batch: DeviceBatch, training: bool) -> Losses:
+        each = self._part.each(outputs, batch.arrays, training)
+        terms = {name: term.detach().sum(0, dtype=torch.float64) for name, term in each.terms.items()}
+        sums = {"loss": each.loss.detach().double().sum(), **terms, "count": batch.samples}
+        return Losses((each.loss * batch.arrays["w"] if "w" in batch.arrays else each.loss).sum(), sums)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.torch.parallel.strategy import Shard
 from hvdtrain.optim.clipping import clip
 from hvdtrain.recipe.noise_scale import noise_scale_sums
+
+Total = Callable[[torch.Tensor], torch.Tensor]  # Strategy.total
 
 
 class NoMeter:
@@ -18,7 +23,7 @@ class NoMeter:
     def last_pass(self) -> None:
         pass
 
-    def read(self, hyper: Hyper, count: int) -> Sums:
+    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
         return {}
 
 
@@ -28,8 +33,8 @@ class Meter:
     Construct it before the strategy: its hooks then see a rank's own gradient before the strategy's reduce it.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], ranks: int) -> None:
-        self._parameters, self._ranks = parameters, ranks
+    def __init__(self, parameters: list[torch.nn.Parameter], world: Communicator) -> None:
+        self._world = world
         self._is_last_pass = False
         self._local_square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # of this rank's own gradient
         for p in parameters:
@@ -40,11 +45,11 @@ class Meter:
         self._is_last_pass = True
         self._local_square.zero_()
 
-    def read(self, hyper: Hyper, count: int) -> Sums:
-        """This rank's part of NOISE_SCALE_KEYS, as device scalars; p.grad is the global batch's mean by now, `count` the rank's samples."""
+    def read(self, hyper: Hyper, count: int, shards: Sequence[Shard], total: Total) -> Sums:
+        """This rank's part of NOISE_SCALE_KEYS, as device scalars, of `count` samples; the shards have the global batch's mean by now."""
         self._is_last_pass = False
-        global_square = sum(_square(p) for p in self._parameters)
-        return noise_scale_sums(self._local_square, global_square, count, hyper.batch, self._ranks)
+        global_square = total(sum((_square(shard.parameter) for shard in shards), torch.zeros(())))
+        return noise_scale_sums(self._local_square, global_square, count, hyper.batch, self._world.size)
 
     def _add(self, p: torch.Tensor) -> None:
         if self._is_last_pass:
@@ -56,17 +61,21 @@ def _square(p: torch.Tensor) -> torch.Tensor:
     return p.grad.square().sum(dtype=torch.float64)
 
 
-def clip_(parameters: list[torch.nn.Parameter], norm: float | None, value: float | None) -> None:
-    """optim/clipping.py's clip() of every p.grad; None: not."""
+def clip_(shards: Sequence[Shard], norm: float | None, value: float | None, total: Total) -> None:
+    """optim/clipping.py's clip() of all gradients; None: not."""
     if norm is not None or value is not None:
-        for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch), strict=True):
+        parameters = [shard.parameter for shard in shards]
+        for p, g in zip(parameters, clip([p.grad for p in parameters], norm, value, torch, total), strict=True):
             p.grad = g
 
 
-def add_noise_(parameters: list[torch.nn.Parameter], variance: float, seed: int) -> None:
-    """Adds normal noise of this variance to each number of p.grad; the same on every rank, since the seed is."""
+def add_noise_(shards: Sequence[Shard], variance: float, seed: int) -> None:
+    """Adds normal noise of this variance to each number of the gradients; of a parameter the same on every rank, since the seed is."""
     if variance:
-        generator: Any = torch.Generator(parameters[0].device).manual_seed(seed & (2**63 - 1))
-        for p in parameters:
-            assert p.grad is not None
-            p.grad += torch.empty_like(p.grad).normal_(0.0, variance**0.5, generator=generator)
+        generator: Any = torch.Generator(shards[0].parameter.device).manual_seed(seed & (2**63 - 1))
+        for shard in shards:
+            g = shard.parameter.grad
+            assert g is not None
+            noise = torch.empty_like(g) if shard.is_whole else torch.empty(shard.shape, dtype=g.dtype, device=g.device)
+            noise.normal_(0.0, variance**0.5, generator=generator)
+            g += noise if shard.is_whole else shard.of(noise).view(g.shape)

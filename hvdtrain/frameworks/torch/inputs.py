@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,111 +11,138 @@ import numpy as np
 import torch
 
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.data.source import Source, arrays_in_memory
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch import augment
+from hvdtrain.tasks.task import Task
 
 SHARE = 0.25  # of a GPU's free memory that a data set may take
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A micro-batch on the device, augmented. len() is its samples, n."""
+    """A micro-batch on the device, augmented. len() is its samples."""
 
-    images: torch.Tensor  # uint8 (n, C, H, W)
-    labels: torch.Tensor  # int64 (n,)
-    weights: torch.Tensor | None = None  # (n,), the model's number type: a factor of each sample's loss
-    partner_labels: torch.Tensor | None = None  # int64 (n,), of the images mixed in (mixup)
-    mixup_weight: torch.Tensor | None = None  # (n,), the model's number type: of `labels` in the loss
+    samples: int
+    weight: int  # of Task.weight()
+    # The fields of the samples, images as uint8 (n, C, H, W); and where they apply, (n,) each: "w" and "mixup_weight" in the model's number
+    # type, and the fields of the partners in a mixture, as "partner_y"
+    arrays: dict[str, torch.Tensor]
     copied: torch.cuda.Event | None = None  # the copy to a GPU is over
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.samples
+
+
+def split_batch(batch: DeviceBatch, count: int) -> list[DeviceBatch]:
+    """Its samples in order, in `count` parts, of which some may be empty; their weight is not known."""
+    edges = [len(batch) * i // count for i in range(count + 1)]
+    return [samples_of(batch, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
+
+
+def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
+    """Some of its samples, which may be none; their weight is not known."""
+    arrays = {name: array[rows] for name, array in batch.arrays.items()}
+    return dataclasses.replace(batch, samples=len(range(batch.samples)[rows]), weight=0, arrays=arrays)
 
 
 class Inputs:
     """Of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
-        self.device, self._dtype, self._channels_last = device, dtype, channels_last
-        self._mean = torch.tensor(task.mean, dtype=dtype, device=device).view(1, -1, 1, 1)
-        self._std = torch.tensor(task.std, dtype=dtype, device=device).view(1, -1, 1, 1)
-        self._cached: tuple[torch.Tensor, torch.Tensor] | None = None  # images (n, H, W, C), labels
+        self.device, self._task, self._dtype, self._channels_last = device, task, dtype, channels_last
+        self._images = {name for name, field in task.fields.items() if field.dtype == "uint8" and len(field.shape) == 3}
+        self._cached: dict[str, torch.Tensor] = {}  # by field, the whole training set; images are (n, H, W, C)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def cache_on_device(self, source: Source, wanted: bool | None) -> bool:
         """Whether the set is on the device from now on: as data.resident says, or where it takes at most SHARE of a GPU's free memory.
 
-        Raises UserError where it is wanted of a data set that is read sample by sample.
+        Raises UserError where it is wanted of a data set that is read sample by sample, or whose samples do not all weigh the same.
         """
-        if wanted and not isinstance(source, ArraySource):
+        whole = arrays_in_memory(source)
+        arrays = None if whole is None else {name: whole[name] for name in self._task.fields}
+        if wanted and arrays is None:
             raise UserError("this data set is read sample by sample: it cannot stay on the device", "data.resident=true", "leave it out")
-        if not isinstance(source, ArraySource) or wanted is False or (wanted is None and not self._has_room(source.x.nbytes)):
+        if wanted and self._task.sample_weight is None:
+            what = "the host counts the tokens of each sample: the data set cannot stay on the device alone"
+            raise UserError(what, "data.resident=true", "leave it out")
+        if arrays is None or wanted is False or self._task.sample_weight is None:
             return False
-        self._cached = torch.from_numpy(np.array(source.x)).to(self.device), torch.from_numpy(source.y.copy()).to(self.device)
+        if wanted is None and not self._has_room(sum(array.nbytes for array in arrays.values())):
+            return False
+        self._cached = {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in arrays.items()}
         return True
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         """The batch on the device, augmented by "augmentation" and "partner_augmentation".
 
-        With "indices" in the place of "x" and "y" the samples come from the cached set, with "partner_indices" their partners in a mixture.
+        With "indices" in the place of the fields the samples come from the cached set, with "partner_indices" their partners in a mixture.
         """
         if self._copy_stream is None:
             return self._device_batch(batch)
         with torch.cuda.stream(self._copy_stream):
             return dataclasses.replace(self._device_batch(batch), copied=self._copy_stream.record_event())
 
-    def images(self, batch: DeviceBatch) -> torch.Tensor:
-        """x / 255, less its mean, over its deviation: (n, C, H, W) in the model's number type, on the stream that trains."""
-        self._wait_for_copy(batch)
-        return (batch.images.to(self._dtype) / 255.0 - self._mean) / self._std
+    def arrays(self, batch: DeviceBatch) -> dict[str, torch.Tensor]:
+        """The batch's arrays, on the stream that trains: it waits for the copy, not the host; their memory stays until it has read it."""
+        if batch.copied is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(batch.copied)
+            for tensor in batch.arrays.values():
+                tensor.record_stream(stream)
+        return batch.arrays
+
+    def zeros(self, samples: int) -> DeviceBatch:
+        """Samples of zeros, in memory as to_device() leaves them."""
+        fields = self._task.fields.items()
+        arrays = {
+            name: torch.zeros((samples, *field.shape), dtype=getattr(torch, field.dtype), device=self.device) for name, field in fields
+        }
+        arrays = self._contiguous({name: self._in_order(name, tensor) for name, tensor in arrays.items()})
+        return DeviceBatch(samples, samples * (self._task.sample_weight or 1), arrays)
 
     def _device_batch(self, batch: Batch) -> DeviceBatch:
-        samples = self._gather_cached(batch) if "indices" in batch else self._copy_samples(batch)
+        arrays = self._gather_cached(batch) if "indices" in batch else self._copy_fields(batch)
+        samples = len(next(iter(arrays.values())))
         augmentation: Batch = {name: batch[name] for name in ("augmentation", "partner_augmentation", "mixup_weight") if name in batch}
-        images = augment.augment_batch(augmentation | samples)["x"] if augmentation else samples["x"]
-        if not self._channels_last:
-            images = images.clone(memory_format=torch.contiguous_format)  # .contiguous() leaves one channel's strides as they are
-        return DeviceBatch(
-            images,
-            labels=samples["y"],
-            weights=self._copy(batch["w"]).to(self._dtype) if "w" in batch else None,
-            partner_labels=samples.get("partner_y"),
-            mixup_weight=self._copy(batch["mixup_weight"]).to(self._dtype) if "mixup_weight" in batch else None,
-        )
+        if augmentation:
+            arrays |= {"x": augment.augment_batch(augmentation | arrays)["x"]}
+            arrays.pop("partner_x", None)
+        arrays = self._contiguous(arrays)
+        arrays |= {name: self._copy(batch[name]).to(self._dtype) for name in ("w", "mixup_weight") if name in batch}
+        each = self._task.sample_weight
+        return DeviceBatch(samples, self._task.weight(batch) if each is None else samples * each, arrays)
 
-    def _copy_samples(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The batch's "x" and "partner_x" as uint8 (n, C, H, W) in channels_last order, its "y" and "partner_y" as int64 (n,)."""
-        images = {name: self._copy(batch[name]).permute(0, 3, 1, 2) for name in ("x", "partner_x") if name in batch}
-        return images | {name: self._copy(batch[name]) for name in ("y", "partner_y") if name in batch}
+    def _copy_fields(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The batch's fields, and those of the partners; images as uint8 (n, C, H, W) in channels_last order."""
+        names = [f"{prefix}{name}" for prefix in ("", "partner_") for name in self._task.fields]
+        return {name: self._in_order(name, self._copy(batch[name])) for name in names if name in batch}
 
     def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The same, of the samples "indices" and "partner_indices" of the cached set."""
-        assert self._cached is not None
-        images, labels = self._cached
-        samples = {}
-        for indices, x, y in (("indices", "x", "y"), ("partner_indices", "partner_x", "partner_y")):
+        arrays = {}
+        for indices, prefix in (("indices", ""), ("partner_indices", "partner_")):
             if indices in batch:
                 index = self._copy(batch[indices])
-                samples[x] = images.index_select(0, index).permute(0, 3, 1, 2)
-                samples[y] = labels.index_select(0, index)
-        return samples
+                for name in self._task.fields:
+                    arrays[prefix + name] = self._in_order(name, self._cached[name].index_select(0, index))
+        return arrays
+
+    def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.permute(0, 3, 1, 2) if name.removeprefix("partner_") in self._images else tensor
+
+    def _contiguous(self, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Images in the order of their indices, where they are not to be in channels_last order."""
+        if self._channels_last:
+            return arrays
+        # .contiguous() would leave one channel's strides as they are
+        return arrays | {name: arrays[name].clone(memory_format=torch.contiguous_format) for name in self._images}
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         """A tensor of the array's numbers, which the caller does not use any more."""
         tensor = torch.from_numpy(array)
         return tensor if self._copy_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def _wait_for_copy(self, batch: DeviceBatch) -> None:
-        """The stream that trains waits for the copy, not the host; and the batch's memory is kept until that stream has read it."""
-        if batch.copied is None:
-            return
-        stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(batch.copied)
-        for tensor in (batch.images, batch.labels, batch.weights, batch.partner_labels, batch.mixup_weight):
-            if tensor is not None:
-                tensor.record_stream(stream)
 
     def _has_room(self, size: int) -> bool:
         return self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]

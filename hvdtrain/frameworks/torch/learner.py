@@ -2,59 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
-from hvdtrain.core.arrays import Arrays, Batch
-from hvdtrain.core.metrics import Sums
-from hvdtrain.core.progress import Hyper
+from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
+from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.pieces import Piece
+from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
+from hvdtrain.core.updates import Update
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.learner import Gpu
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.global_weight import global_weight
+from hvdtrain.frameworks.learner import Gpu, Predictions, TimedPass, UnderWay, Waited
+from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary, keep_gradients
+from hvdtrain.frameworks.torch.dense_updates import DenseUpdates
 from hvdtrain.frameworks.torch.device import gpu, seed_dropout
-from hvdtrain.frameworks.torch.forward import Forward
+from hvdtrain.frameworks.torch.forward import Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, add_noise_, clip_
-from hvdtrain.frameworks.torch.inputs import DeviceBatch
+from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
-from hvdtrain.frameworks.torch.parallel.strategy import Strategy
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.strategy import OnePass, SharesSteps, Strategy
+from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.profiler import profile
+from hvdtrain.frameworks.torch.sampling import continue_sequences
 from hvdtrain.frameworks.torch.state import LearnerState
+
+if TYPE_CHECKING:  # torch.distributed.pipelining: half a second
+    from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 
 
 @dataclass(eq=False)
 class TorchLearner:
-    """A torch model that gives logits (n, classes) for images (n, C, H, W)."""
+    """A torch model, its optimizer, and how the ranks' gradients become one."""
 
     config: Config
-    rank: int
+    mesh: Mesh
     model: torch.nn.Module
     forward: Forward  # of the model, in training through what the strategy made of it
     optimizer: torch.optim.Optimizer  # as the strategy wrapped it, without state
     strategy: Strategy
     meter: Meter | NoMeter  # of the gradient noise scale
     stopwatch: ReplaceableStopwatch  # the strategy's too
+    pipelined: Pipelined | None = None  # of parallel.pipeline: the passes through the stages
+    hybrid: HybridModel | None = None  # of parallel.dense
 
     def __post_init__(self) -> None:
+        self.data, self.readers = self.mesh.data, self.mesh.readers
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.dtype, self.device = self.parameters[0].dtype, self.parameters[0].device
+        self.shards = [self.strategy.shard(p) for p in self.parameters]
+        self.updated = [shard.parameter for shard in self.shards]
+        self.is_sharded = not all(shard.is_whole for shard in self.shards)
+        self.dtype, self.device = self.parameters[0].dtype, self.forward.inputs.device
         self.scale = loss_scale(self.forward.precision, self.device)
         self.buffers = Buffers(self.model, self.device)
+        self.dense_updates = None
+        if self.hybrid and self.config.parallel.dense_updates > 1:
+            self.dense_updates = DenseUpdates(self.config, self.hybrid, self.forward, self.strategy, self.scale, self.stopwatch)
+        self.last_shards = self.dense_updates.others(self.shards) if self.dense_updates else self.shards  # updated at the end of a step
+        self.last_updated = [shard.parameter for shard in self.last_shards]
         self.skips_nonfinite = self.config.guard.nonfinite == "skip"
         self.waits_only_in_communication = not self.strategy.waits_in_passes and self.config.norm.kind != "sync"
-        self._state = LearnerState(self.model, self.optimizer, self.scale)
+        self._state = LearnerState(self.model, self.optimizer, self.scale, self.strategy, self.mesh.replicas.rank == 0)
         rule_optimizer.fill_optimizer_state(self.optimizer)
+
+    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
+        return self.strategy.own_steps(steps) if isinstance(self.strategy, SharesSteps) else steps
+
+    def read_updates(self) -> list[Update]:
+        return self.strategy.read_updates() if isinstance(self.strategy, SharesSteps) else []
 
     def cache_on_device(self, source: Source) -> bool:
         return self.forward.inputs.cache_on_device(source, self.config.data.resident)
@@ -63,22 +95,46 @@ class TorchLearner:
         return self.forward.inputs.to_device(batch)
 
     def step(self, micro: Sequence[DeviceBatch], hyper: Hyper, seed: int) -> Sums:
-        seed_dropout(fold(seed, self.rank) & (2**63 - 1), self.device)  # each rank's own
+        if self.readers:  # a parameter server drops nothing
+            seed_dropout(fold(seed, self._dropout_stream()) & (2**63 - 1), self.device)
         rule_optimizer.set_hyper(self.optimizer, hyper)
         if not self.model.training:  # train() visits every module: a third of a millisecond
             self.model.train()
         if self.skips_nonfinite or self.scale.tensors:
             self.buffers.save()
 
-        sums = self.strategy.run(micro, hyper.batch, self._one_pass)  # which calls _one_pass for each micro-batch
+        divisor = self._divisor(micro, hyper.batch)
+        sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
 
         self.stopwatch.enter("communication")
         self.strategy.reduce()
 
         self.stopwatch.enter("update")
-        sums |= self._update(hyper, seed, sums["count"])
+        sums = self._counted(sums) | self._update(hyper, seed, sums["count"])
         self.stopwatch.enter("")
         return sums
+
+    def _dropout_stream(self) -> int:
+        """Of its samples, its stage and its positions: ranks of a tensor group that have all positions drop the same."""
+        part = self.mesh.tensor.rank if self.config.parallel.sequence else 0
+        readers = self.readers or self.data
+        return readers.rank + readers.size * (self.mesh.pipe.rank + self.mesh.pipe.size * part)
+
+    def _counted(self, sums: Sums) -> Sums:
+        """What this rank reports of the sums over its samples, so that those that read the same ones count them once."""
+        return sums if self.mesh.counts else {name: 0 * value for name, value in sums.items()}
+
+    def _divisor(self, micro: Sequence[DeviceBatch], batch: int) -> int:
+        """What the losses are divided by before backward, so that the sum of gradients over ranks is the mean over the global batch."""
+        own = sum(each.weight for each in micro)
+        if self.strategy.local_mean or self.readers is None:
+            return max(1, own)
+        return global_weight(self.forward.task, own, batch, self.readers)
+
+    def _passes(self, hyper: Hyper) -> OnePass:
+        if updates := self.dense_updates:
+            return lambda batch, divisor, is_last: updates.passes(batch, hyper, self.optimizer)
+        return self._all_passes if self.pipelined else self._one_pass
 
     def _one_pass(self, batch: DeviceBatch, divisor: int, is_last: bool) -> Sums:
         """Forward and backward of one micro-batch: adds to p.grad the gradient of (sum of its losses) / divisor."""
@@ -92,51 +148,129 @@ class TorchLearner:
             keep_gradients(self.config.speed.compile, self.parameters)
         return losses.sums
 
+    def _all_passes(self, micro: Sequence[DeviceBatch], divisor: int, is_last: bool) -> Sums:
+        """Those of all micro-batches of a step through the stages of this rank; the last stage's has the sums."""
+        assert self.pipelined is not None
+        sums = zero_sums(self.forward.task.sums)
+
+        def loss(batch: DeviceBatch, outputs: Any) -> torch.Tensor:
+            nonlocal sums
+            losses = self.forward.losses(outputs, batch, training=True)
+            sums = add_sums(sums, losses.sums)
+            return losses.total / divisor * self.scale.scale(one_or_nan(losses.total))
+
+        self.pipelined.train(micro, self.forward.inputs_of, loss, self.stopwatch.enter)
+        return sums
+
     def _update(self, hyper: Hyper, seed: int, count: int) -> Sums:
         """The optimizer's step from the mean gradient, unless it is to be left out; `count` is the rank's samples.
 
         Returns "nonfinite" and the keys of the noise scale.
         """
-        self.scale.unscale_(self.parameters)
-        bad = any_nonfinite(self.parameters)  # before clipping hides it
+        self.scale.unscale_(self.last_updated)
+        own_bad = any_nonfinite(self.last_updated)  # before clipping hides it
+        own_bad = own_bad | self.dense_updates.bad if self.dense_updates else own_bad
+        bad = self.strategy.total(own_bad.double()) > 0
         overflowed = self.scale.update(bad)
         # ranks with the same gradient each report a share, so that the sum over ranks counts the step once
         sums: Sums = {"nonfinite": bad.double() * (not overflowed) / self.strategy.equal_ranks}
-        sums |= zero_where(bad, self.meter.read(hyper, count))
+        sums |= zero_where(bad, self.meter.read(hyper, count, self.shards, self.strategy.total))
         if overflowed or (self.skips_nonfinite and bad):  # the host waits for the device here
             self.buffers.restore()
         else:
-            clip_(self.parameters, self.config.optim.clip_norm, self.config.optim.clip_value)
-            add_noise_(self.parameters, hyper.noise, seed)
+            clip_(self.last_shards, self.config.optim.clip_norm, self.config.optim.clip_value, self.strategy.total)
+            add_noise_(self.last_shards, hyper.noise, seed)
             self.strategy.optimizer_step(self.optimizer)
         self.optimizer.zero_grad()
         return sums
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)
-        self.buffers.sync_buffers(communicator)
+        self.buffers.sync_buffers(communicator, self.mesh.servers)
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         self.model.eval()
         with torch.no_grad():
-            return self.forward.evaluate(batch).sums
+            return self._counted(self._evaluate_stages(batch) if self.pipelined else self.forward.evaluate(batch).sums)
+
+    def _evaluate_stages(self, batch: DeviceBatch) -> Sums:
+        """The last stage's has the sums."""
+        assert self.pipelined is not None
+        sums = zero_sums(self.forward.task.sums)
+
+        def add(part: DeviceBatch, outputs: Any) -> None:
+            nonlocal sums
+            sums = add_sums(sums, self.forward.losses(outputs, part, training=False).sums)
+
+        self.pipelined.evaluate(split_batch(batch, 2 * self.mesh.pipe.size), self.forward.inputs_of, add)
+        return sums
+
+    def predict(self, batch: DeviceBatch) -> Predictions:
+        if self.pipelined:
+            what = "the outputs of a pipeline are on its last rank alone, and its samples too"
+            raise UserError(what, self.config.where("parallel.pipeline"), "predict with parallel.pipeline=1, as evaluate does")
+        self.model.eval()
+        with torch.no_grad():
+            outputs, sums = self.forward.evaluate(batch)
+        return Predictions(first_of(whole_logits(outputs)).cpu().numpy(), self._counted(sums))
+
+    def continue_sequences(
+        self,
+        prompts: np.ndarray,
+        length: int,
+        *,
+        tokens: int,
+        temperature: float,
+        seed: int,
+        first: int,
+        before_each: Callable[[], None],
+    ) -> np.ndarray:
+        if not hasattr(self.model, "empty_cache"):
+            what = f"{type(self.model).__name__} has no empty_cache(), by which it would be read token by token"
+            raise UserError(what, self.config.where("model.name"), "a run with model.name=gpt")
+        self.model.eval()
+        model: Any = self.model
+        keeps_up = self.config.shard.stage == 3 and not len(prompts)  # weights are gathered by all ranks
+        given = torch.from_numpy(np.zeros((1, prompts.shape[1]), np.int64) if keeps_up else prompts).to(self.device)
+        with self.forward.precision.autocast(self.device):
+            found = continue_sequences(
+                model, given, length, tokens=tokens, temperature=temperature, seed=seed, first=first, before_each=before_each
+            )
+        return found[: len(prompts)].cpu().numpy()
 
     def state(self) -> Arrays:
-        return {name: array.copy() for name, array in self.views()}
+        return gather(self.mesh.parts, self.pieces())
 
-    def views(self) -> Iterator[tuple[str, np.ndarray]]:
-        return ((name, tensor.detach().cpu().numpy()) for name, tensor in self._state.tensors().items())
+    def pieces(self) -> Iterator[Piece]:
+        return self._state.pieces()
 
     def state_dict_names(self) -> dict[str, str]:
         return self._state.state_dict_names()
 
-    def load(self, state: Arrays) -> None:
+    def load(self, state: Arrays | ArrayStream) -> None:
         self._state.load(state)
+        self.optimizer.zero_grad()  # of a step that was cut off
 
     def describe(self) -> str:
-        count = sum(p.numel() for p in self.model.parameters())
+        name = type(self.model).__name__
+        if self.config.shard.stage == 3:  # fully_shard() has made a class of the model's own
+            name = name.removeprefix("FSDP")
+        count = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters())
         how = f"torch {self.forward.precision.summary} on {self.device}{compile_summary(self.config.speed.compile)}"
-        return f"{type(self.model).__name__}, {count:,} parameters, {how}, {self.strategy.summary}"
+        return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
+
+    def read_waited(self) -> Waited | None:
+        return self.pipelined.read_waited() if self.pipelined else None
+
+    def last_passes(self) -> list[TimedPass]:
+        return self.pipelined.last_passes() if self.pipelined else []
+
+    def under_way(self) -> UnderWay | None:
+        found = self.pipelined.under_way() if self.pipelined else None
+        if found is None or found.waits_for is None:
+            return found
+        apart = self.mesh.world.size // self.mesh.pipe.size  # of the ranks of a pipeline
+        return found._replace(waits_for=self.mesh.world.rank + (found.waits_for - self.mesh.pipe.rank) * apart)
 
     def gpu(self) -> Gpu | None:
         return gpu(self.device)

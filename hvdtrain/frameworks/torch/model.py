@@ -1,54 +1,119 @@
-"""The torch model that model.name means, with its norms and first weights; and the check that it gives logits."""
+"""The torch model that model.name means, with its norms and first weights; and the check that it gives what the task needs."""
 
 from __future__ import annotations
 
-import traceback
+from typing import Any
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.core.own_line import own_line
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks import build_model as models
-from hvdtrain.frameworks.learner import Task
 from hvdtrain.frameworks.torch.classifier_init import init_classifier
+from hvdtrain.frameworks.torch.forward import first_of
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
+from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
+from hvdtrain.frameworks.torch.recompute import recompute_blocks
+from hvdtrain.tasks.functions.loss import OwnLoss
+from hvdtrain.tasks.functions.measured import Measured
+from hvdtrain.tasks.functions.torch import check_alone
+from hvdtrain.tasks.task import Part, Place, Task, part_of, wrong_shapes
 
 
 def normed_model(config: Config, task: Task, communicator: Communicator) -> torch.nn.Module:
-    """The model, with the norms of norm.kind and the classifier of model.classifier_std."""
+    """The model, with the norms of norm.kind, the classifier of model.classifier_std, and the blocks of model.recompute."""
     model = build_model(config, task)
     if config.model.classifier_std is not None:
-        init_classifier(model, task.classes, config.model.classifier_std, config.where("model.classifier_std"))
+        outputs = task.sizes.get("outputs", task.sizes.get("vocabulary", 0))
+        init_classifier(model, outputs, config.model.classifier_std, config.where("model.classifier_std"))
     norm = config.norm
-    return use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
+    model = use_norm(model, norm.kind, norm.ghost, norm.statistics, communicator)
+    recompute_blocks(model, config.model.recompute, config.where("model.recompute"))
+    return model
 
 
-def check_logits(model: torch.nn.Module, config: Config, task: Task) -> None:
-    """Raises UserError where a forward pass of two black images does not give two rows of logits; with norm.kind=sync also of none."""
-    first, where = next(model.parameters()), config.where("model.name")
+def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None) -> None:
+    """Raises UserError where a forward pass of two samples of zeros does not give what the task needs; with norm.kind=sync also of none.
+
+    like: has the device of the inputs and the number type of the weights; None: the model's first parameter.
+    """
+    first, where = next(model.parameters()) if like is None else like, config.where("model.name")
+    part = part_of(task, "torch", config, Place(first.dtype, first.device))
     for count in (2, 0) if config.norm.kind == "sync" else (2,):
-        images = black(count, task, first)
+        batch = zeros(count, task, first)
+        inputs = part.inputs(batch)
+        kind = "images" if inputs.ndim == 4 else "inputs"
         try:
             with torch.no_grad():
-                logits = model.eval()(images)
+                outputs = model.eval()(inputs)
         except UserError:
             raise
         except Exception as error:
-            inner = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"the model fails for images {tuple(images.shape)}: {type(error).__name__}: {error}"
-            fix = "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank" if not count else "try the model alone"
-            raise UserError(what, f"{where}; {inner.filename}:{inner.lineno}", fix) from error
-        if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != count or logits.shape[1] < task.classes:
-            shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-            what = f"for images {tuple(images.shape)} the model gives {shape}, not logits ({count}, {task.classes})"
-            raise UserError(what, where, "end the model with one output for each class")
+            what = f"the model fails for {kind} {tuple(inputs.shape)}: {type(error).__name__}: {error}"
+            fix = f"the model gets {_sizes(inputs)}" if count else "x.flatten(1) takes an empty batch, which norm.kind=sync may give a rank"
+            raise UserError(what, f"{where}; {own_line(error)}", fix) from error
+        found = first_of(whole_logits(outputs))  # a loss of the user's own may take several
+        if not isinstance(found, torch.Tensor) or not task.fits(tuple(found.shape), count):
+            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            what = f"for {kind} {tuple(inputs.shape)} the model gives {shape}, not {task.outputs(count)}"
+            raise UserError(what, where, f"end the model with outputs of that shape, for task.name={task.name}: {task.summary}")
+        if first.device.type != "meta":  # shapes() has no numbers
+            _check_loss(part, outputs, batch, config, task)
+    if isinstance(task, (OwnLoss, Measured)) and first.device.type != "meta":
+        _check_functions(model, part, task, first)
 
 
-def black(count: int, task: Task, like: torch.Tensor) -> torch.Tensor:
-    """Images of zeros, (count, C, H, W)."""
-    return torch.zeros((count, task.shape[2], *task.shape[:2]), dtype=like.dtype, device=like.device)
+def _check_functions(model: torch.nn.Module, part: Part, task: OwnLoss | Measured, like: torch.Tensor) -> None:
+    """Raises UserError where a function of the user's own gives for a sample what depends on others."""
+    batch = {}
+    for name, field in task.fields.items():
+        tensor = torch.from_numpy(task.examples[name]).to(like.device)
+        batch[name] = tensor.permute(0, 3, 1, 2) if field.dtype == "uint8" and len(field.shape) == 3 else tensor
+    with torch.no_grad():
+        check_alone(part, model.eval()(part.inputs(batch)), batch)
+
+
+def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config: Config, task: Task) -> None:
+    """Raises UserError where the task's loss fails for these outputs, or is not one of each sample."""
+    where = config.where("task.name")
+    try:
+        with torch.no_grad():
+            each = part.each(outputs, batch, training=True)
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"the loss of task.name={task.name} fails for what the model gives: {type(error).__name__}: {error}"
+        raise UserError(what, f"{where}; {own_line(error)}", "another model, or another task.name") from error
+    if wrong := wrong_shapes(task, each, len(next(iter(batch.values())))):
+        raise UserError(f"each() of task.name={task.name} {wrong}", where, "docs/tasks.md has an example")
+
+
+def _sizes(inputs: torch.Tensor) -> str:
+    """(n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is (n, 64)"""
+    sizes = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
+    if inputs.ndim != 4:
+        return f"{sizes} of {str(inputs.dtype).removeprefix('torch.')}"
+    _, channels, height, width = inputs.shape
+    return f"{sizes}: n images of {channels} channels and {height}x{width} pixels; x.flatten(1) is (n, {channels * height * width})"
+
+
+def example(count: int, config: Config, task: Task, like: torch.Tensor) -> torch.Tensor:
+    """What the model is called with for `count` samples of zeros, on the device and in the number type of `like`."""
+    inputs: torch.Tensor = part_of(task, "torch", config, Place(like.dtype, like.device)).inputs(zeros(count, task, like))
+    return inputs
+
+
+def zeros(count: int, task: Task, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The fields of `count` samples of zeros, images as (n, C, H, W), on the device of `like`."""
+    batch = {}
+    for name, field in task.fields.items():
+        is_image = field.dtype == "uint8" and len(field.shape) == 3
+        shape = (field.shape[2], *field.shape[:2]) if is_image else field.shape
+        batch[name] = torch.zeros((count, *shape), dtype=getattr(torch, field.dtype), device=like.device)
+    return batch
 
 
 def build_model(config: Config, task: Task) -> torch.nn.Module:
@@ -68,5 +133,5 @@ def checked_model(config: Config, task: Task) -> torch.nn.Module:
     """The model of one rank; a user's own class is checked by a forward pass."""
     model = normed_model(config, task, SingleProcessCommunicator())
     if plugins.is_dotted(config.model.name):  # the plugins fit every task; lazy layers of a user's get their shapes here
-        check_logits(model, config, task)
+        check_outputs(model, config, task)
     return model

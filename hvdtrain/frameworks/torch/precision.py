@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError
+
+T = TypeVar("T")
 
 FIRST_SCALE = 2.0**16
 NAME = "s.loss scale"  # of the scale in a state; it has a space, as no parameter's name
@@ -143,6 +146,6 @@ def load_loss_scale(scale: NoScale | LossScale, state: Arrays) -> None:
             tensor.copy_(torch.from_numpy(np.asarray(state[name])))
 
 
-def without_loss_scale(state: Arrays) -> Arrays:
-    """All of a state but the loss scale."""
-    return {name: array for name, array in state.items() if not name.startswith(NAME)}
+def without_loss_scale(state: Mapping[str, T]) -> dict[str, T]:
+    """All of a state, or of its shapes, but the loss scale."""
+    return {name: of for name, of in state.items() if not name.startswith(NAME)}

@@ -29,11 +29,12 @@ def dropped_indices(count: int, p: float) -> torch.Tensor:
     """
     rate = math.log1p(-p)
     most = int(count * p + 6 * math.sqrt(count * p)) + 8
-    indices, last = [], -1
-    while last < count:  # a second round is as rare as 6 sigma
+    indices: list[torch.Tensor] = []
+    last = torch.tensor(-1)
+    while not indices or bool(last < count):  # a second round is as rare as 6 sigma; predict_memory.py's tensors without numbers have none
         gaps = torch.rand(most).neg_().log1p_().div_(rate).to(torch.int64).add_(1)  # a conversion cuts the fraction off
         indices.append(gaps.cumsum(0) + last)
-        last = int(indices[-1][-1])
+        last = indices[-1][-1]
     found = torch.cat(indices)
     return found[: int(torch.searchsorted(found, count))]
 

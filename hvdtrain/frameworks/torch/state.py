@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
-from hvdtrain.core.arrays import Arrays
-from hvdtrain.frameworks.state import check_fit
+from hvdtrain.core.arrays import Arrays, ArrayStream, as_stream
+from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
+from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy
 from hvdtrain.frameworks.torch.precision import LossScale, NoScale, load_loss_scale, without_loss_scale
 
 
 class LearnerState:
     """The live tensors of a model, its optimizer and its loss scale."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scale: NoScale | LossScale) -> None:
-        self._model, self._optimizer, self._scale = model, optimizer, scale
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scale: NoScale | LossScale,
+        strategy: Strategy,
+        is_first_replica: bool = True,
+    ) -> None:
+        """is_first_replica: no rank before this one has the same parts."""
+        self._is_first_replica = is_first_replica
+        self._model, self._optimizer, self._scale, self._strategy = model, optimizer, scale, strategy
+        self._parameters = dict(model.named_parameters())  # of shard.stage=3: during a pass the model has others
+
+    def pieces(self) -> Iterator[Piece]:
+        """As Learner.pieces()."""
+        shards = {f"s.{name}": shard for name, shard in self._trained()}
+        held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
+        for name, tensor in self.tensors().items():
+            array = tensor.detach().cpu().numpy()
+            shard = held.get(name) or shards.get(name.rpartition(".")[0])
+            if shard is not None and not shard.is_whole and array.shape == shard.parameter.shape:
+                is_mine = self._is_first_replica and shard.is_mine
+                yield Piece(name, shard.shape, shard.start, shard.stop, array.reshape(-1), False, is_mine, shard.cut)
+            else:
+                yield whole(name, array)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor that a resume needs, by the names of Learner.state()."""
-        tensors: dict[str, torch.Tensor] = {f"p.{name}": p for name, p in self._model.named_parameters()}
+        """Every live tensor that a resume needs, by the names of Learner.state(); of what is cut this rank's part."""
+        tensors: dict[str, torch.Tensor] = {f"p.{name}": self._strategy.part(p).parameter for name, p in self._parameters.items()}
         tensors |= {f"b.{name}": b for name, b in self._model.named_buffers()}
         optimizer_state = {
             f"s.{name}.{key}": tensor
-            for name, p in self._trained()
-            for key, tensor in rule_optimizer.optimizer_state(self._optimizer, p).items()
+            for name, shard in self._trained()
+            for key, tensor in rule_optimizer.optimizer_state(self._optimizer, shard.parameter).items()
         }
         if optimizer_state:
             optimizer_state |= rule_optimizer.class_entry(self._optimizer)
@@ -33,33 +60,63 @@ class LearnerState:
 
     def state_dict_names(self) -> dict[str, str]:
         """As Learner.state_dict_names()."""
-        ours = {id(tensor): name for name, tensor in self.tensors().items()}
+        ours = {id(p): f"p.{name}" for name, p in self._parameters.items()}
+        ours |= {id(b): f"b.{name}" for name, b in self._model.named_buffers()}
         theirs = self._model.state_dict(keep_vars=True)  # buffers that are not persistent are not in it
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
-    def load(self, state: Arrays) -> None:
+    def load(self, state: Arrays | ArrayStream) -> None:
         """As Learner.load(). Raises UserError where the state is of another model or another class of optimizer."""
-        scale_state, state = state, without_loss_scale(state)
-        rule_optimizer.check_class(self._optimizer, state)
-        live = self.tensors()
-        model_has = without_loss_scale({name: tensor.detach().cpu().numpy() for name, tensor in live.items()})
-        state_has = state
+        stream = as_stream(state)
+        live, shapes = self.tensors(), without_loss_scale(stream.shapes)
+        rule_optimizer.check_class(self._optimizer, shapes)
+        model_has: Shapes = without_loss_scale({piece.name: piece.shape for piece in self.pieces()})
+        state_has: Shapes = shapes
         if not isinstance(self._optimizer, RuleOptimizer):  # the state of a user's class comes with its first step
-            model_has, state_has = _without_optimizer(model_has), _without_optimizer(state)
-        check_fit(model_has, state_has)
-        load_loss_scale(self._scale, scale_state)
+            model_has, state_has = _without_optimizer(model_has), _without_optimizer(shapes)
+        check_fit(model_has, state_has, stream.is_partial)
+        shards = dict(self._trained())
+        states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}  # of the optimizer, for each parameter
+        scale: Arrays = {}
+        held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         with torch.no_grad():
-            for name, tensor in live.items():
-                if name in model_has:
-                    tensor.copy_(torch.from_numpy(np.asarray(state[name])))
-        for name, p in self._trained():
-            prefix = f"s.{name}."
-            arrays = {key.removeprefix(prefix): array for key, array in state.items() if key.startswith(prefix)}
-            rule_optimizer.load_optimizer_state(self._optimizer, p, arrays)
+            for name, array in stream.arrays:
+                if name not in shapes:
+                    scale[name] = array
+                elif name.startswith("s."):
+                    for parameter, key in _places(name, shards):
+                        states.setdefault(parameter, {})[key] = _part(key, array, shards[parameter])
+                elif name in held and not held[name].is_whole:
+                    live[name].view(-1).copy_(torch.from_numpy(held[name].of(np.asarray(array))))
+                else:
+                    live[name].copy_(torch.from_numpy(np.asarray(array)))
+        self._strategy.weights_changed()
+        load_loss_scale(self._scale, scale)
+        for name, arrays in states.items():
+            if stream.is_partial:  # of a parameter it may have the number, and not the array of which ranks have parts
+                own = rule_optimizer.optimizer_state(self._optimizer, shards[name].parameter)
+                arrays.update({key: tensor.cpu().numpy() for key, tensor in own.items() if key not in arrays})
+            rule_optimizer.load_optimizer_state(self._optimizer, shards[name].parameter, arrays)
 
-    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+    def _trained(self) -> list[tuple[str, Shard]]:
+        return [(name, self._strategy.shard(p)) for name, p in self._parameters.items() if p.requires_grad]
 
 
-def _without_optimizer(state: Arrays) -> Arrays:
-    return {name: array for name, array in state.items() if not name.startswith("s.")}
+def _part(key: str, array: np.ndarray, shard: Shard) -> np.ndarray:
+    """Of the state of a whole parameter what its shard has; a number for the parameter is every shard's."""
+    if shard.is_whole or array.shape != shard.shape or key.endswith(".step"):
+        return array
+    return shard.of(array).reshape(shard.parameter.shape).copy()  # the whole may be of this moment only
+
+
+def _places(name: str, shards: dict[str, Shard]) -> Iterator[tuple[str, str]]:
+    """The parameter and the key of an entry of optimizer state: both may have dots."""
+    parts = name.split(".")[1:]
+    for count in range(1, len(parts)):
+        parameter = ".".join(parts[:count])
+        if parameter in shards:
+            yield parameter, ".".join(parts[count:])
+
+
+def _without_optimizer(shapes: Shapes) -> Shapes:
+    return {name: shape for name, shape in shapes.items() if not name.startswith("s.")}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdtrain.errors import UserError
-from hvdtrain.report.figures import ranks, speed, training
+from hvdtrain.report.figures import confusion, mesh, ranks, speed, training
 from hvdtrain.report.figures.style import new_figure
 from hvdtrain.report.run import RunRecord
 
@@ -31,10 +31,16 @@ class DrawnFigure(NamedTuple):
 KINDS = (
     FigureKind("loss", "Loss", "Training and validation loss over the epochs.", training.loss),
     FigureKind("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", training.accuracy),
+    FigureKind("metrics", "Metrics", "The other metrics of training and validation over the epochs, with the targets.", training.metrics),
+    FigureKind("confusion", "What each class is taken for", "Percent of each class's samples, in the last evaluation.", confusion.matrix),
     FigureKind("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", training.rates),
-    FigureKind("throughput", "Throughput", "Training images per second over the time of the job.", speed.throughput),
+    FigureKind("throughput", "Throughput", "Training samples per second over the time of the job.", speed.throughput),
     FigureKind("phases", "Time of a step", "Milliseconds of a step by phase; communication is waiting for gradients.", speed.phases),
     FigureKind("ranks", "Ranks", "Each rank's own work in a step, without communication, and the slowest rank.", ranks.own_work),
+    FigureKind(
+        "mesh", "Time of each rank", "Milliseconds of a step: computing, waiting for other stages, communication.", mesh.time_of_ranks
+    ),
+    FigureKind("pipeline", "Passes of a pipeline", "One step over time, numbered by micro-batch; gaps are waiting.", mesh.timeline),
     FigureKind("scaling", "More ranks", "Speed-up, efficiency and energy relative to the fewest ranks.", ranks.scaling),
     FigureKind("noise", "Noise scale", "The gradient noise scale: batches far above it save few steps.", training.noise_scale),
     FigureKind("memory", "Memory", "Memory of the largest rank over the time of the job.", speed.memory),
@@ -47,7 +53,7 @@ def draw_all(runs: Sequence[RunRecord], labels: Sequence[str], progress: Callabl
     try:
         new_figure()
     except ModuleNotFoundError:
-        raise UserError("matplotlib is not installed", "report", "pip install 'hvdtrain[report]'") from None
+        raise UserError("matplotlib is not installed", "report", "pip install matplotlib") from None
     drawn: list[DrawnFigure] = []
     for number, kind in enumerate(KINDS, start=1):
         progress(f"drawing: {number} of {len(KINDS)}")

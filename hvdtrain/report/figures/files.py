@@ -20,21 +20,21 @@ LARGEST_SVG_BYTES = 400_000  # in a page a larger figure is a PNG
 _SETTINGS: dict[Any, Any] = {"svg.fonttype": "path", "svg.hashsalt": "hvdtrain", "text.usetex": False}
 
 
-def save_png(path: Path, draw: Callable[[], Figure]) -> str:
+def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> str:
     """Writes the figure that `draw()` returns; returns a line for people: where it is, or that matplotlib is missing.
 
-    Raises UserError where the file cannot be written.
+    option: that the path was given with. Raises UserError where the file cannot be written.
     """
     try:
         data = png(draw())
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        return "no picture: matplotlib is not installed; pip install 'hvdtrain[plot]'"
+        return "no picture: matplotlib is not installed; pip install matplotlib"
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UserError(f"cannot write the picture: {error}", "--png", "give a file that can be written") from None
+        raise UserError(f"cannot write the picture: {error}", option, "give a file that can be written") from None
     return f"picture: {path}"
 
 

@@ -41,7 +41,7 @@ def own_work(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A column of points for each rank, one for each epoch, and their mean. `epochs`: milliseconds by epoch and rank."""
+    """A column of points for each rank, one for each evaluation, and their mean. `epochs`: milliseconds by evaluation and rank."""
     figure, (axes,) = new_figure()
     for row in epochs:
         axes.plot(range(len(row)), row, "o", color=COLOURS[0], markersize=3.5, alpha=0.35, markeredgewidth=0)
@@ -55,7 +55,7 @@ def _work_points(epochs: list[list[float]], slowest: Straggler) -> Figure:
     axes.set_ylim(0, 1.25 * max(value for row in epochs for value in finite(row)))
     integer_ticks(axes.xaxis)
     point: LineStyle = {"marker": "o", "linestyle": "none", "color": COLOURS[0], "markersize": 4}
-    legend(figure, [("an epoch", point), ("mean", {"color": _BLACK, "linewidth": 1.6}), ("slowest", _RING)])
+    legend(figure, [("an evaluation", point), ("mean", {"color": _BLACK, "linewidth": 1.6}), ("slowest", _RING)])
     return figure
 
 
@@ -70,7 +70,7 @@ def _mark_slowest(axes: Axes, x: float, y: float, slowest: Straggler) -> None:
 
 
 def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
-    """A heat map of ranks by epochs; matplotlib drops pixels where there are more ranks than pixels."""
+    """A heat map of ranks by evaluations; matplotlib drops pixels where there are more ranks than pixels."""
     figure, (axes,) = new_figure()
     axes.grid(visible=False)
     ranks = [list(rank) for rank in zip(*epochs, strict=True)]
@@ -79,7 +79,7 @@ def _work_map(epochs: list[list[float]], slowest: Straggler) -> Figure:
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("own work in a step (ms)")
     bar.outline.set_visible(False)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel("evaluation")
     axes.set_ylabel("rank")
     name = f"rank {slowest.rank}" + (f" on {slowest.host:.30}" if slowest.host else "")
     axes.set_title(literal(f"slowest: {name}, {slowest.work_ms:.3g} ms"), fontsize=9, color=COLOURS[1])
@@ -131,12 +131,12 @@ def _draw_comparison(panels: Sequence[Axes], comparison: ScalingComparison, styl
     """With error bars of the deviation over seeds, where there are several."""
     base, rows = comparison.rows[0], comparison.rows
     x = [row.ranks / base.ranks for row in rows]
-    speed_errors = [_relative_sd(row.images_per_s, base.images_per_s) for row in rows]
+    speed_errors = [_relative_sd(row.samples_per_s, base.samples_per_s) for row in rows]
     efficiency_errors = [error / times for error, times in zip(speed_errors, x, strict=True)]
     panels[0].errorbar(x, [row.speed_up for row in rows], speed_errors, **style)
     panels[1].errorbar(x, [row.efficiency for row in rows], efficiency_errors, **style)
     if len(panels) > 2:
-        energy_errors = [_relative_sd(row.joules_per_image, base.joules_per_image) for row in rows]
+        energy_errors = [_relative_sd(row.joules_per_sample, base.joules_per_sample) for row in rows]
         panels[2].errorbar(x, [row.energy_ratio for row in rows], energy_errors, **style)
 
 

@@ -1,4 +1,4 @@
-"""The figures of speed: images per second, where the time of a step goes, memory, power."""
+"""The figures of speed: samples per second, where the time of a step goes, memory, power."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class _Series(NamedTuple):
 
 
 def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Images per second of every step event."""
-    series = _Series("images_per_s", RunRecord.step_events, {"linewidth": 1.0, "alpha": 0.8})
+    """Samples per second of every step event."""
+    series = _Series("samples_per_s", RunRecord.step_events, {"linewidth": 1.0, "alpha": 0.8})
     if not series.has_values(runs):
         return None
     figure, (axes,) = new_figure()
     _draw_over_time(axes, runs, [series])
-    axes.set_ylabel("images/s")
+    axes.set_ylabel("samples/s")
     axes.yaxis.set_major_formatter("{x:,g}")
     legend(figure, run_entries(labels))
     return figure
@@ -93,7 +93,7 @@ def power(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     style: LineStyle = {"linewidth": 1.4}
     panels = [
         ("W", _Series("watts", RunRecord.step_events, style)),
-        ("J per image", _Series("joules_per_image", RunRecord.epoch_events, style)),
+        ("J per image", _Series("joules_per_sample", RunRecord.epoch_events, style)),
     ]
     panels = [(unit, series) for unit, series in panels if series.has_values(runs)]
     if not panels:
@@ -158,11 +158,14 @@ def _phases_of_epochs(run: RunRecord) -> Figure:
 
 def _timed_steps_by_epoch(run: RunRecord) -> list[tuple[int, list[Fields]]]:
     """(epoch, step events with phases): epochs end with their evaluation, even where the last step reaches into the next epoch."""
-    last_steps = [event["step"] for event in run.epoch_events()]
+    evaluations = run.epoch_events()
+    last_steps = [event["step"] for event in evaluations]
     epochs: dict[int, list[Fields]] = {}
     for event in run.step_events():
         if isinstance(event.get("phase_ms"), dict):
-            epochs.setdefault(1 + bisect.bisect_left(last_steps, event["step"]), []).append(event)
+            before = bisect.bisect_left(last_steps, event["step"])  # evaluations, of which some may lie within an epoch
+            ended = [one for one in evaluations[:before] if not number(one, "epochs") < number(one, "epoch")]
+            epochs.setdefault(1 + len(ended), []).append(event)
     return list(epochs.items())
 
 

@@ -1,4 +1,4 @@
-"""The figures of training: loss, accuracy, learning rate and batch, noise scale."""
+"""The figures of training: loss, accuracy and other metrics, learning rate and batch, noise scale."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from hvdtrain.report.figures.style import (
     draw_line,
     drawn_values,
     legend,
+    literal,
     log_scale,
     new_figure,
     run_entries,
     run_style,
     scale_from_zero,
 )
+from hvdtrain.report.objective import metrics_of, objective_of
 from hvdtrain.report.run import Fields, RunRecord, number
-from hvdtrain.report.summary import finite, targets
+from hvdtrain.report.summary import finite, first_finite, targets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _LOG_SCALE_FROM = 50  # the axis is logarithmic where the largest value is so many times the tenth percentile
+_MOST_METRICS = 6  # in a figure
 _TRAIN: LineStyle = {"linewidth": 1.0}
 _VAL: LineStyle = {"marker": "o", "markersize": 3.5}
 
@@ -39,6 +42,7 @@ def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         return None
     axes.set_ylabel("loss")
     _scale_loss(axes)
+    _draw_targets(axes, runs, "loss")
     legend(figure, [*run_entries(labels), *legend_entries])
     return figure
 
@@ -51,9 +55,31 @@ def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
         return None
     axes.set_ylabel("accuracy")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-    _draw_targets(axes, runs)
+    _draw_targets(axes, runs, "accuracy")
     legend(figure, [*run_entries(labels), *legend_entries])
     return figure
+
+
+def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """The other metrics of the runs' tasks, axes for each; None where no run has any."""
+    names = [name for run in runs for name in metrics_of(run) if name not in ("loss", "accuracy")]
+    known = list(dict.fromkeys(name for name in names if any(_has(run, name) for run in runs)))[:_MOST_METRICS]
+    if not known:
+        return None
+    figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
+    legend_entries: list[LegendEntry] = []
+    for name, axes in zip(known, all_axes, strict=True):
+        legend_entries = _draw_train_and_val(axes, runs, name)
+        axes.set_ylabel(literal(name))
+        _draw_targets(axes, runs, name)
+    for axes in all_axes[:-1]:
+        axes.set_xlabel("")
+    legend(figure, [*run_entries(labels), *legend_entries])
+    return figure
+
+
+def _has(run: RunRecord, metric: str) -> bool:
+    return bool(finite(number(event, f"val_{metric}") for event in run.epoch_events()) or finite(_train_values(run, metric)[1]))
 
 
 def _draw_train_and_val(axes: Axes, runs: Sequence[RunRecord], metric: str) -> list[LegendEntry]:
@@ -90,7 +116,7 @@ def _train_values(run: RunRecord, metric: str) -> tuple[list[Fields], list[float
 def _epochs(run: RunRecord, events: Sequence[Fields]) -> list[float]:
     """Epochs done at each event, with the fraction: a job may be evaluated, and end, in the middle of an epoch."""
     done = {event["step"]: number(event, "epochs") for event in run.step_events()}
-    return [done.get(event["step"], number(event, "epoch")) for event in events]
+    return [done.get(event["step"], first_finite(number(event, "epochs"), number(event, "epoch"))) for event in events]
 
 
 def _scale_loss(axes: Axes) -> None:
@@ -103,15 +129,17 @@ def _scale_loss(axes: Axes) -> None:
         scale_from_zero(axes)
 
 
-def _draw_targets(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    """A horizontal line for each target that a run reached or is configured with."""
-    accuracies = {target.accuracy for run in runs for target in targets(run)}
-    accuracies |= {number({"target": run.config.get("stop.target_accuracy")}, "target") for run in runs}
+def _draw_targets(axes: Axes, runs: Sequence[RunRecord], metric: str) -> None:
+    """A horizontal line for each target that a run reached or is configured with, where the metric is its objective."""
+    runs = [run for run in runs if objective_of(run).name == metric]
+    values = {target.value for run in runs for target in targets(run)}
+    values |= {number({"target": run.config.get("stop.target")}, "target") for run in runs}
     position: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "left"}
     background = {"facecolor": "#FFFFFF", "edgecolor": "none", "alpha": 0.75, "pad": 0.5}
-    for accuracy in sorted(finite(accuracies)):
-        axes.axhline(accuracy, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
-        axes.annotate(f"target {100 * accuracy:.4g}%", (0, accuracy), (4, 2), color="#444444", fontsize=8, bbox=background, **position)
+    for value in sorted(finite(values)):
+        shown = f"{100 * value:.4g}%" if objective_of(runs[0]).percent else f"{value:.4g}"
+        axes.axhline(value, color=GREY, linewidth=1.0, linestyle=(0, (4, 3)))
+        axes.annotate(f"target {shown}", (0, value), (4, 2), color="#444444", fontsize=8, bbox=background, **position)
 
 
 def rates(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import UNFINISHED, Folder
+from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import newest_good
-from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.checkpoint.saver import Saved, Saver
+from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
+
+GRACE_S = 10.0  # of a job that ends, for rank 0 to make the folder that the others write into
 
 
 class LastWrite(NamedTuple):
@@ -26,9 +35,20 @@ class LastWrite(NamedTuple):
 class Checkpoints:
     """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on any rank."""
 
-    def __init__(self, communicator: Communicator, learner: Learner, run: Path, limit_bytes: int, saver: Saver | None) -> None:
-        self._communicator, self._learner, self._run, self._limit_bytes = communicator, learner, run, limit_bytes
+    def __init__(
+        self, communicator: Communicator, learner: Learner, run: Path, limit_bytes: int, saver: Saver | None, hosts: Sequence[str] = ()
+    ) -> None:
+        self._communicator, self._learner, self.run, self._limit_bytes = communicator, learner, run, limit_bytes
         self.saver = saver
+        self._hosts = list(hosts) or [""] * communicator.size
+        self._expected = False  # whether the last sync point may be one at which a checkpoint is due
+        self._disk_is_shared: bool | None = None
+        self._thread: threading.Thread | None = None  # that writes this rank's part
+        self._over = threading.Event()
+
+    def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
+        """Of the same job, where its communicator has other ranks than before."""
+        return Checkpoints(self._communicator, self._learner, self.run, self._limit_bytes, self.saver, hosts)
 
     @property
     def longest_s(self) -> float:
@@ -39,15 +59,80 @@ class Checkpoints:
         """Whether rank 0 wants to write at the sync point after `step` steps."""
         return self.saver is not None and self.saver.due(step)
 
+    def expect(self) -> None:
+        """At a sync point after which save_if_due() may write. Every rank calls it."""
+        self._expected = True
+
     def save(self, now: TrainState) -> None:
-        """Writes in the background; rank 0 alone does something, and no collective is inside."""
-        if self.saver:
+        """Writes in the background. Every rank calls it: where ranks have parts of the state, each writes its own."""
+        if self._learner.is_sharded:
+            self._save_parts(now)
+        elif self.saver:
             self.saver.save(now, self._learner)
 
     def save_if_due(self, now: TrainState) -> None:
         """The same, where due() chose this step, or where this step was just evaluated."""
-        if self.saver:
+        if self._learner.is_sharded:
+            if self._expected:
+                self._expected = False
+                self._save_parts(now)
+        elif self.saver:
             self.saver.save_if_due(now, self._learner)
+
+    def _save_parts(self, now: TrainState) -> None:
+        """A collective, in which rank 0 decides; after it each rank writes in a thread of its own."""
+
+        def unfinished() -> str:
+            return files.unfinished_name(now.progress.step, secrets.token_hex(8)) if self.saver and self.saver.wants(now) else ""
+
+        name = on_rank_0(self._communicator, unfinished)  # waits for the write before
+        self._stop_writing()
+        if not name:
+            return
+        if self._disk_is_shared is None:
+            self._disk_is_shared = self._see_one_disk()
+        if not self._disk_is_shared:
+            state = self._learner.state()  # whole, in the memory of every rank
+            if self.saver:
+                self.saver.save(now, Saved(state, self._learner.state_dict_names()))
+            return
+        parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank)
+        if self.saver:
+            others = range(1, self._communicator.size)
+            self.saver.save(now, Saved(WrittenByAll(parts, others, self._hosts, name), self._learner.state_dict_names()))
+        elif self._communicator.rank:
+            self._over = threading.Event()
+            self._thread = threading.Thread(
+                target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+
+    def _see_one_disk(self) -> bool:
+        """Whether all ranks see what rank 0 writes in the run folder. A collective."""
+        name = on_rank_0(self._communicator, lambda: f".seen.{secrets.token_hex(8)}{UNFINISHED}")
+        if self._communicator.rank == 0:
+            with contextlib.suppress(OSError), Folder.open(self.run) as folder:
+                folder.create(name).close()
+        self._communicator.allgather_object(None)  # it is there by now
+        seen = self._communicator.allgather_object((self.run / name).exists())
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        if self._communicator.rank == 0:
+            with contextlib.suppress(OSError), Folder.open(self.run) as folder:
+                folder.remove(name)
+            if blind:
+                warn(
+                    f"rank {blind[0]} on {self._hosts[blind[0]]} does not see the run folder {self.run} of rank 0: for each checkpoint "
+                    "every rank gathers the whole training state in its memory; give run= a folder that all hosts share"
+                )
+        return not blind
+
+    def _stop_writing(self, grace_s: float = 0.0) -> None:
+        """Of a rank other than 0: waits until its part is written, or after grace_s nobody needs one that has not begun."""
+        if self._thread is not None:
+            self._thread.join(grace_s)
+            self._over.set()
+            self._thread.join()
+            self._thread = None
 
     def roll_back(self) -> None:
         """Loads the newest good checkpoint into every rank. Every rank calls it. Raises UserError where none is good."""
@@ -56,7 +141,7 @@ class Checkpoints:
         def read() -> None:
             nonlocal restored
             self.close()
-            _, restored, _ = newest_good(self._run, self._limit_bytes)
+            _, restored, _ = newest_good(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
 
         on_rank_0(self._communicator, read)
         broadcast_state(self._communicator, self._learner, restored)
@@ -64,9 +149,17 @@ class Checkpoints:
     def finish(self, now: TrainState) -> LastWrite:
         """Writes the last checkpoint, and waits for it. Every rank calls it."""
 
+        if self._learner.is_sharded and self._communicator.size > 1:
+            failure: str | None = None
+            while failure is None:
+                self._save_parts(now)
+                failure = on_rank_0(self._communicator, lambda: self.saver.last_failure(now) if self.saver else "")
+            last = failure
+            return on_rank_0(self._communicator, lambda: LastWrite(last, bool(files.finished(self.run))))
+
         def write() -> LastWrite:
             failure = self.saver.finish(now, self._learner) if self.saver else ""
-            return LastWrite(failure, bool(files.finished(self._run)))
+            return LastWrite(failure, bool(files.finished(self.run)))
 
         return on_rank_0(self._communicator, write)
 
@@ -76,5 +169,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a write that is under way on this rank."""
+        self._stop_writing(GRACE_S)
         if self.saver:
             self.saver.close()

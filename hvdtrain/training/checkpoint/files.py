@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-import shutil
-import stat
-from collections.abc import Sequence
-from io import BufferedReader
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
+from hvdtrain.training.checkpoint.array_file import map_arrays, write_arrays
+from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
-FORMAT = 3
+FORMAT = 4
 ARRAYS = ("weights.safetensors", "optimizer.safetensors")
 PROGRESS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-_HEADER_BYTES = 10**8  # safetensors' own limit
+_HEADER_BYTES = 2**23  # 60,000 arrays; a parsed header may take 20 times its bytes
 ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
 _PROGRESS_BYTES = 2**22  # a progress.json of hvdtrain is smaller
 
+OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open where nothing is locked
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
 
 
@@ -40,67 +44,100 @@ class Damaged(UserError):
     """A checkpoint is not as it was written."""
 
 
-def write(run: Path, train_state: TrainState, arrays: Arrays, identity: Identity, names: dict[str, str] | None = None) -> Path:
-    """Writes checkpoints/step-00000120/, and returns it. Raises OSError where it cannot; nothing of it stays then.
+def write(
+    run: Path,
+    train_state: TrainState,
+    arrays: Arrays | WrittenByAll,
+    identity: Identity,
+    names: dict[str, str] | None = None,
+    open_run: OpenFolder = Folder.open,
+) -> Path:
+    """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError where it cannot; nothing of it stays then.
 
     Complete or absent, also when the machine loses its power: every file, and both folders, are synced before and after the rename.
+    Two writers of one step never mix their files: each writes into a folder of its own.
     """
-    folder = run / "checkpoints" / name_of(train_state.progress.step)
-    unfinished, aside = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f"{folder.name}{ASIDE}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        if not folder.parent.exists():
-            folder.parent.mkdir(parents=True)
-            sync(run)
-            sync(run.parent)
-        unfinished.mkdir()
-        numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "train_state": to_json(train_state)}
-        _write_files(unfinished, arrays, numbers)
-        for name in (*ARRAYS, PROGRESS, CHECKSUMS):
-            sync(unfinished / name)
-        sync(unfinished)
-        if folder.exists():  # damaged, or of the same step before its evaluation: until the new one is there it counts, under this name
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(folder, aside)
-        os.rename(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets its room back
-        raise
-    sync(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder
+    numbers = {"format": FORMAT, "identity": identity, "names": names or {}, "train_state": to_json(train_state)}
+    name = name_of(train_state.progress.step)
+    unfinished = unfinished_name(train_state.progress.step, secrets.token_hex(8))
+    with open_run(run) as folder:
+        checkpoints = _checkpoints_to_write(folder)
+    with checkpoints:
+        _remove_leftovers(checkpoints)
+        try:
+            with checkpoints.make_folder(unfinished, new=True) as new:
+                if isinstance(arrays, WrittenByAll):
+                    arrays.prepare(new)
+                    checkpoints.rename(unfinished, arrays.unfinished)
+                    unfinished = arrays.unfinished
+                _write_files(new, arrays, numbers)
+                new.sync()
+            _give_name(checkpoints, unfinished, name)
+        except BaseException:
+            _remove(checkpoints, unfinished)  # a full disk gets its room back
+            raise
+        checkpoints.sync()
+        _remove(checkpoints, f"{name}{ASIDE}")
+    return run / "checkpoints" / name
 
 
-def _write_files(folder: Path, arrays: Arrays, numbers: dict[str, Any]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    optimizer_state = {name: array for name, array in arrays.items() if name.startswith("s.")}
-    try:
-        save_file({name: array for name, array in arrays.items() if name not in optimizer_state}, folder / ARRAYS[0])
-        save_file(optimizer_state, folder / ARRAYS[1])
-    except SafetensorError as error:  # its form of an OSError
-        raise OSError(str(error)) from error
-    (folder / PROGRESS).write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n")
-    for name in ARRAYS:  # safetensors lets only the owner read them; a group shares its runs
-        (folder / name).chmod((folder / PROGRESS).stat().st_mode)
-    sums = [f"{_checksum(folder / name)}  {name}\n" for name in (*ARRAYS, PROGRESS)]
-    (folder / CHECKSUMS).write_text("".join(sums))
+def _checkpoints_to_write(folder: Folder) -> Folder:
+    new = folder.status("checkpoints") is None
+    checkpoints = folder.make_folder("checkpoints")
+    if new:
+        folder.sync()
+        with Folder.open(folder.path.parent) as parent:
+            parent.sync()
+    return checkpoints
 
 
-def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
+    """A checkpoint of this name, which is damaged or of the same step before its evaluation, counts until the new one is there."""
+    if checkpoints.status(name) is not None:
+        _remove(checkpoints, f"{name}{ASIDE}")
+        with contextlib.suppress(FileNotFoundError):  # another job has just moved it
+            checkpoints.rename(name, f"{name}{ASIDE}")
+    checkpoints.rename(unfinished, name)
+
+
+def unfinished_name(step: int, token: str) -> str:
+    """Of the folder of a checkpoint while it is written."""
+    return f".{name_of(step)}.{token}{UNFINISHED}"
+
+
+def file_of(name: str) -> str:
+    """The file that has an array."""
+    return ARRAYS[name.startswith("s.")]
+
+
+def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[str, Any]) -> None:
+    """Each file is on the disk, and its checksum is that of the bytes that were in memory."""
+    checksums = arrays.fill(folder) if isinstance(arrays, WrittenByAll) else {}
+    for name in ARRAYS:
+        if name not in checksums:
+            assert isinstance(arrays, dict), name
+            with folder.create(name) as file:
+                checksums[name] = write_arrays(file, {n: array for n, array in arrays.items() if file_of(n) == name})
+                _sync(file)
+    text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
+    checksums[PROGRESS] = hashlib.sha256(text).hexdigest()
+    sums = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
+    for name, data in ((PROGRESS, text), (CHECKSUMS, sums.encode())):
+        with folder.create(name) as file:
+            file.write(data)
+            _sync(file)
+
+
+def _sync(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def read_numbers(folder: Path) -> Checkpoint:
     """The numbers of a checkpoint; its arrays are neither read nor checked. Raises Damaged where they cannot be read."""
     try:
-        tree = json.loads(_read_numbers_text(folder / PROGRESS))
+        with _open(folder) as files:
+            tree = json.loads(files.read(PROGRESS, _PROGRESS_BYTES).decode())
         if tree["format"] != FORMAT:
             raise ValueError(f"format {tree['format']!r:.40}, this version reads {FORMAT}")
         if not all(isinstance(tree[key], dict) for key in ("identity", "names")):
@@ -112,30 +149,36 @@ def read_numbers(folder: Path) -> Checkpoint:
         raise _damaged(folder, PROGRESS, error) from None
 
 
-def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS) -> Arrays:
-    """The arrays of these files. Raises Damaged where the checksum of a file is wrong, or one has more than limit_bytes."""
+def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS, *, mapped: bool = False) -> Arrays:
+    """The arrays of these files; `mapped`: where they lie on the disk, so that each takes memory only while it is used.
+
+    Raises Damaged where the checksum of a file is wrong, or one has more than limit_bytes.
+    """
     from safetensors import SafetensorError
-    from safetensors.numpy import load_file
 
     name = CHECKSUMS
+    arrays: Arrays = {}
     try:
-        lines = (line.partition("  ") for line in _read_numbers_text(folder / CHECKSUMS).splitlines())
-        checksums = {file: checksum for checksum, _, file in lines}
-        for name in (*ARRAYS, PROGRESS):
-            size = (folder / name).stat().st_size
-            most = _PROGRESS_BYTES if name == PROGRESS else limit_bytes
-            if size > most:
-                raise ValueError(f"{size} bytes, where this model and optimizer have at most {most}")
-            if name != PROGRESS:
-                _check_length(folder / name, size)
-            if checksums.get(name) != _checksum(folder / name):
-                raise ValueError("its checksum is not the one in SHA256SUMS")
-        arrays: Arrays = {}
-        for name in names:
-            arrays |= load_file(folder / name)
+        with _open(folder) as files:
+            lines = (line.partition("  ") for line in files.read(CHECKSUMS, _PROGRESS_BYTES).decode().splitlines())
+            checksums = {file: checksum for checksum, _, file in lines}
+            for name in (*ARRAYS, PROGRESS):
+                with files.open_file(name) as file:
+                    _check_length(file, _PROGRESS_BYTES if name == PROGRESS else limit_bytes, has_header=name != PROGRESS)
+                    if checksums.get(name) != hashlib.file_digest(file, "sha256").hexdigest():
+                        raise ValueError("its checksum is not the one in SHA256SUMS")
+                    if name in names:
+                        arrays |= map_arrays(file) if mapped else _load(file)
     except (OSError, *_PARSE_ERRORS, SafetensorError) as error:
         raise _damaged(folder, name, error) from None
     return arrays
+
+
+def _load(file: BufferedReader) -> Arrays:
+    """The arrays of the file that was checked, whatever has its name by now."""
+    from safetensors.numpy import load_file
+
+    return load_file(f"/proc/self/fd/{file.fileno()}")
 
 
 def name_of(step: int) -> str:
@@ -143,59 +186,95 @@ def name_of(step: int) -> str:
 
 
 def finished(run: Path) -> list[Path]:
-    """Folders of checkpoints, by step; each was complete when it was written."""
-    found = {path.name: path for path in (run / "checkpoints").glob("step-*") if _number(path.name).isdecimal()}
-    alone = [path for name, path in found.items() if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
-    return sorted(alone, key=lambda path: int(_number(path.name)))
+    """Folders of checkpoints, by step; each was complete when it was written. Raises UserError where they cannot be listed."""
+    try:
+        with Folder.open(run, "checkpoints") as checkpoints:
+            found = {name for name in checkpoints.names() if name.startswith("step-") and _number(name).isdecimal()}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        fix = NO_LINKS if isinstance(error, WrongKind) else "give a run folder that can be read"
+        raise UserError(f"cannot read the checkpoints: {error.strerror or error}", str(run / "checkpoints"), fix) from None
+    alone = [name for name in found if not name.endswith(ASIDE) or name.removesuffix(ASIDE) not in found]
+    return [run / "checkpoints" / name for name in sorted(alone, key=lambda name: int(_number(name)))]
 
 
 def _number(name: str) -> str:
     return name.removeprefix("step-").removesuffix(ASIDE)
 
 
-def prune(run: Path, keep_last: int, keep_best: int, written: Path) -> None:
+def prune(run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open) -> None:
     """Removes all but the newest, the best and the one that was just written, and the leftovers of writes that were cut off."""
     folders = finished(run)
     older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
-    keep = {*older[-keep_last:], *_best(folders, keep_best)}
-    every = (run / "checkpoints").glob
-    for left in {*every(".step-*"), *every(f"step-*{ASIDE}")} - {*folders}:
-        shutil.rmtree(left, ignore_errors=True)
-    for folder in older:
-        if folder not in keep:
-            _remove(folder)
+    keep = {*older[-keep_last:], *best(folders, keep_best)}
+    with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
+        _remove_leftovers(checkpoints)
+        for folder in older:
+            if folder not in keep:
+                _remove(checkpoints, folder.name)
 
 
-def _remove(folder: Path) -> None:
-    """Under another name first: a half-removed checkpoint must not look like one."""
-    hidden = folder.with_name(f".{folder.name}.removed")
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _remove_leftovers(checkpoints: Folder) -> None:
+    """What writes and removals that were cut off have left; a checkpoint that was about to be replaced stays where no other is there."""
+    names = set(checkpoints.names())
+    for name in names:
+        if name.startswith(".step-") or (name.endswith(ASIDE) and name.removesuffix(ASIDE) in names):
+            _remove(checkpoints, name)
 
 
-def _best(folders: list[Path], count: int) -> list[Path]:
-    """Those with the highest validation accuracies, the earlier first among equals; only where one was just evaluated."""
-    rated = []
+def remove(folder: Path) -> None:
+    """Removes a checkpoint. Raises OSError where its run folder cannot be opened."""
+    with Folder.open(folder.parent.parent, folder.parent.name) as checkpoints:
+        _remove(checkpoints, folder.name)
+
+
+def remove_leftovers(run: Path) -> None:
+    """Removes what writes that were cut off have left in the run folder of this job."""
+    with contextlib.suppress(OSError), Folder.open(run, "checkpoints") as checkpoints:
+        _remove_leftovers(checkpoints)
+
+
+def _remove(checkpoints: Folder, name: str) -> None:
+    """Under another name first: a half-removed checkpoint must not look like one. What cannot be removed stays until the next time."""
+    hidden = f".{name.lstrip('.')}.{secrets.token_hex(8)}.removed"
+    with contextlib.suppress(OSError):
+        checkpoints.rename(name, hidden)
+        checkpoints.remove_tree(hidden)
+
+
+def best(folders: list[Path], count: int) -> list[Path]:
+    """Those that are best in the task's objective, the earlier first among equals; only where one was just evaluated."""
+    states = {}
     for folder in folders if count else ():
-        try:
-            train_state = read_numbers(folder).train_state
-        except Damaged:
-            continue
-        if train_state.evaluated == train_state.progress.step and not math.isnan(train_state.accuracy):
-            rated.append((-train_state.accuracy, train_state.progress.step, folder))
-    return [folder for _, _, folder in sorted(rated)[:count]]
+        with contextlib.suppress(Damaged):
+            states[folder] = read_numbers(folder).train_state
+    return best_first(states)[:count]
 
 
-def _checksum(path: Path) -> str:
-    with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
+    """Of checkpoints, oldest first, those that were evaluated at their own step, on as many samples as the newest one of them."""
+    rated = {folder: state for folder, state in states.items() if state.evaluated == state.progress.step and not math.isnan(state.last)}
+    newest = next(reversed(rated.values()), None)
+    same = [folder for folder, state in rated.items() if newest is not None and state.comparable(newest)]
+    return sorted(same, key=lambda folder: (rated[folder].rank_of_last, rated[folder].progress.step))
 
 
-def _check_length(path: Path, size: int) -> None:
-    """Raises ValueError for a safetensors file that is longer or shorter than its header says, before all of it is read."""
-    with _open(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        raw_header = file.read(min(length, _HEADER_BYTES))
+def _open(folder: Path) -> Folder:
+    """A checkpoint's folder, which only the path of its run leads to through links."""
+    return Folder.open(folder.parent.parent, folder.parent.name, folder.name)
+
+
+def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> None:
+    """Raises ValueError for a file that is too large, or is longer or shorter than its header says, before all of it is read."""
+    size = os.fstat(file.fileno()).st_size
+    if size > most_bytes:
+        raise ValueError(f"{size} bytes, where this model and optimizer have at most {most_bytes}")
+    if not has_header:
+        return
+    length = int.from_bytes(file.read(8), "little")
+    raw_header = file.read(min(length, _HEADER_BYTES))
+    file.seek(0)
     try:
         header = json.loads(raw_header)
     except ValueError:
@@ -203,21 +282,6 @@ def _check_length(path: Path, size: int) -> None:
     ends = [array["data_offsets"][1] for name, array in header.items() if name != "__metadata__"]
     if size != 8 + length + max(ends, default=0):
         raise ValueError("its length is not the one that its header gives")
-
-
-def _open(path: Path) -> BufferedReader:
-    """Opens a plain file; a pipe or a device may have no end. Raises ValueError for these."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError("not a plain file")
-    return path.open("rb")
-
-
-def _read_numbers_text(path: Path) -> str:
-    with _open(path) as file:
-        raw = file.read(_PROGRESS_BYTES + 1)
-    if len(raw) > _PROGRESS_BYTES:
-        raise ValueError(f"more than {_PROGRESS_BYTES} bytes")
-    return raw.decode()
 
 
 def _damaged(folder: Path, name: str, error: Exception) -> Damaged:

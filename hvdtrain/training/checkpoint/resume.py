@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hvdtrain.config.read import read_file, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
-from hvdtrain.events import redaction
 from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.changes import Change, changes, flat, refuse_another_job, refuse_another_optimizer
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
+from hvdtrain.training.checkpoint.resume_command import further, resume_command
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
-_NOT_COMPARED = ("run", "resume")  # where a job is, not what it is
+_OF_OBJECTS = ("data.task", "data.loss.", "data.metrics.")  # of a script that gives a task as functions
+_OF_CONFIG = "the data and seed that the run folder's config.yaml names"
+_FIRST_EVENT_BYTES = 2**20  # a start event has some kilobytes
 
 
 class ResumePoint(NamedTuple):
@@ -25,22 +30,40 @@ class ResumePoint(NamedTuple):
     resumed: Path | None  # the run folder; None for a new job
     train_state: TrainState
     notes: list[str]  # lines for the user
+    changes: list[Change] | None  # in the configuration of that run; None where that cannot be read
 
 
-def find_resume_point(config: Config, identity: Identity, total: int, limit_bytes: int) -> tuple[ResumePoint, Arrays | None]:
-    """On rank 0: the state to resume from and its arrays, None for a new job; `total` samples are the whole job.
+def find_resume_point(
+    run: Path | None, config: Config, identity: Identity, beginning: TrainState, limit_bytes: int, *, mapped: bool = False
+) -> tuple[ResumePoint, Arrays | None]:
+    """On rank 0: the state to resume from and its arrays, None for a new job, whose state is `beginning`.
 
-    Raises UserError where no checkpoint is good, or the newest good one is of another job.
+    run: as former_run(); mapped: as read_arrays(). Raises UserError where no checkpoint is good, or the newest good one is of another job.
     """
-    run = former_run(config)
     if run is None:
-        return ResumePoint(None, TrainState(Progress(identity["data"]["samples"], total)), []), None
-    found, arrays, notes = newest_good(run, limit_bytes)
+        return ResumePoint(None, beginning, [], []), None
+    found, arrays, notes = newest_good(run, limit_bytes, mapped=mapped)
     check_identity(found, identity)
-    train_state = dataclasses.replace(found.train_state, progress=dataclasses.replace(found.train_state.progress, total=total))
-    if train_state.target != config.stop.target_accuracy:  # epochs at another target do not count
+    check_sums(found, beginning)
+    progress = dataclasses.replace(found.train_state.progress, total=beginning.progress.total)
+    if time_is_over(config, found.train_state.seconds):
+        progress = progress.end_here()
+    train_state = dataclasses.replace(found.train_state, progress=progress)
+    if train_state.target != config.stop.target:  # evaluations at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
-    return ResumePoint(run, train_state, notes + changes(run, config)), arrays
+    if not train_state.comparable(beginning):  # nor do those of other samples
+        before, now = train_state.evaluates, beginning.evaluates
+        notes.append(f"evaluations are of {now:,} samples, and were of {before:,}: the best one and stop.patience begin anew")
+        train_state = dataclasses.replace(train_state, at_target=0, last=math.nan, best=math.nan, best_epoch=0)
+    train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates)
+    try:
+        changed = changes(run, config)
+    except UserError as error:
+        return ResumePoint(run, train_state, [*notes, f"changed keys are unknown: {error.what}"], None), arrays
+    refuse_another_optimizer(changed, config, run)
+    refuse_another_job(changed, config, run, train_state)
+    _refuse_copy(config, run, train_state)
+    return ResumePoint(run, train_state, notes + [str(change) for change in changed], changed), arrays
 
 
 def former_run(config: Config) -> Path | None:
@@ -48,29 +71,39 @@ def former_run(config: Config) -> Path | None:
     run = Path(config.run).expanduser() if config.run is not None else None
     if config.resume == "no":
         return None
-    if run is not None and files.finished(run) and (config.resume == "auto" or _resumed(run) == config.resume):
+    if run is not None and files.finished(run) and (config.resume == "auto" or began_from(run) == config.resume):
         return run
     return None if config.resume == "auto" else Path(config.resume).expanduser()
 
 
-def _resumed(run: Path) -> str:
-    """resume= of the command that began a run; empty where that cannot be read."""
+def began_from(run: Path) -> str:
+    """resume= of the command that began a run: the field resumed_from of its first event; empty where that cannot be read."""
     try:
-        return next((str(a.value) for a in read_file(str(run / "config.yaml")) if a.key == "resume"), "")
-    except UserError:
+        with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
+            first = json.loads(file.readline(_FIRST_EVENT_BYTES))
+        return str(first["resumed_from"] or "")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 
-def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[str]]:
+def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
+    """Raises UserError where a job that is over would be copied into another folder, and nothing be trained there."""
+    over = stop_reason(config, now)
+    if over and config.run is not None and Path(config.run).expanduser().resolve() != run.resolve():
+        fix = f"to train on: {resume_command(config, run, f'run={config.run}', *further(config, now))}"
+        raise UserError(f"{run} is over ({over}): nothing would be trained in {config.run}", config.where("resume"), fix)
+
+
+def newest_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[Checkpoint, Arrays, list[str]]:
     """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not.
 
-    Raises UserError where there is none.
+    mapped: as read_arrays(). Raises UserError where there is none.
     """
     notes: list[str] = []
     for folder in reversed(files.finished(run)):
         try:
             found = files.read_numbers(folder)
-            return found, files.read_arrays(folder, limit_bytes), notes
+            return found, files.read_arrays(folder, limit_bytes, mapped=mapped), notes
         except Damaged as error:
             notes.append(f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}")
     if notes:
@@ -81,32 +114,19 @@ def newest_good(run: Path, limit_bytes: int) -> tuple[Checkpoint, Arrays, list[s
 
 def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError where a checkpoint is of another data set or another shuffle."""
-    theirs = _flat(found.identity)
-    for name, value in _flat(identity).items():
+    theirs = flat(found.identity)
+    for name, value in flat(identity).items():
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
-            fix = "give the data and seed that the run folder's config.yaml names; or start another job: run=ANOTHER resume=no"
+            same = "the loss and metrics that the run began with" if name.startswith(_OF_OBJECTS) else _OF_CONFIG
+            fix = f"give {same}; or start another job: run=ANOTHER resume=no"
             what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
             raise UserError(what, str(found.folder), fix)
 
 
-def changes(run: Path, config: Config) -> list[str]:
-    """A line for each key that is not what the run's config.yaml says; secrets are hidden, since trackers keep these lines."""
-    try:
-        former = resolve(list(read_file(str(run / "config.yaml"))))
-    except UserError as error:
-        return [f"changed keys are unknown: {error.what}"]
-    before, after = _flat(former.model_dump()), _flat(config.model_dump())
-    shown_before, shown_after = redaction.redact(before), redaction.redact(after)
-    return [
-        f"changed {key}: {shown_before.get(key)} -> {shown_after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in _NOT_COMPARED
-    ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"data.name": ..., "model.widths": ...}"""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def check_sums(found: Checkpoint, beginning: TrainState) -> None:
+    """Raises UserError where a checkpoint was trained with other metrics than the task declares now."""
+    theirs, ours = found.train_state, beginning
+    if theirs.sums.keys() != ours.sums.keys() or (theirs.objective, theirs.better) != (ours.objective, ours.better):
+        what = f"the checkpoint has the sums {', '.join(sorted(theirs.sums))} and the objective {theirs.objective}, this task has "
+        what += f"{', '.join(sorted(ours.sums))} and {ours.objective}"
+        raise UserError(what, str(found.folder), "the task that the run began with, or another run=")

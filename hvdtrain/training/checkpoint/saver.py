@@ -5,21 +5,44 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import Diverged
+from hvdtrain.core.folder import Folder
+from hvdtrain.errors import Diverged, UserError
 from hvdtrain.events.log import Log
-from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.state import plain_names
-from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.files import Identity
+from hvdtrain.training.checkpoint import files, room
+from hvdtrain.training.checkpoint.files import Identity, OpenFolder
+from hvdtrain.training.checkpoint.interval import AutoInterval
+from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState
+
+
+class Source(Protocol):
+    """What a checkpoint is written from: a learner, or what ranks that have parts of it write."""
+
+    def state(self) -> Arrays | WrittenByAll: ...
+    def state_dict_names(self) -> dict[str, str]: ...
+
+
+class Saved:
+    """A Source of what is known by now."""
+
+    def __init__(self, state: Arrays | WrittenByAll, names: dict[str, str]) -> None:
+        self._state, self._names = state, names
+
+    def state(self) -> Arrays | WrittenByAll:
+        return self._state
+
+    def state_dict_names(self) -> dict[str, str]:
+        return self._names
+
 
 RETRY_S = 30.0  # after a write that failed
 SLOW_DISK = 1e8  # bytes a second
@@ -34,6 +57,8 @@ class WriteResult(NamedTuple):
     write_s: float
     megabytes: float
     failure: str = ""  # why it is not there
+    note: str = ""  # a line for the user
+    needed_bytes: int = 0  # on the disk
 
 
 def check_finite(arrays: Arrays) -> None:
@@ -46,7 +71,9 @@ def check_finite(arrays: Arrays) -> None:
 class Saver:
     """Of rank 0 alone. Call save_if_due() after every sync point; no collective is inside. It emits events in the main thread only.
 
-    size_bytes: of a checkpoint, to guess how long the first one takes.
+    limit_bytes: that a file of a checkpoint can have; an eighth of it is a guess of its size. record_config: writes the configuration
+    with which this job trains to config.yaml, or raises OSError; it is called once there are weights that were trained with it.
+    open_run: opens the run folder to write in it. mtbf_hours: guard.mtbf_hours, for checkpoint.every=auto.
     """
 
     def __init__(
@@ -56,16 +83,27 @@ class Saver:
         identity: Identity,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
-        size_bytes: int = 0,
+        limit_bytes: int = 2**20,
+        record_config: Callable[[], None] | None = None,
+        open_run: OpenFolder = Folder.open,
+        mtbf_hours: float | None = None,
     ) -> None:
         self._run, self._config, self._identity, self._log, self._clock = run, config, identity, log, clock
+        self._record_config, self._open_run = record_config, open_run
         self._thread: threading.Thread | None = None
         self._result: WriteResult | None = None
         self._tried_s = clock()  # when the last write began
         self._failed = False
         self._due_step = -1  # the last step that was due
         self.newest = (-1, 0)  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
-        self.longest_s = size_bytes / SLOW_DISK  # pause and write together
+        self._limit_bytes = limit_bytes
+        self._told = ""  # why the last writes failed, as the user knows
+        self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one
+        self._last_attempts = 0  # to write the last one
+        self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
+        longest_s = None if config.every_minutes is None else 60 * config.every_minutes
+        self._auto = AutoInterval(run, mtbf_hours, longest_s, self.longest_s) if config.every == "auto" else None
+        self._fixed_s = longest_s
 
     def resume_from(self, now: TrainState) -> None:
         """A checkpoint of this run that the job goes on from is not written again: for a moment there would be none."""
@@ -76,27 +114,26 @@ class Saver:
         """Whether a checkpoint is due at the sync point after `step` steps; call it before, so that the ranks are compared there."""
         if self._thread and not self._thread.is_alive():
             self._collect()
-        every_steps, every_minutes = self._config.every_steps, self._config.every_minutes
+        every_steps, every_s = self._config.every_steps, self._fixed_s if self._auto is None else self._auto.seconds
         waited_s = self._clock() - self._tried_s
         due = (
             (every_steps is not None and step % every_steps == 0)
-            or (every_minutes is not None and waited_s >= 60 * every_minutes)
+            or (every_s is not None and waited_s >= every_s)
             or (self._failed and waited_s >= RETRY_S)
         )
         if due:
             self._due_step = step
         return due
 
-    def save_if_due(self, now: TrainState, learner: Learner) -> None:
+    def save_if_due(self, now: TrainState, learner: Source) -> None:
         """Writes in the background, where it is due and after an evaluation."""
         if now.progress.step in (self._due_step, now.evaluated):
             self.save(now, learner)
 
-    def save(self, now: TrainState, learner: Learner) -> None:
+    def save(self, now: TrainState, learner: Source) -> None:
         """Waits for the write before this one, copies the state, and writes in the background; not what is on the disk already."""
         began = time.perf_counter()
-        self._collect()
-        if (now.progress.step, now.evaluated) == self.newest:
+        if not self.wants(now):
             return
         arrays = learner.state()  # the host copy, and on a GPU the wait for the device
         names = learner.state_dict_names()
@@ -105,39 +142,78 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
         self._thread.start()
 
-    def finish(self, now: TrainState, learner: Learner) -> str:
-        """Returns once the last checkpoint is on the disk: empty, or why it is not there."""
-        for _ in range(2):
+    def finish(self, now: TrainState, learner: Source) -> str:
+        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may replace older ones, which is said."""
+        while True:
             self.save(now, learner)
-            self._collect(training=False)
-            if self.newest == (now.progress.step, now.evaluated):
-                return ""
-        return self._result.failure if self._result else ""
+            if (failure := self.last_failure(now)) is not None:
+                return failure
+
+    def last_failure(self, now: TrainState) -> str | None:
+        """After save() of the last checkpoint: empty once it is on the disk, why it will not be, or None where it is to be tried again."""
+        self._collect(training=False, given_up=self._given_up)
+        if self.newest == (now.progress.step, now.evaluated):
+            return ""
+        assert self._result
+        self._last_attempts += 1
+        if self._result.failure.startswith(room.NO_ROOM):
+            step = room.give_up_one(self._run, self._result.needed_bytes, self._config.keep_best, self._limit_bytes)
+            if step is not None:
+                self._given_up.append(step)
+                return None
+        elif self._last_attempts == 1:
+            return None
+        return self._result.failure
+
+    def wants(self, now: TrainState) -> bool:
+        """Whether save() would write; waits for the write before this one."""
+        self._collect()
+        return (now.progress.step, now.evaluated) != self.newest
 
     def close(self) -> None:
         """Waits for a write that is under way."""
         self._collect()
 
-    def _write(self, now: TrainState, arrays: Arrays, names: dict[str, str], pause_s: float) -> None:
+    def _write(self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
         began, step = time.perf_counter(), now.progress.step
-        megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
-        failure = ""
+        array_bytes = arrays.nbytes if isinstance(arrays, WrittenByAll) else sum(array.nbytes for array in arrays.values())
+        failure, note, needed_bytes = "", "", room.needed_bytes(array_bytes)
         try:
-            check_finite(arrays)
-            folder = files.write(self._run, now, arrays, self._identity, {} if names == plain_names(arrays) else names)
+            if not isinstance(arrays, WrittenByAll):  # each rank looks at its own
+                check_finite(arrays)
+            names = {} if names == plain_names(arrays) else names
+            folder = files.write(self._run, now, arrays, self._identity, names, self._open_run)
             with contextlib.suppress(OSError):  # what could not be removed now is removed after the next one
-                files.prune(self._run, self._config.keep_last, self._config.keep_best, folder)
-        except Diverged as error:
+                files.prune(self._run, self._config.keep_last, self._config.keep_best, folder, self._open_run)
+            note = self._config_note()
+        except (Diverged, UserError) as error:
             failure = error.what
         except OSError as error:
-            failure = f"{error.strerror or error}"
+            failure = room.describe(error, self._run, needed_bytes)
+        except MemoryError:
+            failure = f"{room.NO_MEMORY} to write a checkpoint of {array_bytes / 1e6:.1f} MB"
         except Exception as error:  # reported in the main thread as a failed write: training must not lose its writer unnoticed
             failure = f"{type(error).__name__}: {error}"
-        self._result = WriteResult(step, now.evaluated, pause_s, time.perf_counter() - began, megabytes, failure)
+        write_s = time.perf_counter() - began
+        self._result = WriteResult(step, now.evaluated, pause_s, write_s, array_bytes / 1e6, failure, note, needed_bytes)
 
-    def _collect(self, training: bool = True) -> None:
-        """Waits for the write that is under way, and emits its event; without `training` no line says that training goes on."""
+    def _config_note(self) -> str:
+        """Records the configuration after the first checkpoint that was trained with it; empty, or why that is not done."""
+        if self._record_config is None:
+            return ""
+        try:
+            self._record_config()
+        except OSError as error:
+            return f"cannot write config.yaml: {error.strerror or error}; it is still the configuration before this start"
+        self._record_config = None
+        return ""
+
+    def _collect(self, training: bool = True, given_up: Sequence[int] = ()) -> None:
+        """Waits for the write that is under way, and emits its event; without `training` no line says that training goes on.
+
+        given_up: steps of checkpoints that were removed for it.
+        """
         if self._thread is None:
             return
         self._thread.join()
@@ -146,10 +222,27 @@ class Saver:
         self._failed = bool(done.failure)
         self.longest_s = max(self.longest_s, done.pause_s + done.write_s)
         if done.failure:
-            last = f"the newest is of step {self.newest[0]}" if self.newest[0] >= 0 else "there is none of this run yet"
-            line = f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and tries again after {RETRY_S:.0f} s"
-            self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[line] * training)
+            self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[self._failure_line(done)] * training)
             return
-        self.newest = (done.step, done.evaluated)
+        self.newest, self._told = (done.step, done.evaluated), ""
         sizes = {"pause_s": round(done.pause_s, 6), "write_s": round(done.write_s, 6), "megabytes": round(done.megabytes, 3)}
-        self._log.emit("checkpoint", done.step, **sizes)
+        lines = [done.note] if done.note else []
+        if self._auto is not None:
+            changed = self._auto.measured(done.pause_s, done.write_s)
+            sizes["every_s"] = round(self._auto.seconds, 3)
+            lines += [changed] if changed else []
+        if given_up:
+            steps = ", ".join(map(str, given_up))
+            lines.append(f"{room.NO_ROOM} for the last checkpoint beside all others: that of step {steps} is given up for it")
+        more = {"given_up": list(given_up)} if given_up else {}
+        self._log.emit("checkpoint", done.step, **sizes, **more, **({"lines": lines} if lines else {}))
+
+    def _failure_line(self, done: WriteResult) -> str:
+        """All of it once; as long as the reason stays, that there is still none."""
+        kind, former = done.failure.partition(":")[0], self._told
+        self._told = kind
+        if kind == former:
+            since = f"since step {self.newest[0]}" if self.newest[0] >= 0 else "of this run"
+            return f"no checkpoint of step {done.step}: still none {since}"
+        last = f"the newest is of step {self.newest[0]}" if self.newest[0] >= 0 else "there is none of this run yet"
+        return f"no checkpoint of step {done.step}: {done.failure}; {last}; training goes on, and tries again every {RETRY_S:.0f} s"

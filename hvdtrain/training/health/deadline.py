@@ -8,43 +8,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from hvdtrain.errors import UserError
+from hvdtrain.config.duration import parse_duration
 
 WINDOWS_LEFT = 1.5  # of the longest time between two sync points: the next one must be in time
 SAVES_LEFT = 2.0  # times the longest checkpoint: file systems are busy when many jobs end
 MAX_TIME_MARGIN_S = 2.0
 SLURM_MARGIN_S = 10.0  # SLURM kills the job, and its clock may differ from that of this host
 SQUEUE_S = 5.0  # timeout of squeue
-
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_NUMBER = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
-_CLOCK = re.compile(r"([0-9]{1,9}):([0-5][0-9])(?::([0-5][0-9]))?")  # MM:SS, H:MM:SS
-_DAYS = re.compile(r"([0-9]{1,9})-([01]?[0-9]|2[0-3])(?::([0-5][0-9]))?(?::([0-5][0-9]))?")  # D-HH, D-HH:MM, D-HH:MM:SS
-_EXAMPLES = "90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"
-
-
-def parse_duration(text: str, where: str) -> float:
-    """Seconds, more than 0, of 90, 45m, 1:30:00 and the like. Raises UserError for anything else; `where` says where it was set."""
-    duration = text.strip()
-    seconds = _seconds(duration)
-    if seconds is None:
-        shown = repr(duration if len(duration) <= 40 else f"{duration[:37]}...")
-        raise UserError(f"{shown} is not a length of time", where, f"write {_EXAMPLES}")
-    if not seconds:
-        raise UserError(f"{duration!r} leaves no time at all", where, f"more than 0: {_EXAMPLES}")
-    return seconds
-
-
-def _seconds(duration: str) -> float | None:
-    if match := _NUMBER.fullmatch(duration):
-        return float(match[1]) * _UNITS[match[2]]
-    if match := _DAYS.fullmatch(duration):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
-    if match := _CLOCK.fullmatch(duration):
-        first, second, third = match.groups()
-        return 60.0 * int(first) + int(second) if third is None else 3600.0 * int(first) + 60 * int(second) + int(third)
-    return None
 
 
 class Limit(NamedTuple):

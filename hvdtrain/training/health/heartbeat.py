@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from hvdtrain.frameworks.learner import UnderWay
 
 
 @dataclass
@@ -21,6 +24,8 @@ class Heartbeat:
     owns_process: bool = True  # the process was started for this job: its own start belongs to that of the job
     start_marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began; "": the end of the first step
     in_start: bool = True  # up to there
+    place: str = ""  # of this rank in the mesh: "stage 1, data 0"
+    under_way: Callable[[], UnderWay | None] = lambda: None  # the pass of a pipeline that this rank is in; from any thread
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         """The phase begins, or goes on, after so many whole epochs and steps."""

@@ -15,7 +15,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
-from hvdtrain.errors import Diverged
+from hvdtrain.errors import REQUEUE, Diverged
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.health.deadline import Deadline
@@ -23,6 +23,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.compare import check_equal
+from hvdtrain.training.replicas.probe import Probe
 
 _FLAGS = ("stop.signal", "stop.time", "save")
 
@@ -43,9 +44,11 @@ class HealthMonitor:
     hosts: list[str]  # of each rank
     checkpoints: Checkpoints
     deadline: Deadline | None = None  # of rank 0, whose clock decides for all
+    probe: Probe | None = None  # compares outputs at the next sync point
     longest_s: float = 0.0  # between two updates of the flags
     updated_s: float | None = None  # time.monotonic() of the last update
     stop_request: str = ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
+    stop_code: int = REQUEUE  # the exit code then
 
     def flags(self, step: int | None = None) -> Sums:
         """Of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
@@ -84,7 +87,7 @@ class HealthMonitor:
         policy, limit = self.guard.nonfinite, self.guard.nonfinite_limit
         what = f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
         if policy == "stop":
-            fix = "a lower optim.base_lr, a longer recipe.warmup_epochs or optim.clip_norm; or guard.nonfinite=skip or rollback"
+            fix = "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or guard.nonfinite=skip or rollback"
             raise Diverged(what, "guard.nonfinite=stop", f"{fix}; the newest checkpoint is from before")
         count = now.nonfinite + (bad_steps if policy == "skip" else 1)
         if count > limit:
@@ -96,12 +99,17 @@ class HealthMonitor:
         return replace(now, nonfinite=count)
 
     def compare_ranks(self, learner: Learner, before: TrainState, now: TrainState, last: Hyper, *, before_save: bool) -> None:
-        """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop. Every rank calls it.
+        """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop; the first time their outputs too.
+
+        Every rank calls it.
 
         `before` and `now`: at the last sync point and at this one; `last` is of the last step. Raises Diverged where a rank differs.
         """
         every = self.guard.equal_steps
         if not every or self.communicator.size == 1:
             return
+        if self.probe is not None:
+            self.probe.compare(self.communicator, learner, self.hosts, f"after step {now.progress.step}")
+            self.probe = None
         if before_save or self.stop_request or now.progress.step // every > before.progress.step // every:
             check_equal(self.communicator, learner, last, self.hosts)

@@ -6,16 +6,18 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import weakref
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-# SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM or SIGINT,
-# it kills the ranks within a second, whatever they have to save.
-HANDLED = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.stderr import write_stderr
+
+# SIGUSR2 is the one to send: mpirun and srun pass it on to the ranks and do nothing else. Where mpirun itself is sent SIGTERM, SIGINT or
+# SIGHUP, it kills the ranks within a second, whatever they have to save. SIGHUP: the terminal is gone, as after an ssh connection broke.
+HANDLED = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 1.0  # a launcher and a scheduler may both deliver one signal: a repetition within this time is the same one
 
 
@@ -79,6 +81,8 @@ class Signals:
             former = signal.getsignal(number)
             if former is signal.SIG_IGN:  # the parent process set it so, as a shell does with SIGINT for what runs in the background
                 continue
+            if isinstance(former, EarlySignals) and former.received:
+                self.received, self._first_s = signal.Signals(former.received).name, time.monotonic()
             self._former[number] = signal.SIG_DFL if former is None else former
             signal.signal(number, self._receive)
             signal.siginterrupt(number, False)  # calls of C libraries go on: most take EINTR for a failure
@@ -98,11 +102,3 @@ def _forget(signals: Signals | None) -> None:
     """In a forked child (a worker that reads data): SIGTERM ends it, as its parent expects, and does not speak to the parent."""
     if signals is not None:
         signals._restore()
-
-
-def write_stderr(text: str) -> None:
-    """A line or more on the standard error, at once and past Python's buffers, whose lock a thread that hangs may hold."""
-    left = f"{text}\n".encode(errors="replace")
-    with contextlib.suppress(OSError):  # a closed pipe
-        while left:
-            left = left[os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, left) :]

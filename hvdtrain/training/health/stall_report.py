@@ -36,10 +36,17 @@ class Report:
     since: str  # the same as a wall-clock time of that host
     waiting: bool  # inside a collective: other ranks are behind
     stack: tuple[str, ...]  # of its main thread, innermost last: "file:line in function: source"
+    place: str = ""  # in the mesh: "stage 1, data 0"
+    doing: str = ""  # the pass of a pipeline: "forward pass of micro-batch 2 in stage 1"
+    waits_for: int | None = None  # the rank whose message it waits for
 
     @property
     def position(self) -> str:
-        return f"step {self.step}, epoch {self.epoch}: {self.phase}"
+        return f"step {self.step}, epoch {self.epoch}: {self.phase}" + (f", {self.doing}" if self.doing else "")
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host}" + (f" ({self.place})" if self.place else "")
 
 
 def pack(report: Report) -> str:
@@ -113,7 +120,7 @@ def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: floa
 
 def render_alone(report: Report, limit_s: float, limit_key: str, reason: str = "") -> str:
     """The report of one rank, where those of all ranks cannot be gathered."""
-    first = f"hvdtrain: rank {report.rank} on {report.host}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code {STALLED}"
+    first = f"hvdtrain: {report.name}: no progress for {limit_s:g} s ({limit_key}){reason}; exit code {STALLED}"
     return "\n".join([first, _heading(report), *_stack(report, DEPTH), _remedy(limit_s, limit_key)])
 
 
@@ -122,6 +129,9 @@ def _behind(received: Sequence[Report], silent: Sequence[int]) -> tuple[str, lis
     busy = [report for report in received if not report.waiting]
     if busy or silent or not received:  # those that do not answer are behind too
         return "behind:" * bool(busy), busy, busy[:STACKS]
+    awaited = {report.waits_for for report in received}
+    if roots := [report for report in received if report.rank in awaited and report.waits_for is None]:
+        return "behind (others wait for their messages, and they in another collective):", roots, roots[:STACKS]
     positions = {(report.epoch, report.step) for report in received}
     if len(positions) > 1:
         last = [report for report in received if (report.epoch, report.step) == min(positions)]
@@ -133,7 +143,7 @@ def _behind(received: Sequence[Report], silent: Sequence[int]) -> tuple[str, lis
 
 def _heading(report: Report) -> str:
     what = f"{report.phase}, epoch {report.epoch}, step {report.step}, for {report.idle_s:.0f} s, since {report.since}"
-    return f"  rank {report.rank} on {report.host}, pid {report.pid}: {what}"
+    return f"  {report.name}, pid {report.pid}: {what}" + (f", in the {report.doing}" if report.doing else "")
 
 
 def _stack(report: Report, depth: int) -> list[str]:
@@ -143,10 +153,17 @@ def _stack(report: Report, depth: int) -> list[str]:
 
 def _by_position(start: str, reports: Iterable[Report]) -> list[str]:
     """A line for the ranks at each position, the earliest position first."""
-    ranks_at: dict[tuple[int, int, str], list[int]] = {}
+    reports_at: dict[tuple[int, int, str], list[Report]] = {}
     for report in reports:
-        ranks_at.setdefault((report.epoch, report.step, report.position), []).append(report.rank)
-    return _cut([(f"{start}{{}} at {at[-1]}", ranks) for at, ranks in sorted(ranks_at.items())], f"{start}{{}} elsewhere")
+        reports_at.setdefault((report.epoch, report.step, report.position), []).append(report)
+    groups = [(f"{start}{{}} at {at[-1]}{_awaited(some)}", [report.rank for report in some]) for at, some in sorted(reports_at.items())]
+    return _cut(groups, f"{start}{{}} elsewhere")
+
+
+def _awaited(reports: Sequence[Report]) -> str:
+    """The ranks for whose messages they wait: " (ranks 2-3)"."""
+    ranks = sorted({report.waits_for for report in reports if report.waits_for is not None})
+    return f" ({ranks_summary(ranks)})" if ranks else ""
 
 
 def _by_host(silent: Sequence[int], hosts: Sequence[str]) -> list[str]:

@@ -14,9 +14,10 @@ from typing import NamedTuple, NoReturn, TypeVar
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.exit import exit_now
+from hvdtrain.core.stderr import print_stderr, write_stderr
 from hvdtrain.errors import REQUEUE, STALLED
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.health.signals import Signals, write_stderr
+from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.stall_report import Report, calls_of, frames_of_work, is_waiting, pack, render, render_alone, unpack
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ T = TypeVar("T")
 CHECK_S = 0.5  # between two checks of the heartbeat
 POLL_S = 0.05  # between two checks whether other ranks' reports are there
 RANK_0_FIRST_S = 2.0  # rank 0 prints, and ends the job, so much before the others do
+AT_END_S = 1.0  # for giving back the lock of the run folder
 END_S = 5  # for the report and the end of all ranks
 FLUSH_S = 0.2  # mpirun passes output on in pieces of 4 KB; its own message about the abort would come between them
 
@@ -39,7 +41,10 @@ class Watchdog:
     Where C code holds the interpreter of a rank, its watchdog cannot run; the watchdogs of the other ranks report that rank.
     """
 
-    def __init__(self, heartbeat: Heartbeat, signals: Signals, guard: GuardConfig, rank: int) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, signals: Signals, guard: GuardConfig, rank: int, at_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self._at_end = at_end
         self._heartbeat, self._signals, self._guard, self._rank = heartbeat, signals, guard, rank
         limits_s = [limit_s for limit_s in (guard.stall_s, guard.start_s) if limit_s is not None]
         self._check_s = min([CHECK_S, *(limit_s / 10 for limit_s in limits_s)])
@@ -60,18 +65,22 @@ class Watchdog:
         self._thread.join()
 
     def attach(self, communicator: Communicator) -> None:
-        """From now on one report covers all ranks. Every rank calls it, once."""
+        """From now on one report covers all ranks, as they are numbered now. Every rank calls it."""
+        self._rank = communicator.rank
         self._hosts = communicator.allgather_object(self._host)
         self._communicator = communicator
 
     def _run(self) -> None:
-        idle = IdleTime(2 * self._check_s)
+        idle, answered = IdleTime(2 * self._check_s), False
         while not self._over.is_set():
             self._signals.poll(self._check_s)
             idle.update(self._heartbeat.beats, time.monotonic())
             limit = self._limit()
             if self._signals.received and not self._heartbeat.training:
                 self._stop_during_start()
+            elif self._signals.received == "SIGINT" and not self._rank and not answered:
+                print_stderr("hvdtrain: stopping at the next sync point; again to kill")  # Ctrl-C: a person waits
+                answered = True
             elif limit and idle.seconds > limit.seconds:
                 self._stop_after_stall(limit, idle.seconds)
 
@@ -119,7 +128,7 @@ class Watchdog:
         return render_alone(report, limit.seconds, limit.key, f", and rank 0 on {self._hosts[0]} does not answer")
 
     def _report(self, idle_s: float, *, sources: bool) -> Report:
-        frames = frames_of_work(self._watched_thread)
+        frames, under_way = frames_of_work(self._watched_thread), self._heartbeat.under_way()
         return Report(
             rank=self._rank,
             host=self._host,
@@ -131,6 +140,9 @@ class Watchdog:
             since=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - idle_s)),
             waiting=is_waiting(frames),
             stack=calls_of(frames, sources=sources),
+            place=self._heartbeat.place,
+            doing=under_way.text if under_way else "",
+            waits_for=under_way.waits_for if under_way else None,
         )
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
@@ -155,6 +167,7 @@ class Watchdog:
         last_resort.start()
         signal.alarm(2 * END_S)  # mpi4py holds the interpreter in MPI_Abort, so where that hangs no thread can end this process
         write_stderr(message)
+        self._try(self._at_end, AT_END_S, lambda: False)  # on a disk that may hang
         if self._communicator is not None and self._communicator.size > 1:
             time.sleep(FLUSH_S)
             self._communicator.abort(code)

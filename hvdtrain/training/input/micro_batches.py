@@ -8,7 +8,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
 from hvdtrain.data.sampler import Positions, largest_share, positions_of_rank
-from hvdtrain.data.source import Source
+from hvdtrain.data.source import Source, read_in_epochs
 from hvdtrain.recipe.gradient_noise import sample_weights
 
 
@@ -20,7 +20,15 @@ def split_step(config: Config, progress: Progress, batch: int, first_batch: int,
     rank, size, sampling = communicator.rank, communicator.size, config.data.sampling
     positions = positions_of_rank(progress.samples, batch, rank, size, progress.dataset, config.seed, sampling)
     share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
-    return positions.split(micro_batches_per_step(config.batch, share, batch, first_batch))
+    return positions.split(passes_of_step(config, share, batch, first_batch))
+
+
+def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
+    """As micro_batches_per_step(); a pipeline takes more of them, so that its ranks wait less."""
+    passes, parallel = micro_batches_per_step(config.batch, largest_share, batch, first_batch), config.parallel
+    if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
+        return passes
+    return passes * (parallel.micro_batches or 2 * parallel.pipeline)
 
 
 def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, first_batch: int) -> int:
@@ -28,7 +36,7 @@ def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, 
 
     Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's first one, so that memory stays constant.
     """
-    if config.micro:
+    if isinstance(config.micro, int):
         return -(-largest_share // config.micro)
     return -(-batch // first_batch)
 
@@ -36,21 +44,23 @@ def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, 
 def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool) -> Batch:
     """The samples at `positions`, with their augmentation parameters, and random loss weights where recipe.sample_noise is set.
 
-    Where the learner has cached the data set on the device, the batch holds the numbers of the samples in place of their images and labels.
+    Where the learner has cached the data set on the device, the batch holds the numbers of the samples in place of their fields.
     """
     samples, epochs = positions
-    batch: Batch = {"indices": samples} if cached_on_device else source.read(samples)
+    batch: Batch = {"indices": samples} if cached_on_device else read_in_epochs(source, samples, epochs, config.seed)
     if augment.is_enabled(config.augment):
-        parameters = augment.draw(config.augment, config.seed, epochs, samples, source.shape)
+        height, width, channels = source.fields["x"].shape  # check_augmentation() has made sure of it
+        shape = height, width, channels
+        parameters = augment.draw(config.augment, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
         partners = augment.mixup_partners(config.augment, config.seed, epochs, samples, len(source))
         if partners is not None:
-            batch["partner_augmentation"] = augment.draw(config.augment, config.seed, epochs, partners, source.shape)
+            batch["partner_augmentation"] = augment.draw(config.augment, config.seed, epochs, partners, shape)
             batch["mixup_weight"] = parameters.mixup_weight
             if cached_on_device:
                 batch["partner_indices"] = partners
             else:
-                partner_batch = source.read(partners)
+                partner_batch = read_in_epochs(source, partners, epochs, config.seed)
                 batch["partner_x"], batch["partner_y"] = partner_batch["x"], partner_batch["y"]
     if hyper.sample_noise:
         batch["w"] = sample_weights(config.seed, hyper.step, samples, hyper.sample_noise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.data.source import ArraySource, Source
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.data.source import Source, reads_from_memory, reads_in_process
+from hvdtrain.frameworks.learner import Learner, SharesSteps
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.input.micro_batches import read_batch, split_step
 
@@ -55,8 +55,9 @@ class Prefetcher:
         self._learner = learner
         self.cached_on_device = learner.cache_on_device(source)
         self.samples = len(source)
-        is_fast = self.cached_on_device or is_in_memory(source)
-        self.ahead, self.readers = choose_read_ahead(config.data, is_fast, communicator.local_size)
+        self.ahead, self.readers = read_ahead_of(config.data, source, communicator.local_size, cached=self.cached_on_device)
+        if config.servers.are_asynchronous:  # the next ticket is not known
+            self.ahead, self.readers = ReadAhead(0, 1)
         self.waited_s = 0.0  # spent in take(), so far
         self._pool = ThreadPoolExecutor(self.readers, "hvdtrain-reader") if self.ahead else None
         self._queue: deque[_Pending] = deque()
@@ -68,7 +69,7 @@ class Prefetcher:
             if self._pool is None:
                 return self.prepare(progress)
             if not self._queue or self._queue[0].progress != progress:  # the first step, or another one than was expected
-                self._cancel()
+                self.discard()
                 self._submit(progress)
             future = self._queue.popleft().future
             self._read_ahead(progress)
@@ -77,25 +78,17 @@ class Prefetcher:
             self.waited_s += time.perf_counter() - began
 
     def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
-        """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch."""
-
-        def prepare(samples: np.ndarray) -> Any | None:
-            return self._learner.to_device(source.read(samples)) if len(samples) else None
-
-        if self._pool is None or is_in_memory(source):
-            yield from map(prepare, batches)
-            return
-        pending: deque[Future[Any | None]] = deque()
-        for taken in range(len(batches)):
-            for samples in batches[taken + len(pending) : taken + 1 + self.ahead]:
-                pending.append(self._pool.submit(prepare, samples))
-            yield pending.popleft().result()
+        """As device_batches(), read ahead as far as the steps are."""
+        return device_batches(source, batches, self._learner, None if is_read_at_once(source) else self._pool, self.ahead)
 
     def prepare(self, progress: Progress) -> StepInput:
         """Reads the step that follows `progress`, on the calling thread."""
         hyper = self._recipe.at(progress)
-        micro_batches = []
-        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, self._communicator):
+        micro_batches: list[Any] = []
+        readers = self._learner.readers if isinstance(self._learner, SharesSteps) else self._learner.data
+        if readers is None:
+            return StepInput(hyper, micro_batches)
+        for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, readers):
             batch = read_batch(self._source, positions, hyper, self._config, self.cached_on_device)
             micro_batches.append(self._learner.to_device(batch))
         return StepInput(hyper, micro_batches)
@@ -107,7 +100,7 @@ class Prefetcher:
 
     def close(self, wait: bool = True) -> None:
         """Discards what was read ahead and ends the readers; with wait=False without waiting for a read that may hang."""
-        self._cancel()
+        self.discard()
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=True)
 
@@ -125,7 +118,7 @@ class Prefetcher:
         last = self._queue[-1].progress if self._queue else progress
         while len(self._queue) < self.ahead:
             last = last.advance(self._recipe.at(last).batch)
-            if last.done or last.step == self._config.max_steps:
+            if last.done or last.step == self._config.stop.steps:
                 return
             self._submit(last)
 
@@ -133,14 +126,44 @@ class Prefetcher:
         assert self._pool is not None
         self._queue.append(_Pending(progress, self._pool.submit(self.prepare, progress)))
 
-    def _cancel(self) -> None:
+    def discard(self) -> None:
+        """Forgets what was read ahead, as where other ranks read other samples from now on."""
         while self._queue:
             self._queue.popleft().future.cancel()
 
 
-def is_in_memory(source: Source) -> bool:
-    """Whether reading a sample is a copy from memory."""
-    return isinstance(source, ArraySource)
+def device_batches(
+    source: Source, batches: Sequence[np.ndarray], learner: Learner, pool: ThreadPoolExecutor | None, ahead: int
+) -> Iterator[Any | None]:
+    """A DeviceBatch of the samples of each batch (int64 (n,)), in order; None for an empty batch, which only a learner that is_sharded
+    takes: its forward pass is a collective.
+
+    The threads of `pool` read up to `ahead` batches ahead; without a pool each is read when it is taken. Raises what reading raises.
+    """
+
+    def prepare(samples: np.ndarray) -> Any | None:
+        return learner.to_device(source.read(samples)) if len(samples) or learner.is_sharded else None
+
+    if pool is None:
+        yield from map(prepare, batches)
+        return
+    pending: deque[Future[Any | None]] = deque()
+    for taken in range(len(batches)):
+        for samples in batches[taken + len(pending) : taken + 1 + ahead]:
+            pending.append(pool.submit(prepare, samples))
+        yield pending.popleft().result()
+
+
+def is_read_at_once(source: Source) -> bool:
+    """Whether the thread that needs samples reads them: a copy from memory, or the user's code in this process."""
+    return reads_from_memory(source) or reads_in_process(source)
+
+
+def read_ahead_of(config: DataConfig, source: Source, ranks_on_host: int, *, cached: bool = False) -> ReadAhead:
+    """How far ahead a source is read: not where the user's code would run on other threads than the one that trains."""
+    if reads_in_process(source):
+        return ReadAhead(0, 1)
+    return choose_read_ahead(config, cached or is_read_at_once(source), ranks_on_host)
 
 
 def choose_read_ahead(config: DataConfig, is_fast: bool, ranks_on_host: int = 1) -> ReadAhead:

@@ -6,24 +6,30 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from hvdtrain.config.length import as_given
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
-from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.progress.train_state import Reached, TrainState
 
 
-def step_fields(now: TrainState, sums: Sums, window_s: float) -> dict[str, Any]:
-    """Of the steps since the last sync point: their sums over all ranks, and their seconds."""
+def step_fields(task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float) -> dict[str, Any]:
+    """Of the steps since the last sync point: their sums over all ranks, and their seconds; `epochs` of the job."""
     p = now.progress
     return {
         "epochs": p.epochs,
-        "of": p.total // p.dataset,
-        "loss": sums["loss"] / sums["count"],
-        "accuracy": sums["right"] / sums["count"],
-        "images_per_s": sums["count"] / window_s,
+        "of": as_given(epochs) if epochs < math.inf else None,
+        **{metric.name: metric.of(sums) for metric in task.metrics},
+        "samples_per_s": sums["count"] / window_s,
+        **({"tokens_per_s": sums["tokens"] / window_s} if "tokens" in task.sums else {}),
         "lr": now.lr,
         "batch": now.batch,
         "seconds": round(now.seconds, 3),
     }
+
+
+def _rate(count: Any, seconds: float) -> float:
+    return round(count / seconds, 1) if seconds else math.nan
 
 
 def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
@@ -32,24 +38,33 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
     return {"policy": policy, "count": count, "lines": [line]}
 
 
-def epoch_fields(config: Config, before: TrainState, now: TrainState, val: Sums, noise_scale: float) -> dict[str, Any]:
-    """Of the epoch that was just evaluated: `before` has its sums of training, `now` the state after the evaluation."""
-    trained = before.sums["count"]
+def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float) -> dict[str, Any]:
+    """Of an evaluation: `before` has the sums of training since the last one, `now` the state after it.
+
+    The epoch is the one that it ends or lies in, counted from 1.
+    """
+    trained = before.trained_samples
     return {
         "epoch": before.epoch + 1,
+        "epochs": before.progress.epochs,
         "seconds": round(now.seconds, 3),
         "epoch_s": round(before.epoch_s, 3),
-        "images_per_s": round(trained / before.epoch_s, 1) if before.epoch_s else math.nan,
-        "train_loss": before.sums["loss"] / trained if trained else math.nan,
-        "train_accuracy": before.sums["right"] / trained if trained else math.nan,
-        "val_loss": val["loss"] / val["count"],
-        "val_accuracy": now.accuracy,
+        "samples_per_s": _rate(trained, before.epoch_s),
+        **({"tokens_per_s": _rate(before.sums["tokens"], before.epoch_s)} if "tokens" in task.sums else {}),
+        **{f"train_{metric.name}": metric.of(before.sums) if trained else math.nan for metric in task.metrics},
+        **{f"val_{metric.name}": metric.of(val) for metric in task.metrics},
         "val_count": int(val["count"]),
-        "best_accuracy": now.best,
+        f"best_{now.objective}": now.best,
         "lr": now.lr,
         "batch": now.batch,
         **({"noise_scale": noise_scale} if config.log.noise_scale else {}),
     }
+
+
+def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
+    """Of a target that an evaluation was the first to reach."""
+    fields = reached._asdict()
+    return {"target": fields.pop("target"), f"val_{objective}": fields.pop("value"), "samples": fields.pop("images"), **fields}
 
 
 def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
@@ -57,8 +72,8 @@ def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dic
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}
-    total, trained = sum(joules.values()), now.sums["count"]
-    per_image = {"joules_per_image": total / trained} if trained else {}
+    total, trained = sum(joules.values()), now.trained_samples
+    per_image = {"joules_per_sample": total / trained} if trained else {}
     return {"joules": joules, "wh": round(total / 3600, 4), "watts": round(total / wall_s, 2), **per_image}
 
 

@@ -11,28 +11,34 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapValidator
 
-from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.core.metrics import Better, Sums, add_sums, host_value, is_better, reaches, zero_sums
 from hvdtrain.core.progress import Progress
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1e11)]
 NumberOrNaN = Annotated[Number, WrapValidator(lambda value, number: math.nan if value is None else number(value))]  # null in JSON
+
+
+def _no_sums() -> dict[str, Any]:
+    """Of classification, as the other defaults of TrainState."""
+    return zero_sums(("loss", "right"))
 
 
 def _check_progress(progress: Progress) -> Progress:
     """Raises ValueError where a count cannot be."""
     counts = asdict(progress)
-    if not all(0 <= count < 2**63 for count in counts.values()) or not progress.dataset:
+    if not all(0 <= count < 2**53 for count in counts.values()) or not progress.dataset or progress.step > progress.samples:
         raise ValueError(f"impossible counts {counts}")
     return progress
 
 
 class Reached(NamedTuple):
-    """The first evaluation at an accuracy of log.targets."""
+    """The first evaluation at a value of log.targets."""
 
     target: Number
-    val_accuracy: Number
-    seconds: Number  # spent in the job
+    value: Number  # of the objective
+    seconds: Seconds  # spent in the job
     epochs: Number
     images: Count  # samples trained on
     joules: Number | None  # None where they were not measured
@@ -46,18 +52,21 @@ class TrainState:
     """
 
     progress: Annotated[Progress, AfterValidator(_check_progress)]
-    seconds: Number = 0.0  # spent in this job so far
+    seconds: Seconds = 0.0  # spent in this job so far
     epoch: Count = 0  # whole epochs done at the last evaluation
     evaluated: Count = 0  # steps done at the last evaluation
-    epoch_s: Number = 0.0  # seconds of training since the last evaluation
-    sums: dict[str, Number] = field(default_factory=zero_sums)  # over all ranks, since the last evaluation
-    at_target: Count = 0  # epochs in a row, up to now, at the accuracy `target`
+    evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
+    epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
+    sums: dict[str, Number | tuple[Number, ...]] = field(default_factory=_no_sums)  # over all ranks, since the last evaluation
+    objective: str = "accuracy"  # the metric that the next fields are of, and which of its values are better
+    better: Better = "max"
+    at_target: Count = 0  # evaluations in a row, up to now, at the value `target`
     target: Number | None = None
-    accuracy: NumberOrNaN = math.nan  # of the last evaluation
-    best: NumberOrNaN = math.nan  # accuracy of all evaluations, and the whole epochs done then
-    best_epoch: Count = 0
-    evaluated_s: Number = 0.0  # `seconds` at the last evaluation
-    trained_s: Number = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
+    last: NumberOrNaN = math.nan  # of the last evaluation
+    best: NumberOrNaN = math.nan  # of all evaluations
+    best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
+    evaluated_s: Seconds = 0.0  # `seconds` at the last evaluation
+    trained_s: Seconds = 0.0  # of `seconds`: those of steps that were not thrown away, up to the last evaluation
     trained_images: Count = 0  # samples of those steps
     gpu_j: NumberOrNaN = 0.0  # joules of the whole job, NaN where some were not measured
     cpu_j: NumberOrNaN = 0.0
@@ -71,7 +80,7 @@ class TrainState:
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
         """With the sums and the time of more steps."""
-        total = add_sums(self.sums, {name: sums[name] for name in zero_sums()})
+        total = add_sums(self.sums, {name: host_value(sums[name]) for name in self.sums})
         return replace(self, sums=total, epoch_s=self.epoch_s + seconds, noise=noise)
 
     def add_energy(self, sums: Sums) -> TrainState:
@@ -85,9 +94,23 @@ class TrainState:
             epoch_cpu_j=self.epoch_cpu_j + cpu_j,
         )
 
-    def after_evaluation(self, accuracy: float, target: float | None, seconds: float) -> TrainState:
-        """After the evaluation of an epoch, `seconds` into the job; `target` is stop.target_accuracy."""
-        is_best = not accuracy <= self.best  # the first one too
+    def comparable(self, other: TrainState) -> bool:
+        """Whether evaluations of both are of as many samples."""
+        return self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates)
+
+    @property
+    def rank_of_last(self) -> float:
+        """The smaller, the better the last evaluation."""
+        return -self.last if self.better == "max" else self.last
+
+    @property
+    def trained_samples(self) -> int:
+        """Since the last evaluation."""
+        return round(self.sums.get("count", 0))  # type: ignore[arg-type]
+
+    def after_evaluation(self, value: float, target: float | None, seconds: float) -> TrainState:
+        """After an evaluation, `seconds` into the job; `value` is of the objective, `target` stop.target."""
+        improves = is_better(value, self.best, self.better)  # the first one too
         return replace(
             self,
             seconds=seconds,
@@ -95,21 +118,24 @@ class TrainState:
             evaluated=self.progress.step,
             evaluated_s=seconds,
             epoch_s=0.0,
-            sums=zero_sums(),
-            at_target=self.at_target + 1 if target is not None and accuracy >= target else 0,
+            sums=zero_sums(name for name in self.sums if name != "count"),
+            at_target=self.at_target + 1 if target is not None and reaches(value, target, self.better) else 0,
             target=target,
-            accuracy=accuracy,
-            best=accuracy if is_best else self.best,
-            best_epoch=self.epoch + 1 if is_best else self.best_epoch,
+            last=value,
+            best=value if improves else self.best,
+            best_epoch=self.epoch + 1 if improves else self.best_epoch,
             trained_s=self.trained_s + self.epoch_s,
-            trained_images=self.trained_images + round(self.sums["count"]),
+            trained_images=self.trained_images + self.trained_samples,
             epoch_gpu_j=0.0,
             epoch_cpu_j=0.0,
         )
 
 
-# What a checkpoint from before hvdtrain 0.1 measured energy does not have.
+# What checkpoints from before hvdtrain 0.1 measured energy, and had other tasks than classification, do not have.
 _ADDED: dict[str, Any] = {
+    "objective": "accuracy",
+    "better": "max",
+    "evaluates": 0,
     "best": None,
     "best_epoch": 0,
     "evaluated_s": 0.0,
@@ -131,10 +157,10 @@ def to_json(train_state: TrainState) -> dict[str, Any]:
 
 def from_json(tree: dict[str, Any]) -> TrainState:
     """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out of range."""
-    tree = _ADDED | tree
+    tree = _ADDED | ({"last": tree["accuracy"]} if "accuracy" in tree else {}) | tree
     tree = _pick(tree, [each.name for each in fields(TrainState)])  # a default is for a new job: a checkpoint has every value
     tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
-    tree["sums"] = _pick(tree["sums"], zero_sums())
+    _pick(tree["sums"], ("loss", "count"))
     try:
         return _adapter().validate_json(json.dumps(tree), strict=True)  # as JSON: a list is a tuple, and true or "1" no number
     except ValidationError as error:

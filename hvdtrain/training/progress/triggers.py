@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
+from hvdtrain.recipe.clock import total_epochs, total_samples
+from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.progress.train_state import TrainState
 
 
 def is_sync_point(config: Config, before: TrainState, p: Progress) -> bool:
     """Whether the ranks synchronize after the step that led to p; a resumed job does so at the same steps as one without a stop."""
-    intervals = (config.log.every_steps, config.checkpoint.every_steps)
-    return any(steps and p.step % steps == 0 for steps in intervals) or p.epoch > before.epoch or p.step == config.max_steps
+    intervals = (config.log.every_steps, config.checkpoint.every_steps, config.evaluate.every_steps)
+    return any(steps and p.step % steps == 0 for steps in intervals) or p.epoch > before.epoch or p.done or p.step == config.stop.steps
+
+
+def steps_to_sync_point(config: Config, recipe: Recipe, before: TrainState) -> tuple[list[Progress], Progress]:
+    """Where each of the next steps begins, up to the next sync point; and the progress there."""
+    steps, p = [before.progress], before.progress
+    while True:
+        p = p.advance(recipe.at(p).batch)
+        if is_sync_point(config, before, p):
+            return steps, p
+        steps.append(p)
+
+
+def is_at_its_end(config: Config, p: Progress) -> bool:
+    """Whether the job has read all its samples or done all its steps."""
+    return p.done or (config.stop.steps is not None and p.step >= config.stop.steps)
 
 
 def evaluation_due(config: Config, now: TrainState) -> bool:
-    """Whether an epoch, or the last step of max_steps, has not been evaluated yet."""
-    p = now.progress
-    return p.step > now.evaluated and (p.epoch > now.epoch or (config.max_steps is not None and p.step >= config.max_steps))
+    """Whether the end of an epoch, evaluate.every_steps or the last step has come and has not been evaluated yet."""
+    p, every = now.progress, config.evaluate.every_steps
+    is_due = p.epoch > now.epoch or is_at_its_end(config, p) or (every is not None and p.step // every > now.evaluated // every)
+    return p.step > now.evaluated and is_due
+
+
+def time_is_over(config: Config, seconds: float) -> bool:
+    """Whether a job is done that has taken so many seconds, over all its runs: by rank 0's clock, which decides for all ranks."""
+    limit_s = stop_seconds(config)
+    return limit_s is not None and seconds >= limit_s
+
+
+def stop_seconds(config: Config) -> float | None:
+    """stop.time."""
+    return None if config.stop.time is None else parse_duration(config.stop.time, "stop.time")
 
 
 def stop_reason(config: Config, now: TrainState) -> str:
     """Why the job is over; empty while it is not. The same on all ranks."""
-    target = config.stop.target_accuracy
+    target = config.stop.target
     if evaluation_due(config, now):
         return ""
     if target is not None and now.at_target >= config.stop.patience:
-        return f"stop.target_accuracy={target:g} held for {now.at_target} epoch{'s' * (now.at_target > 1)}"
-    if config.max_steps is not None and now.progress.step >= config.max_steps:
-        return f"max_steps={config.max_steps}"
-    return f"epochs={now.progress.total // now.progress.dataset}" if now.progress.done else ""
+        return f"stop.target={target:g} held for {now.at_target} evaluation{'s' * (now.at_target > 1)}"
+    if config.stop.steps is not None and now.progress.step >= config.stop.steps:
+        return f"stop.steps={config.stop.steps}"
+    if not now.progress.done:
+        return ""
+    is_of_epochs = now.progress.samples >= total_samples(config, now.progress.dataset)
+    return f"epochs={total_epochs(config):g}" if is_of_epochs else f"stop.time={config.stop.time}"

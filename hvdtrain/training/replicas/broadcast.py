@@ -1,59 +1,49 @@
-"""Every rank starts from the same job and from rank 0's state: what Horovod's broadcast_parameters and broadcast_optimizer_state do."""
+"""Every rank starts from rank 0's state: what Horovod's broadcast_parameters and broadcast_optimizer_state do."""
 
 from __future__ import annotations
 
-import socket
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.digest import combine, digests
-from hvdtrain.errors import UserError
+from hvdtrain.core.pieces import whole_arrays
 from hvdtrain.frameworks.learner import Learner
 
 
-def check_same_facts(communicator: Communicator, facts: dict[str, Any]) -> None:
-    """Raises the same UserError on all ranks where a fact (size of a data set, key of the configuration) differs between them."""
-    of_all = communicator.allgather_object((socket.gethostname(), facts))
-    host_0, facts_0 = of_all[0]
-    for rank, (host, theirs) in enumerate(of_all):
-        for name, value in facts_0.items():
-            if theirs[name] != value:
-                what = f"{name} differs between ranks: {value} on rank 0, {theirs[name]} on rank {rank}"
-                raise UserError(what, f"hosts {host_0} and {host}", "give every rank the same command and the same data")
-
-
-def broadcast_state(communicator: Communicator, learner: Learner, restored: Arrays | None) -> str:
+def broadcast_state(communicator: Communicator, learner: Learner, restored: Arrays | None, *, only_weights: bool = False) -> str:
     """Loads rank 0's state (what it restored, or its initial one) into every rank's learner; returns the common digest.
 
-    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state, would change the weights.
-    A rank holds one host copy of the state at most: rank 0 what it restored, the others what they receive.
+    only_weights: `restored` has no optimizer state; each rank keeps its own.
+
+    Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state, would change the weights. They
+    travel one by one, and a rank keeps what it has a part of. Initial optimizer state that ranks have in parts is each rank's own: it
+    does not depend on the weights.
 
     Raises RuntimeError where digests differ after that.
     """
-    if communicator.rank:
-        learner.load(_receive(communicator))
-    elif restored is None:
-        _send(communicator, dict(learner.views()))
+    state, is_partial = restored, only_weights
+    if restored is None:
+        state, is_partial = dict(whole_arrays(learner.pieces())), learner.is_sharded
+    assert state is not None
+    schema = communicator.allgather_object([(n, a.shape, a.dtype.str) for n, a in state.items()] if communicator.rank == 0 else None)[0]
+    loads_its_own = restored is None and communicator.rank == 0
+    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, state), is_partial)
+    if loads_its_own:
+        for _ in stream.arrays:
+            pass
     else:
-        _send(communicator, restored)
-        learner.load(restored)
-    state_digests = communicator.allgather_object(combine(digests(learner.views())))
+        learner.load(stream)
+    state_digests = communicator.allgather_object(combine(digests(whole_arrays(learner.pieces()))))
     if len(set(state_digests)) > 1:
         raise RuntimeError(f"ranks differ after the start: digests {state_digests}")  # a bug of hvdtrain, or faulty memory
     return str(state_digests[0])
 
 
-def _send(communicator: Communicator, state: Arrays) -> None:
-    """Rank 0's part of the broadcast: names, shapes and dtypes of all arrays, then each array."""
-    communicator.allgather_object([(name, array.shape, array.dtype.str) for name, array in state.items()])
-    for name, array in state.items():
-        communicator.broadcast(np.ascontiguousarray(array).reshape(array.shape), f"state.{name}")
-
-
-def _receive(communicator: Communicator) -> Arrays:
-    """The part of every other rank."""
-    schema = communicator.allgather_object(None)[0]
-    return {name: communicator.broadcast(np.zeros(shape, dtype), f"state.{name}") for name, shape, dtype in schema}
+def _broadcast(communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+    """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy while it is sent."""
+    for name, shape, dtype in schema:
+        array = np.require(own[name], requirements=["C", "W"]).reshape(shape) if communicator.rank == 0 else np.zeros(shape, dtype)
+        yield name, communicator.broadcast(array, f"state.{name}")

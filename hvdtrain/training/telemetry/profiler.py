@@ -7,6 +7,7 @@ import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.frameworks.learner import Learner
@@ -60,7 +61,8 @@ class StepProfiler:
 
     def _begin(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            with Folder.make(self.folder.parent.parent, self.folder.parent.name, self.folder.name) as folder:
+                folder.refuse_links()  # the framework writes by paths
             self._trace = self._learner.profile(self.folder)
             self._trace.__enter__()
         except OSError as error:

@@ -11,36 +11,65 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import coordinates
 from hvdtrain.comm.sums import allreduce_sums
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import LOGGER
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import HasPipeline, Learner, SharesSteps
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.telemetry.energy import find_counters
 from hvdtrain.training.telemetry.energy_meter import EnergyMeter
+from hvdtrain.training.telemetry.first_step import FirstStep
 from hvdtrain.training.telemetry.memory import peak_memory_bytes
+from hvdtrain.training.telemetry.pipeline_passes import gather_passes
+from hvdtrain.training.telemetry.pipeline_waits import PipelineWaits
 from hvdtrain.training.telemetry.profiler import StepProfiler, parse_profile_steps
+from hvdtrain.training.telemetry.staleness import StalenessMeter
+from hvdtrain.training.telemetry.update_log import UpdateLog
+
+EVERY_RANK_A_MODEL = ParallelConfig()
 
 
-def make_telemetry(config: Config, communicator: Communicator, learner: Learner, hosts: list[str], log: Log, run: Path) -> Telemetry:
-    """The telemetry of a configuration. Every rank calls it."""
+def make_telemetry(
+    config: Config,
+    communicator: Communicator,
+    learner: Learner,
+    hosts: list[str],
+    log: Log,
+    run: Path,
+    updates: UpdateLog | None = None,
+) -> Telemetry:
+    """The telemetry of a configuration. Every rank calls it. updates: rank 0's log of asynchronous updates (servers.log)."""
     gpu = learner.gpu()
     counters = find_counters(communicator, gpu.uuid or None if gpu else None, gpu.why if gpu else "")
     energy = EnergyMeter(counters, communicator.rank, time.monotonic)
     steps = parse_profile_steps(config.profile.steps, config.where("profile.steps"))
     folder = run / "profile" / f"rank-{communicator.rank:05d}"
     profiler = StepProfiler(learner, log, folder, *steps) if steps else None
-    return Telemetry(communicator, learner, energy, hosts, log, step_times=config.log.step_times, profiler=profiler)
+    first_step = FirstStep(config, log)
+    return Telemetry(
+        communicator,
+        learner,
+        energy,
+        hosts,
+        log,
+        parallel=config.parallel,
+        step_times=config.log.step_times,
+        profiler=profiler,
+        first_step=first_step,
+        staleness=StalenessMeter(updates),
+    )
 
 
 class Telemetry:
     """One on each rank. The ranks add up what sync_sums() returns with the sums of training; sync_fields() makes an event's fields of it.
 
-    step_times: an event for each step (log.step_times).
+    parallel: the mesh of the ranks. step_times: an event for each step (log.step_times).
     """
 
     def __init__(
@@ -51,20 +80,31 @@ class Telemetry:
         hosts: list[str],
         log: Log,
         *,
+        parallel: ParallelConfig = EVERY_RANK_A_MODEL,
         step_times: bool = False,
         profiler: StepProfiler | None = None,
+        first_step: FirstStep | None = None,
+        staleness: StalenessMeter | None = None,
     ) -> None:
         self._communicator, self._learner, self.log = communicator, learner, log
         self._hosts = hosts  # of each rank
-        self.energy, self.step_times, self.profiler = energy, step_times, profiler
+        self.energy, self.step_times, self.profiler, self.first_step = energy, step_times, profiler, first_step
         self._steps: list[PhaseTimes] = []  # of this rank, since the last sync point
         self._epoch_work_s = np.zeros(communicator.size)  # seconds that each rank was busy since the last evaluation
         self._epoch_steps = 0
+        self._parallel = parallel
+        readers = communicator.size // parallel.ranks
+        stages = [coordinates(rank, readers, parallel.tensor).stage for rank in range(communicator.size)]
+        self.pipeline = PipelineWaits(stages)
+        self._epoch_communication_s, self._epoch_waiting_s = np.zeros(communicator.size), np.zeros(communicator.size)
+        self.staleness = staleness or StalenessMeter()
 
-    def before_step(self, step: int) -> None:
-        """A step begins after `step` others."""
+    def before_step(self, p: Progress) -> None:
+        """A step begins at p."""
         if self.profiler:
-            self.profiler.before_step(step)
+            self.profiler.before_step(p.step)
+        if self.first_step:
+            self.first_step.before_step(p)
         self.energy.keep_up()
         self._learner.stopwatch.enter("data")
 
@@ -73,11 +113,17 @@ class Telemetry:
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
+        waited = self._learner.read_waited() if isinstance(self._learner, HasPipeline) else None
+        of_mesh = {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
+        if self._parallel.cuts:
+            of_mesh["rank.communication"] = phases.get("communication", 0.0)
+        self.pipeline.predicted = waited.predicted if waited else 0.0
         return {
             **{f"phase.{phase}": phases.get(phase, 0.0) for phase in PHASES},
             "rank.work": self._of_this_rank(_work_s(phases)),
             "rank.memory": self._of_this_rank(peak_memory_bytes()),
             "rank.gpu_memory": self._of_this_rank(gpu.peak_bytes() if gpu else 0),
+            **{name: self._of_this_rank(seconds) for name, seconds in of_mesh.items()},
             **self.energy.sync_sums(),
         }
 
@@ -92,12 +138,17 @@ class Telemetry:
         steps = max(1, len(self._steps))
         self._epoch_work_s = self._epoch_work_s + sums["rank.work"]
         self._epoch_steps += steps
+        if self._parallel.cuts:
+            self._epoch_communication_s = self._epoch_communication_s + sums["rank.communication"]
+            self._epoch_waiting_s = self._epoch_waiting_s + sums.get("rank.waiting", 0.0)
         watts = self.energy.update(sums)
         fields = {
             "steps": steps,
             "phase_ms": self._phase_ms(sums, steps, window_s),
             **self._slowest(1e3 * sums["rank.work"] / steps),
             **_memory_mb(sums),
+            **self.pipeline.fields(sums, steps),
+            **self.staleness.fields(self._learner.read_updates() if isinstance(self._learner, SharesSteps) else []),
             **({} if math.isnan(watts) else {"watts": watts}),
         }
         if LOGGER.isEnabledFor(logging.INFO):
@@ -112,12 +163,13 @@ class Telemetry:
         return phases | {"other": max(0.0, 1e3 * window_s / steps - sum(phases.values()))}
 
     def _slowest(self, work_ms: np.ndarray) -> dict[str, Any]:
-        """work_ms: (ranks,). Nothing where a rank's work has its waiting for other ranks in it."""
+        """work_ms: (ranks,). Nothing where a rank's work has its waiting for other ranks in it.
+
+        The ranks of a stage are compared with each other, since they do the same work; work_ms is of the slowest rank's stage.
+        """
         if not self._learner.waits_only_in_communication:
             return {}
-        slowest = int(work_ms.argmax())
-        spread = [float(work_ms.min()), float(np.median(work_ms)), float(work_ms.max())]
-        return {"work_ms": spread, "slowest_rank": slowest, "slowest_host": self._hosts[slowest]}
+        return self.pipeline.slowest(work_ms, self._hosts)
 
     def _emit_step_times(self, last_step: int) -> None:
         """An event for each step since the last sync point, the last being the `last_step`th. Every rank calls it."""
@@ -139,9 +191,22 @@ class Telemetry:
         """Fields of the event "epoch", `seconds` into the job; `val`: the sums of its evaluation. The next epoch begins."""
         self.energy.update(val)
         work_ms = 1e3 * self._epoch_work_s / max(1, self._epoch_steps)
-        self._epoch_work_s, self._epoch_steps = np.zeros(self._communicator.size), 0
+        of_ranks = {"rank_work_ms": work_ms} if self._learner.waits_only_in_communication else {}
+        if self._parallel.cuts and of_ranks:
+            of_ranks["rank_communication_ms"] = 1e3 * self._epoch_communication_s / max(1, self._epoch_steps)
+        if self._parallel.pipeline > 1 and of_ranks:
+            of_ranks["rank_waiting_ms"] = 1e3 * self._epoch_waiting_s / max(1, self._epoch_steps)
+        size, self._epoch_steps = self._communicator.size, 0
+        self._epoch_work_s, self._epoch_communication_s, self._epoch_waiting_s = np.zeros(size), np.zeros(size), np.zeros(size)
         fields = energy_fields(now, self.energy.kinds, seconds - now.evaluated_s)
-        return fields | ({"rank_work_ms": [round(ms, 3) for ms in work_ms.tolist()]} if self._learner.waits_only_in_communication else {})
+        return fields | {name: [round(ms, 3) for ms in of_rank.tolist()] for name, of_rank in of_ranks.items()}
+
+    def emit_passes(self, step: int) -> None:
+        """The event "passes", of the last step of the pipeline that reads the first samples. Every rank calls it."""
+        if self._parallel.pipeline > 1 and isinstance(self._learner, HasPipeline):
+            passes = gather_passes(self._communicator, self._learner.last_passes(), self._communicator.size // self._parallel.pipeline)
+            if passes:
+                self.log.emit("passes", step, **passes)
 
     def finish(self, now: TrainState) -> TrainState:
         """Adds the joules since the last reading, and writes a profile that has begun. Every rank calls it, after the last sync point."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import Apply, Init, Params, convolve, dense, start
+from hvdtrain.frameworks.jax.layers import Apply, Init, Params, Wrap, as_it_is, convolve, dense, start
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (16, 32, 64)) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64)) -> tuple[Init, Apply]:
     """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
 
     widths: channels of each convolution
@@ -23,14 +24,18 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     sizes = itertools.pairwise((shape[2], *widths))
     shapes: dict[str, tuple[int, ...]] = {
         layer: (outputs, inputs, 3, 3) for layer, (inputs, outputs) in zip(layers, sizes, strict=True)
-    } | {"fc": (classes, widths[-1])}
+    } | {"fc": (outputs, widths[-1])}
 
     def init(key: jax.Array) -> Params:
         return start(key, shapes)
 
-    def apply(params: Params, x: jax.Array) -> jax.Array:
-        for layer in layers:
-            x = jax.nn.relu(convolve(params, layer, x, stride=2))  # (n, ceil(H / 2), ceil(W / 2), width)
+    def apply(params: Params, x: jax.Array, wrap: Wrap = as_it_is) -> jax.Array:
+        for number, layer in enumerate(layers):
+            x = wrap(number, functools.partial(_convolution, layer))(params, x)  # (n, ceil(H / 2), ceil(W / 2), width)
         return dense(params, "fc", x.mean((1, 2)))
 
     return init, apply
+
+
+def _convolution(layer: str, params: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(convolve(params, layer, x, stride=2))

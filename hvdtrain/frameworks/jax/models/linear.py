@@ -10,11 +10,11 @@ import numpy as np
 from hvdtrain.frameworks.jax.layers import Apply, Init, Params, dense, flatten
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, ...], outputs: int) -> tuple[Init, Apply]:
     """It has no options."""
 
     def init(key: jax.Array) -> Params:
-        return {"fc.weight": np.zeros((classes, math.prod(shape))), "fc.bias": np.zeros(classes)}
+        return {"fc.weight": np.zeros((outputs, math.prod(shape))), "fc.bias": np.zeros(outputs)}
 
     def apply(params: Params, x: jax.Array) -> jax.Array:
         return dense(params, "fc", flatten(x))

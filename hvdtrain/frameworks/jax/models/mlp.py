@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import Apply, Init, Params, dense, flatten, start
+from hvdtrain.frameworks.jax.layers import Apply, Init, Params, Wrap, as_it_is, dense, flatten, start
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,)) -> tuple[Init, Apply]:
+def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,)) -> tuple[Init, Apply]:
     """Images flattened, hidden layers, logits.
 
     widths: neurons of each hidden layer
@@ -21,7 +22,7 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     if min(widths, default=1) < 1:
         raise UserError(f"widths {widths} make no network", "model.widths", "widths of 1 or more")
     hidden = [f"fc{i}" for i in range(1, len(widths) + 1)]
-    sizes = itertools.pairwise((math.prod(shape), *widths, classes))
+    sizes = itertools.pairwise((math.prod(shape), *widths, outputs))
     shapes: dict[str, tuple[int, ...]] = {
         layer: (outputs, inputs) for layer, (inputs, outputs) in zip([*hidden, "head"], sizes, strict=True)
     }
@@ -29,10 +30,14 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
     def init(key: jax.Array) -> Params:
         return start(key, shapes)
 
-    def apply(params: Params, x: jax.Array) -> jax.Array:
+    def apply(params: Params, x: jax.Array, wrap: Wrap = as_it_is) -> jax.Array:
         x = flatten(x)
-        for layer in hidden:
-            x = jax.nn.relu(dense(params, layer, x))
+        for number, layer in enumerate(hidden):
+            x = wrap(number, functools.partial(_hidden, layer))(params, x)
         return dense(params, "head", x)
 
     return init, apply
+
+
+def _hidden(layer: str, params: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(dense(params, layer, x))

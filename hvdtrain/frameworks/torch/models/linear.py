@@ -19,6 +19,6 @@ class Linear(nn.Module):
         return self.fc(x.flatten(1))  # (n, C H W) -> (n, classes)
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+def build(name: str, shape: tuple[int, ...], outputs: int) -> nn.Module:
     """It has no options."""
-    return Linear(math.prod(shape), classes)
+    return Linear(math.prod(shape), outputs)

@@ -12,7 +12,17 @@ from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.sparse_dropout import SparseDropout
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
+class MLP(nn.Sequential):
+    """Images flattened, hidden layers, logits."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Pairs of layers are cut, so that one sum over ranks follows each pair; of an odd number the last one stays whole."""
+        layers = [name for name, layer in self.named_children() if name.startswith("fc") or name == "head"]
+        pairs = zip(layers[::2], layers[1::2], strict=False)
+        return {name: way for columns, rows in pairs for name, way in ((columns, "columns"), (rows, "rows"))}
+
+
+def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,), dropout: float = 0.0) -> nn.Module:
     """Images flattened, hidden layers, logits.
 
     widths: neurons of each hidden layer
@@ -27,10 +37,10 @@ def build(name: str, shape: tuple[int, int, int], classes: int, *, widths: tuple
             "widths of 1 or more, 0 <= dropout < 1",
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
-    for i, (inputs, outputs) in enumerate(itertools.pairwise((math.prod(shape), *widths)), start=1):
-        layers[f"fc{i}"] = nn.Linear(inputs, outputs)
+    for i, (before, after) in enumerate(itertools.pairwise((math.prod(shape), *widths)), start=1):
+        layers[f"fc{i}"] = nn.Linear(before, after)
         layers[f"relu{i}"] = nn.ReLU()
         if dropout:
             layers[f"dropout{i}"] = SparseDropout(dropout)
-    layers["head"] = nn.Linear((math.prod(shape), *widths)[-1], classes)
-    return nn.Sequential(layers)
+    layers["head"] = nn.Linear((math.prod(shape), *widths)[-1], outputs)
+    return MLP(layers)

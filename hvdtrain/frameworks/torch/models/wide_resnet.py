@@ -41,6 +41,7 @@ class WideResNet(nn.Module):
         self.halve = nn.MaxPool2d(2)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(wide, classes)
+        self.blocks = [*self.narrow, *self.middle, *self.wide]  # a list: no new names of parameters
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.halve(self.narrow(self.stem(x)))  # (n, narrow, H / 2, W / 2)
@@ -51,7 +52,7 @@ class WideResNet(nn.Module):
 def build(
     name: str,
     shape: tuple[int, int, int],
-    classes: int,
+    outputs: int,
     *,
     widths: tuple[int, int, int, int] = (16, 16, 32, 64),
     dropout: float = 0.01,
@@ -74,4 +75,4 @@ def build(
         )
     if min(shape[:2]) < 4:
         raise UserError(f"images of {shape[0]}x{shape[1]} pixels cannot be halved twice", "model.name=wide_resnet", "model.name=mlp")
-    return WideResNet(shape[2], classes, widths, dropout)
+    return WideResNet(shape[2], outputs, widths, dropout)

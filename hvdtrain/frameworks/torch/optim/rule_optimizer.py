@@ -15,7 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.ops import TorchOps, unstack
-from hvdtrain.frameworks.torch.optim.user_optimizer import FIX, as_tensors, construct, counters, followed, load_entries, name_of, try_step
+from hvdtrain.frameworks.torch.optim.user_optimizer import as_tensors, construct, counters, followed, load_entries, name_of, try_step
 from hvdtrain.optim.rule import Rule, is_excluded
 
 Parameters = list[torch.nn.Parameter]
@@ -34,6 +34,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     parameter whose grad is None is left out, as torch does, but step counts for the whole group.
     """
 
+    ops = OPS
+    bytes_of: Callable[[torch.nn.Parameter], int] = staticmethod(lambda p: p.numel() * p.element_size())
     run_bytes = 8 << 20  # of parameters that a rule updates in one call on a CPU: its temporary tensors then stay in the cache
 
     def __init__(
@@ -62,7 +64,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             hyper = Hyper(float(group["lr"]), float(group["momentum"]), float(group["weight_decay"]), batch=0, step=int(group["step"]))
-            for parameters in runs([p for p in group["params"] if p.grad is not None], self.run_bytes):
+            for parameters in runs([p for p in group["params"] if p.grad is not None], self.run_bytes, self.bytes_of):
                 self._update(group["rule"], rows(group["rule"]), parameters, hyper)
             group["step"] += 1
         return loss
@@ -76,7 +78,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _fill(self, rule: Rule, p: torch.nn.Parameter) -> None:
         if "0" not in self.state[p]:
-            self.state[p] |= {str(i): unstack(entry)[0] for i, entry in enumerate(rule.init([p], OPS))}
+            self.state[p] |= {str(i): unstack(entry)[0] for i, entry in enumerate(rule.init([p], self.ops))}
 
     def _update(self, rule: Rule, in_rows: tuple[bool, ...], parameters: Parameters, hyper: Hyper) -> None:
         gradients = [dense(p) for p in parameters]
@@ -84,7 +86,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._fill(rule, p)
         state = [[self.state[p][str(i)] for p in parameters] for i in range(len(in_rows))]
         stacked = tuple(torch.stack(entry) if is_row else entry for entry, is_row in zip(state, in_rows, strict=True))
-        new_parameters, new_state = rule.update(gradients, stacked, parameters, hyper, OPS)
+        new_parameters, new_state = rule.update(gradients, stacked, parameters, hyper, self.ops)
         for old, new in zip([parameters, *state], [new_parameters, *new_state], strict=True):
             if new is not old:
                 torch._foreach_copy_(old, unstack(new))
@@ -96,8 +98,11 @@ def rows(rule: Any) -> tuple[bool, ...]:
     return tuple(isinstance(entry, torch.Tensor) for entry in rule.init([torch.zeros(1)], OPS))
 
 
-def runs(parameters: Parameters, run_bytes: int) -> Iterator[Parameters]:
-    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about `run_bytes`."""
+def runs(parameters: Parameters, run_bytes: int, bytes_of: Callable[[torch.nn.Parameter], int]) -> Iterator[Parameters]:
+    """Parameters of one dtype on one device, for one call of a rule: on a GPU all, on a CPU about `run_bytes`.
+
+    bytes_of: of a parameter of which this is a shard, so that every rank makes the same runs.
+    """
     alike: dict[tuple[torch.dtype, torch.device], Parameters] = {}
     for p in parameters:
         alike.setdefault((p.dtype, p.device), []).append(p)
@@ -105,7 +110,7 @@ def runs(parameters: Parameters, run_bytes: int) -> Iterator[Parameters]:
         if device.type != "cpu":
             yield members
         else:
-            ends = itertools.accumulate(p.numel() * p.element_size() for p in members)
+            ends = itertools.accumulate(bytes_of(p) for p in members)
             for _, run in itertools.groupby(zip(ends, members, strict=True), lambda pair: pair[0] // run_bytes):
                 yield [p for _, p in run]
 
@@ -214,5 +219,14 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     classes = {name if name.startswith(MADE_BY) else "" for name in names if name.startswith("s.")}  # "": not an entry of class_entry()
     theirs, ours = "".join(classes), "".join(class_entry(optimizer))
     if classes and theirs != ours:
-        their_class, our_class = (name.removeprefix(MADE_BY) or "one of the rules" for name in (theirs, ours))
-        raise UserError(f"its optimizer was {their_class}, this one is {our_class}", "state of the optimizer", FIX)
+        there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
+        here = _public_name(ours) if ours else type(optimizer.param_groups[0]["rule"]).__module__.rpartition(".")[2]
+        fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
+        raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
+
+
+def _public_name(entry: str) -> str:
+    """torch.optim.RMSprop of a class that torch has in torch.optim.rmsprop; of others the whole path."""
+    path = entry.removeprefix(MADE_BY)
+    name = path.rpartition(".")[2]
+    return f"torch.optim.{name}" if path.startswith("torch.optim.") and hasattr(torch.optim, name) else path

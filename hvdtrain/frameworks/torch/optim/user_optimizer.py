@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hvdtrain.config.options import fix_of_parameters
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 
@@ -43,13 +44,17 @@ def construct(
         raise UserError(
             f"{name} needs a closure that computes the loss again within a step", where, "give an optimizer of one gradient a step"
         )
+    if "lr" in config.optim.options:  # the recipe gives it in each step
+        raise UserError(
+            "the learning rate of a class of torch.optim is not optim.lr", config.where("optim.lr"), "did you mean optim.base_lr?"
+        )
     construction = Construction(constructor, arguments(signature, config), tuple(config.optim.options), {})
     try:
         signature.bind(groups, **construction.arguments)
         optimizer: torch.optim.Optimizer = constructor(groups, **construction.arguments)
     except Exception as error:  # of a number that makes no sense torch raises ValueError, other classes anything
         message = f"{error}" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}{signature} does not fit: {message}", where, "give its parameters as optim.<name>=<value>") from error
+        raise UserError(f"{name}{signature} does not fit: {message}", where, fix_of_parameters(config.optim, signature)) from error
     for group in optimizer.param_groups:
         group["construction"] = construction._replace(initial=numbers(group))
     return optimizer
@@ -148,6 +153,40 @@ def try_step(group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch
     if error and not _error_of_step(group, p, lambda *_: None):  # where this one fails too, it says nothing about the state
         what = f"{group['construction'].path} cannot resume from this state: {type(error).__name__}: {error}"
         raise UserError(what, "state of the optimizer", FIX) from error
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -> None:
+    """Raises UserError for a user's class whose steps on two parts of a parameter are not its step on the whole, as shard.stage needs it.
+
+    Three steps of a parameter of 4 x 6 numbers tell.
+    """
+    first = optimizer.param_groups[0]
+    if "construction" not in first:
+        return
+    numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)
+    try:
+        whole = _steps(first, [numbers.view(4, 6)])
+        parts = _steps(first, [numbers[:11], numbers[11:]])
+        reason = "" if torch.allclose(whole, parts, rtol=1e-9, atol=1e-12) else "gives other numbers than one on the whole"
+    except Exception as error:
+        reason = f"fails: {type(error).__name__}: {error}"
+    if reason:
+        fix = "an optimizer of hvdtrain's own, an elementwise class as torch.optim.AdamW, or shard.stage=0"
+        raise UserError(f"a step of {name} on parts of a parameter, as ranks with shard.stage make it, {reason}", where, fix)
+
+
+def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
+    """(24,), the numbers after three steps of a new optimizer of the same class."""
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    construction = group["construction"]
+    own = {key: group[key] for key in OWN_KEYS} | {"params": parameters}
+    optimizer = construction.constructor([own], **construction.arguments)
+    for step in range(3):
+        gradient = torch.cos(torch.arange(24, dtype=torch.float64) * (step + 1))
+        for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+            p.grad = g.view(p.shape).clone()
+        optimizer.step()
+    return torch.cat([p.detach().view(-1) for p in parameters])
 
 
 def _error_of_step(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from hvdtrain.comm.communicator import Communicator, Handle, Op
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, reduction_device, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    Held,
+    NamedParameters,
+    OnePass,
+    Replicated,
+    Wrapped,
+    reduction_device,
+    run_passes,
+)
 
 COMPRESSED_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # comm.compression -> number type of the buffers
 
 
-class Buckets:
+class Buckets(Replicated):
     """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
 
     In the last pass of a step a gradient is copied into its buffer as soon as backward has computed it, still in the cache. Bucket k
@@ -36,35 +45,36 @@ class Buckets:
         compressed: torch.dtype | None = None,
         op: Op = "sum",
     ) -> None:
-        self._communicator, self._op, self._stopwatch = communicator, op, stopwatch
         self._buckets = [
             _Bucket(parameters, f"gradient.{i}", communicator, compressed) for i, parameters in enumerate(group(named, bucket_bytes))
         ]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        self._missing: dict[_Bucket, int] = {}  # gradients that backward has not computed yet
-        self._started = 0  # buckets
-        self._is_last_pass = False
-        self.equal_ranks = communicator.size
+        self._order = InOrder(self._buckets, lambda bucket: bucket.start(communicator, op), stopwatch)
+        self.local_mean = op == "adasum"
+        self._communicator = communicator
         overlapped = "overlapped " if "asynchronous" in communicator.features else ""
         self.summary = f"gradients in {len(self._buckets)} {overlapped}bucket{'s' * (len(self._buckets) > 1)}"
         if op == "adasum":
             self.summary = "gradients by Adasum, each tensor by itself"
         if compressed:
             self.summary += f" as {str(compressed).removeprefix('torch.')}"
-        for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._gradient_is_ready)
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._communicator.size
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         return Wrapped(forward, optimizer)
 
-    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
-        self._missing = {bucket: len(bucket.parameters) for bucket in self._buckets}
-        self._started, self._is_last_pass = 0, False
-        divisor = max(1, sum(map(len, micro))) if self._op == "adasum" else batch
-        return run_passes(micro, divisor, one_pass, before_last=self._expect_gradients)
+    def weights_changed(self) -> None:
+        self._order.cut_off()
+        for bucket in self._buckets:
+            bucket.cut_off()
+
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
 
     def reduce(self) -> None:
-        self._start_until(len(self._buckets))  # those that backward did not complete
+        self._order.end()
         for bucket in self._buckets:
             bucket.unpack()
 
@@ -74,18 +84,59 @@ class Buckets:
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
-    def _expect_gradients(self) -> None:
-        self._is_last_pass = True
+    def held(self) -> Held:
+        in_place = [bucket.memory for bucket in self._buckets if bucket.optimizer_reads_buffer]
+        return Held(in_place, [bucket.memory for bucket in self._buckets if not bucket.optimizer_reads_buffer])
+
+
+class Fillable(Protocol):
+    """Some parameters, whose gradients are copied into one buffer."""
+
+    parameters: list[torch.nn.Parameter]
+
+    def take(self, p: torch.nn.Parameter) -> None: ...
+
+
+B = TypeVar("B", bound=Fillable)
+
+
+class InOrder(Generic[B]):
+    """Fills buckets as backward computes gradients, and starts full ones: one after the other, in the same order on every rank.
+
+    Between begin() and end() the gradients of a pass are taken; p.grad then has the sum over the passes that were not.
+    """
+
+    def __init__(self, buckets: Sequence[B], start: Callable[[B], None], stopwatch: Stopwatch) -> None:
+        self._buckets, self._start, self._stopwatch = buckets, start, stopwatch
+        self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._missing = [0] * len(buckets)  # gradients that backward has not computed yet
+        self._started = 0  # buckets
+        self._takes = False
+        for p in self._bucket_of:
+            p.register_post_accumulate_grad_hook(self._gradient_is_ready)
+
+    def begin(self) -> None:
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._started, self._takes = 0, True
+
+    def end(self) -> None:
+        """Starts those that backward did not complete."""
+        self._start_until(len(self._buckets))
+        self._takes = False
+
+    def cut_off(self) -> None:
+        """The step does not come to its end."""
+        self._takes = False
 
     def _gradient_is_ready(self, p: torch.nn.Parameter) -> None:
-        """A hook in backward: p.grad has the sum over all passes of this rank."""
-        if not self._is_last_pass:
+        """A hook in backward."""
+        if not self._takes:
             return
-        bucket = self._bucket_of[p]
-        bucket.take(p)
-        self._missing[bucket] -= 1
+        index = self._bucket_of[p]
+        self._buckets[index].take(p)
+        self._missing[index] -= 1
         complete = self._started
-        while complete < len(self._buckets) and self._missing[self._buckets[complete]] == 0:
+        while complete < len(self._buckets) and self._missing[complete] == 0:
             complete += 1
         if complete > self._started:
             self._stopwatch.enter("communication")  # an engine may wait for the other ranks here
@@ -94,7 +145,7 @@ class Buckets:
 
     def _start_until(self, count: int) -> None:
         for bucket in self._buckets[self._started : count]:
-            bucket.start(self._communicator, self._op)
+            self._start(bucket)
         self._started = max(self._started, count)
 
 
@@ -106,11 +157,15 @@ class _Bucket:
         first = parameters[0]
         device = reduction_device(first.device, communicator)
         self._flat = torch.zeros(sum(p.numel() for p in parameters), dtype=compressed or first.dtype, device=device)
-        self._optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device  # without a copy
+        self.optimizer_reads_buffer = self._flat.dtype == first.dtype and device == first.device  # without a copy
         self._index = {p: i for i, p in enumerate(parameters)}
         self._views = self._split()  # of the buffer, one for each parameter
         self._taken = [False] * len(parameters)
         self._handle: Handle | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._flat
 
     def take(self, p: torch.nn.Parameter) -> None:
         """Copies p.grad into the buffer; p.grad becomes that memory where the optimizer can read it."""
@@ -118,7 +173,7 @@ class _Bucket:
         assert p.grad is not None
         self._views[index].copy_(p.grad)
         self._taken[index] = True
-        if self._optimizer_reads_buffer:
+        if self.optimizer_reads_buffer:
             p.grad = self._views[index]
 
     def start(self, communicator: Communicator, op: Op) -> None:
@@ -129,6 +184,10 @@ class _Bucket:
         self._taken = [False] * len(self.parameters)
         self._handle = communicator.start_allreduce(self._flat, self.name, op)
 
+    def cut_off(self) -> None:
+        """What was taken is void."""
+        self._taken = [False] * len(self.parameters)
+
     def unpack(self) -> None:
         """Waits for the allreduce, and makes each p.grad its result."""
         assert self._handle is not None, self.name
@@ -137,7 +196,7 @@ class _Bucket:
             self._flat = flat
             self._views = self._split()
         for p, view in zip(self.parameters, self._views, strict=True):
-            p.grad = view if self._optimizer_reads_buffer else view.to(p.device, p.dtype)
+            p.grad = view if self.optimizer_reads_buffer else view.to(p.device, p.dtype)
 
     def _split(self) -> list[torch.Tensor]:
         views = self._flat.split([p.numel() for p in self.parameters])

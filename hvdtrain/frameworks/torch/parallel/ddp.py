@@ -14,15 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Replicated, Wrapped, run_passes
 
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # of torch 2.13
 
 
-class Ddp:
+class Ddp(Replicated):
     """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward waits for them."""
 
     summary = "gradients by DDP"
+    local_mean = False
     waits_in_passes = True
 
     def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
@@ -42,11 +43,11 @@ class Ddp:
         )
         return Wrapped(self._ddp, optimizer)
 
-    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         with contextlib.ExitStack() as no_sync:
             if len(micro) > 1:
                 no_sync.enter_context(self._ddp.no_sync())
-            return run_passes(micro, batch, one_pass, before_last=no_sync.close)
+            return run_passes(micro, divisor, one_pass, before_last=no_sync.close)
 
     def reduce(self) -> None:
         """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.

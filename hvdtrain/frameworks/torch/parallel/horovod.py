@@ -10,13 +10,14 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, fill_missing, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Replicated, Wrapped, fill_missing, run_passes
 
 
-class HorovodOptimizer:
+class HorovodOptimizer(Replicated):
     """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for them."""
 
     summary = "gradients by hvd.DistributedOptimizer"
+    local_mean = False
     waits_in_passes = False
 
     def __init__(self, named: NamedParameters, communicator: Communicator) -> None:
@@ -27,11 +28,11 @@ class HorovodOptimizer:
         self._optimizer = wrap_optimizer(optimizer, self._named)
         return Wrapped(forward, self._optimizer)
 
-    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         if len(micro) != self._passes:
             self._optimizer.set_backward_passes_per_step(len(micro))
             self._passes = len(micro)
-        return run_passes(micro, batch, one_pass)
+        return run_passes(micro, divisor, one_pass)
 
     def reduce(self) -> None:
         fill_missing([p for _, p in self._named])  # Horovod does so itself, but for a single rank

@@ -10,16 +10,25 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import group
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Wrapped, fill_missing, reduction_device, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    NamedParameters,
+    OnePass,
+    Replicated,
+    Wrapped,
+    fill_missing,
+    reduction_device,
+    run_passes,
+)
 
 
-class LocalSGD:
+class LocalSGD(Replicated):
     """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point state is averaged with the weights.
 
     A rank learns from the mean over its own samples of a step. The ranks average after `local_steps` steps, and at every sync point:
     log.every_steps, a checkpoint, an evaluation. The configuration refuses what would leave out an update on some ranks alone.
     """
 
+    local_mean = True
     equal_ranks = 1
     waits_in_passes = False
 
@@ -35,8 +44,8 @@ class LocalSGD:
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         return Wrapped(forward, optimizer)
 
-    def run(self, micro: Sequence[Sized], batch: int, one_pass: OnePass) -> Sums:
-        return run_passes(micro, max(1, sum(map(len, micro))), one_pass)
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        return run_passes(micro, divisor, one_pass)
 
     def reduce(self) -> None:
         fill_missing(self._parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
@@ -13,21 +14,26 @@ from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_ho
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, SingleProcess, Strategy
 from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
+from hvdtrain.frameworks.torch.parallel.zero import Zero
 
 
 def select_strategy(
     config: Config,
-    communicator: Communicator,
+    mesh: Mesh,
     named: NamedParameters,
     optimizer: torch.optim.Optimizer,
     stopwatch: Stopwatch,
 ) -> Strategy:
-    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet. Every rank calls it.
+    """The strategy for the trained parameters and their optimizer, which it has not wrapped yet; of shard.stage=3 make_sharded() has one.
+    Every rank calls it.
 
     training/conflicts.py has refused what the configuration or the engine excludes. Raises UserError where Horovod cannot wrap this
     optimizer or these parameters, and comm.reduce=distributed_optimizer asks for it.
     """
-    comm = config.comm
+    comm, communicator = config.comm, mesh.data
+    if config.shard.stage in (1, 2):
+        on_host = config.shard.offload != "none"
+        return Zero(named, mesh, config.shard.stage, int(comm.bucket_mb * 2**20), stopwatch, on_host)
     needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1  # Horovod's optimizer has none of these
     unfit = "" if needs_buckets else fits_horovod(optimizer, named)
     if comm.reduce == "distributed_optimizer" and unfit:
@@ -40,7 +46,7 @@ def select_strategy(
         return SingleProcess(named)
     if comm.local_steps > 1:
         return LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20), stopwatch)
-    if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets:
+    if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets and mesh.tensor.size == 1:
         return HorovodOptimizer(named, communicator)
     buckets = _buckets(config, named, communicator, stopwatch)
     if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:

@@ -1,0 +1,183 @@
+"""Training tokens/s of an image GPT in one process: a loop by hand as in nanoGPT, and hvdtrain, in turn; and how fast images are drawn.
+
+python benchmarks/gpt.py [--rounds 20] [--steps 5] [--draws 7] [--images 32] [--json FILE] [key=value ...]
+
+By hand: all tokens on the device, batches by index, autocast, torch.optim.AdamW (foreach) with decay on matrices alone, clip_grad_norm_,
+the loss read at the end of a block; the model is hvdtrain's, from the same weights. Before the timing both must give the same loss, after
+it both must have learned. Drawing: 32 images with the cache, and the logits of one position of all of them, again from the first.
+
+On a CPU, seconds are those of the processor that this process has used, over all its threads: other processes on the machine move them
+little, where they double the time on the clock. On a GPU they are of the clock. Blocks of both alternate, and each ratio is of
+neighbours. --rounds 0 trains nothing, --draws 0 draws nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blocks import Trainer, spread
+from step import device_name
+from torch.nn import functional
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.frameworks.torch.models import gpt
+from hvdtrain.frameworks.torch.sampling import continue_sequences
+from hvdtrain.training.health.signals import Signals
+
+LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+JOB = [
+    *("data.name=image_tokens", "data.source=digits", "task.name=language", "model.name=gpt", "batch.size=64", "optim.name=adamw"),
+    *(f"optim.base_lr={LR}", "optim.beta2=0.95", f"optim.weight_decay={DECAY}", f"optim.clip_norm={CLIP}"),
+]
+
+
+class ByHand:
+    """A loop as nanoGPT's train.py has it, without its evaluation."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        learner: Any = trainer.job.learner
+        source: Any = trainer.datasets.train
+        config = trainer.job.config
+        self.device, self.batch, self.half = learner.device, config.batch.size, learner.forward.precision.layers
+        self.tokens = torch.from_numpy(source.read(np.arange(len(source)))["tokens"]).to(self.device)
+        sizes, options = trainer.datasets.task.sizes, dict(config.model.options)
+        self.model = gpt.build("gpt", sizes["context"], sizes["vocabulary"], **options).to(self.device)
+        self.model.load_state_dict(learner.model.state_dict())
+        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, foreach=True)
+        self.loss = float("nan")  # mean of the last block
+
+    def loss_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, self.half or torch.bfloat16, enabled=self.half is not None):
+            logits = self.model(tokens[:, :-1])
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def block(self, steps: int) -> None:
+        """Trains that many steps, and waits for the device at the end."""
+        self.model.train()
+        total = torch.zeros((), device=self.device)
+        for _ in range(steps):
+            rows = torch.randint(len(self.tokens), (self.batch,), device=self.device)
+            loss = self.loss_of(self.tokens[rows])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            total += loss.detach()
+        self.loss = float(total) / steps
+
+
+def check_same_loss(trainer: Trainer, hand: ByHand) -> None:
+    learner, rows = trainer.job.learner, np.arange(16)
+    sums = learner.evaluate(learner.to_device(trainer.datasets.train.read(rows)))
+    hand.model.eval()
+    with torch.no_grad():
+        theirs = float(hand.loss_of(hand.tokens[:16]))
+    ours = float(sums["loss"]) / float(sums["tokens"])
+    assert abs(ours - theirs) < (2e-2 if hand.half else 1e-5) * theirs, (ours, theirs)
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Of the processor, or with a GPU of the clock."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    began_s = clock()
+    call()
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+    return clock() - began_s
+
+
+def alternately(calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each call in each round, after one that warms up; which call comes first alternates."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name in list(calls)[:: 1 if number % 2 else -1]:
+            times[name].append(seconds_of(calls[name], device))
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def training(trainer: Trainer, hand: ByHand, rounds: int, steps: int) -> dict[str, Any]:
+    first = hand.loss_of(hand.tokens[:64]).item()
+    calls = {"by hand": lambda: hand.block(steps), "hvdtrain": lambda: trainer.block(steps)}
+    times = alternately(calls, rounds, hand.device)
+    assert hand.loss < first, (hand.loss, first)
+    tokens = hand.batch * (hand.tokens.shape[1] - 1) * steps
+    ratio, quartiles = spread([a / b for a, b in zip(times["by hand"], times["hvdtrain"], strict=True)], 3)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {
+        "rounds": rounds,
+        "steps_per_block": steps,
+        "tokens_per_s": {name: round(tokens / seconds) for name, seconds in medians.items()},
+        "hvdtrain_to_by_hand": ratio,
+        "quartiles": quartiles,
+        "of_medians": round(medians["by hand"] / medians["hvdtrain"], 3),
+    }
+
+
+def drawing(hand: ByHand, draws: int, images: int) -> dict[str, Any]:
+    """`images` sequences with the cache, and without: that of every 16th position, times 16."""
+    model: Any = hand.model.eval()
+    start = int(hand.tokens[0, 0])
+    prompts = hand.tokens.new_full((images, 1), start)
+    found = continue_sequences(model, prompts, model.context + 1, tokens=start, temperature=1.0, seed=1)
+
+    @torch.inference_mode()
+    def without() -> None:
+        for at in range(8, model.context + 1, 16):
+            model(found[:, :at])
+
+    def cached() -> None:
+        continue_sequences(model, prompts, model.context + 1, tokens=start, temperature=1.0, seed=1)
+
+    times = alternately({"with the cache": cached, "a sixteenth without": without}, draws, hand.device)
+    ratio, quartiles = spread([16 * b / a for a, b in zip(times["with the cache"], times["a sixteenth without"], strict=True)], 2)
+    cached_s = statistics.median(times["with the cache"])
+    return {
+        "draws": draws,
+        "images": images,
+        "positions": model.context,
+        "with_the_cache_s": round(cached_s, 3),
+        "without_s": round(16 * statistics.median(times["a sixteenth without"]), 3),
+        "ms_per_position": round(1e3 * cached_s / model.context, 3),
+        "times_as_fast": ratio,
+        "quartiles": quartiles,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--draws", type=int, default=7)
+    parser.add_argument("--images", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for both, as in model.layers=12")
+    options = parser.parse_args()
+    with Signals(0) as signals:
+        trainer = Trainer([*JOB, f"log.every_steps={options.steps}", *options.overrides], SingleProcessCommunicator(), signals)
+        hand = ByHand(trainer)
+        check_same_loss(trainer, hand)
+        found: dict[str, Any] = {"training": training(trainer, hand, options.rounds, options.steps)} if options.rounds else {}
+    if options.draws:
+        found["drawing"] = drawing(hand, options.draws, options.images)
+    facts = {"device": device_name(hand.device), "load": round(os.getloadavg()[0], 1), "torch": torch.__version__}
+    found = facts | {"words": options.overrides} | found
+    print(json.dumps(found, indent=2))
+    if options.json:
+        with options.json.open("a") as out:
+            out.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`drill`: kills ranks of a running job of one's own, to see that it lives."""

@@ -1,0 +1,156 @@
+"""hvdtrain evaluate: loss and accuracy of a checkpoint on a data set, of each class too, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cli.evaluate import results
+from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.export.read import read_checkpoint
+from hvdtrain.cli.json_output import print_result, with_json_value
+from hvdtrain.config.schema import Config
+from hvdtrain.core.program import command_line
+from hvdtrain.data.relabelled import relabelled
+from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.events.log import Event
+from hvdtrain.events.writers import append_event, finite
+from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.common_codebook import CommonCodebook
+from hvdtrain.training.datasets import build_source, digests, unstaged
+from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
+from hvdtrain.training.evaluation.trained_model import TrainedModel, load_trained_model
+from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.replicas.same_job import check_same_facts, facts
+from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.summary import first_names
+
+USAGE = """\
+hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]
+  RUN            the run folder; the model and the data are those of its config.yaml
+  --split        val (default), or train, without augmentation
+  --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
+  --json         write the result to FILE too, as one JSON object; --json or --json - prints it instead of the lines
+  key=value      other data: data.root=DIR, data.name=...; and batch.evaluate, speed.*, comm.*, shard.stage
+Under mpirun each rank evaluates its share. The result is the same on any number of ranks, up to rounding of the loss; it is added to
+RUN/events.jsonl, from which `report` draws it.
+A run with shard.stage=3 is evaluated with it on several ranks: each has its parts of the weights (comm.engine=mpi or torchdist).
+shard.stage=0 gives each rank the whole model, as one process has it."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Runs `evaluate` on this rank; returns the exit code. Raises UserError for a mistake in the command line alone."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    parsed = parse("evaluate", USAGE, with_json_value(arguments), {"--split": "val", "--checkpoint": "newest", "--json": None})
+    if parsed.options["split"] not in ("train", "val"):
+        raise UserError(f"no such part of a data set: {short(parsed.options['split'])}", "--split", "train or val")
+    try:
+        return on_connected_ranks(
+            lambda rank: _evaluate(rank, parsed), None, parsed.of_job(), read_former_run=read_former_run, what="evaluation"
+        )
+    except RankFailed as failed:
+        return failed.code
+
+
+def _evaluate(rank: Rank, parsed: Arguments) -> int:
+    config, communicator, split = unstaged(rank.config), rank.communicator, parsed.options["split"]
+    model = load_model(rank, parsed)
+    rank.heartbeat.beat("reading the data", 0, 0)
+    source = fit(build_source(config, split, CommonCodebook(communicator, run_folder(rank))), model.task, config)
+    if communicator.size > 1:
+        data = {"samples": len(source), **digests(source, split, config.seed)}
+        check_same_facts(communicator, facts(config, data, communicator.name))
+    began_s = time.perf_counter()
+    evaluation = evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat)
+    if communicator.rank:
+        return DONE
+    found = {
+        **_facts(rank, model, config, split),
+        **results.fields(evaluation, config.data.class_names),
+        "evaluate_s": round(time.perf_counter() - began_s, 3),
+    }
+    note = _record(run_folder(rank), model.checkpoint.train_state.progress.step, found)
+    lines = [*model.notes, *_header(rank, model, source, config, split), *results.lines(evaluation, config.data.class_names), *note]
+    print_result(parsed.options["json"], lines, finite(found))
+    return DONE
+
+
+def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
+    """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank calls it. Raises UserError."""
+    rank.heartbeat.beat("reading the checkpoint", 0, 0)
+    run, which = run_folder(rank), parsed.options["checkpoint"]
+    return load_trained_model(unstaged(rank.config), rank.communicator, lambda mapped: read_checkpoint(run, which, mapped=mapped))
+
+
+def run_folder(rank: Rank) -> Path:
+    return Path(os.path.expanduser(rank.config.resume))
+
+
+def fit(source: Source, task: Task, config: Config) -> Source:
+    """The source with the labels that the model knows its classes by. Raises UserError where the model cannot take its samples."""
+    where, names = config.where("data.root"), config.data.class_names
+    if not isinstance(task, Classification) or not isinstance(source, LabelledImages):
+        return _with_fields_of(source, task, where)
+    if source.shape != task.shape:
+        what = f"the images are {'x'.join(map(str, source.shape))}, the model takes {'x'.join(map(str, task.shape))}"
+        raise UserError(
+            what, where, f"data.size={task.shape[0]} and data.channels={task.shape[2]}, where data.name has them; or other data"
+        )
+    if names and source.class_names:
+        if unknown := [name for name in source.class_names if name not in names]:
+            what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
+            raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
+        return source if list(source.class_names) == names else relabelled(source, names)
+    if source.classes > task.classes:
+        raise UserError(f"the data have {source.classes} classes, the model {task.classes}", where, "data of the classes of the run")
+    return source
+
+
+def _with_fields_of(source: Source, task: Task, where: str) -> Source:
+    """The source. Raises UserError where it lacks a field of the task, or has it in another form."""
+    for name, field in task.fields.items():
+        found = source.fields.get(name)
+        if found is None or found.shape != field.shape or (field.values and found.values > field.values):
+            what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(source.fields)}"
+            raise UserError(what, where, "data with the fields of the run")
+    return source
+
+
+def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:
+    """Which model was evaluated on which data."""
+    return {
+        "checkpoint": model.checkpoint.folder.name,
+        "epochs": model.checkpoint.train_state.progress.epochs,
+        "data": config.data.name,
+        "root": config.data.root,
+        "split": split,
+        "ranks": rank.communicator.size,
+    }
+
+
+def _header(rank: Rank, model: TrainedModel, source: Source, config: Config, split: str) -> list[str]:
+    size, progress = rank.communicator.size, model.checkpoint.train_state.progress
+    data = f"{config.data.name}{f' in {config.data.root}' if config.data.root else ''}, {split}"
+    described = model.learner.describe()
+    return [
+        f"ranks    {size}, engine {rank.communicator.name}: {rank.engine_reason}",
+        f"model    {config.model.name}: {described if model.learner.is_sharded else described.rpartition(', ')[0]}",
+        f"weights  {run_folder(rank)}, step {progress.step}, epoch {progress.epochs:.2f}",
+        f"data     {data}: {len(source):,} samples, {model.task.summary}{first_names(config.data.class_names)}",
+    ]
+
+
+def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
+    """Adds the event "evaluation" to the run; a line for people where it cannot."""
+    try:
+        append_event(run, Event(time.time(), "evaluation", step, found))
+    except OSError as error:
+        return [f"not added to {run / 'events.jsonl'}: {error.strerror or error}"]
+    return [f"added to {run / 'events.jsonl'}: {command_line('report', str(run))} draws it"]

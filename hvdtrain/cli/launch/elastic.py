@@ -1,0 +1,134 @@
+"""The options of `launch --elastic`, and the supervisor that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvdtrain.cli.launch import offers
+from hvdtrain.cli.launch.decisions import choose
+from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_command, read_hosts
+from hvdtrain.cli.launch.machine import MpiLauncher
+from hvdtrain.cli.launch.offers import Offer
+from hvdtrain.cli.launch.supervisor import Limits, Supervisor
+from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.read import expand
+from hvdtrain.errors import DONE, UserError, short
+
+USAGE = """\
+hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | --hosts-from PROGRAM] -- run=DIR [key=value ...]
+  --elastic           start the job again from its newest checkpoint where a host or a rank is lost, on the hosts that are left; on more
+                      where hosts come. docs/clusters.md
+  --min 2, --max 8    the fewest and the most ranks; default: 1, and all slots
+  --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
+  --patience 10m      how long to wait for --min; then it ends with exit code 84
+  --every 5           seconds between two looks at the offered hosts
+  --answer 20         seconds after which a host where mpirun cannot start `true` counts as lost"""
+_WHERE = "command line of launch --elastic"
+_OWN = ("min", "max", "hosts_from", "patience", "every", "answer")  # options that --elastic alone has
+# Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes, or when TCP does.
+_KEEPALIVE = {"time": "10", "intvl": "2", "probes": "3"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--elastic", action="store_true")
+    for option in ("--min", "--max", "--hosts-from", "--patience", "--every", "--answer"):
+        parser.add_argument(option)
+
+
+def refuse_without_elastic(options: Namespace) -> None:
+    """Raises UserError for an option that only --elastic has."""
+    for name in _OWN:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} needs --elastic", "command line of launch", "launch --elastic ... -- run=DIR ...")
+
+
+def launch_elastic(
+    options: Namespace, job: Sequence[str], command: Callable[[Namespace], list[str]], find: Callable[[], MpiLauncher], slots_here: int
+) -> int:
+    """Runs a supervisor; returns the exit code.
+
+    command: launch's line for options with hosts and ranks. find: this machine's mpirun. slots_here: ranks where no hosts are named.
+    Raises UserError.
+    """
+    _refuse_others(options)
+    run = _run_folder(job)
+    limits = _limits(options)
+    offer = _offer(options, limits.most or slots_here)
+    if options.dry_run:
+        hosts = choose(offer.read(), limits.most)
+        if not hosts:
+            raise UserError("no host is offered now", _WHERE, "a host in the list, as n1:4; without --dry-run launch waits for one")
+        print(shlex.join(command(_with_hosts(options, offer, hosts))))
+        return DONE
+    for key, value in _KEEPALIVE.items():
+        os.environ.setdefault(f"PRTE_MCA_oob_tcp_keepalive_{key}", value)
+    launcher = find()
+
+    def probe(name: str) -> list[str]:
+        request = LaunchRequest(launcher.path, 1, ("true",), (Host(name, 1),), as_root=os.geteuid() == 0)
+        return mpirun_command(launcher.kind, request)
+
+    return Supervisor(run, offer, limits, lambda hosts: command(_with_hosts(options, offer, hosts)), probe).run()
+
+
+def _refuse_others(options: Namespace) -> None:
+    for name, option in {"ranks": "-np", "mpi": "--mpi", "slurm": "--slurm", "inside": "--inside"}.items():
+        if getattr(options, name):
+            fix = {"ranks": f"--max {short(options.ranks)}", "slurm": "without --slurm: mpirun starts the ranks in the allocation"}
+            raise UserError(f"{option} does not go with --elastic", _WHERE, fix.get(name, f"without {option}"))
+
+
+def _run_folder(job: Sequence[str]) -> Path:
+    """Of the job's arguments. Raises UserError where the job would not go on in it."""
+    if job and job[0] == "check":
+        raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
+    values = {key: value for argument in job for key, equals, value in [argument.partition("=")] if equals}
+    if not values.get("run"):
+        fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
+        raise UserError("the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix)
+    if values.get("resume") == "no":
+        raise UserError("with resume=no each start would begin anew", f"{_WHERE}, after --", "without it: run=DIR goes on")
+    return expand(values["run"], "run")
+
+
+def _limits(options: Namespace) -> Limits:
+    least, most = _count(options.min, "--min") or 1, _count(options.max, "--max")
+    if most is not None and least > most:
+        raise UserError(f"--min {least} is more than --max {most}", _WHERE, f"--min {most} or less")
+    patience_s = parse_duration(options.patience or "10m", "--patience")
+    every_s, answer_s = parse_duration(options.every or "5", "--every"), parse_duration(options.answer or "20", "--answer")
+    return Limits(least, most, patience_s, every_s, answer_s)
+
+
+def _count(value: str | None, option: str) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and 0 < int(value) < 10**7):
+        raise UserError(f"{option} {short(value)} is no number of ranks", _WHERE, f"1 or more, as in {option} 8")
+    return int(value)
+
+
+def _offer(options: Namespace, slots_here: int) -> Offer:
+    """Raises UserError where more than one option names hosts."""
+    named = [name for name in ("hosts", "hostfile", "hosts_from") if getattr(options, name) is not None]
+    if len(named) > 1:
+        raise UserError("more than one option names hosts", _WHERE, "one of -H, --hostfile and --hosts-from")
+    if options.hosts is not None:
+        return offers.fixed(read_hosts(options.hosts))
+    if options.hostfile is not None:
+        return offers.of_file(expand(options.hostfile, "--hostfile"))
+    if options.hosts_from is not None:
+        return offers.of_script(expand(options.hosts_from, "--hosts-from"))
+    return offers.this_machine(slots_here)
+
+
+def _with_hosts(options: Namespace, offer: Offer, hosts: Sequence[Host]) -> Namespace:
+    """The options of launch without --elastic for one start."""
+    names = None if offer.is_local else ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    ranks = str(sum(host.slots for host in hosts))
+    return Namespace(**{**vars(options), "hosts": names, "hostfile": None, "ranks": ranks})

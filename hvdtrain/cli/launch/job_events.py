@@ -1,0 +1,66 @@
+"""What a running job tells in its events.jsonl, read as it grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.core.folder import Folder
+
+EVENTS = "events.jsonl"
+_READ_BYTES = 2**22  # at a time
+_EVENT = b'{"time":'  # as every event begins
+_ENDINGS = ("end", "stop", "failed")
+
+
+class JobEvents:
+    """The job that writes to the run folder. begin() forgets what the starts before have told."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._offset, self._rest = run, 0, b""
+        self.ending = ""  # as Ended's; of the start before until there is an event of this one
+        self._forget()
+
+    def begin(self) -> None:
+        """A start of the ranks follows: what is in the file already is not of it."""
+        self.poll()
+        self._forget()
+
+    def poll(self) -> None:
+        """Reads what has come since. A folder that is not there yet, or cannot be read, tells nothing."""
+        try:
+            with Folder.open(self._run) as folder, folder.open_file(EVENTS) as file:
+                file.seek(self._offset)
+                while data := file.read(_READ_BYTES):
+                    self._offset += len(data)
+                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    for line in lines:
+                        self._take(line)
+        except OSError:
+            return
+
+    def _forget(self) -> None:
+        self.step = -1  # of its last sync point; -1 before it has started
+        self.ranks = 0  # that it has
+        self.trains = False  # whether it has come to a sync point
+
+    def _take(self, line: bytes) -> None:
+        event = _parse(line)
+        kind, step = event.get("kind"), event.get("step")
+        if kind not in ("start", "step", "lost", *_ENDINGS) or not isinstance(step, int):
+            return
+        self.ending = kind if kind in _ENDINGS else ""
+        self.step = step if kind == "start" else max(self.step, step)
+        self.trains = kind == "step" or (self.trains and kind != "start")
+        ranks = event.get({"start": "ranks", "lost": "left"}.get(kind, ""))
+        self.ranks = ranks if isinstance(ranks, int) else self.ranks
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """The last event of a line: a job that was killed may have left half a line before it."""
+    try:
+        event = json.loads(line[max(0, line.rfind(_EVENT)) :])
+    except (ValueError, RecursionError):
+        return {}
+    return event if isinstance(event, dict) else {}

@@ -1,0 +1,79 @@
+"""Whether a host answers: the launcher starts the program `true` there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+AT_A_TIME = 32
+LOOPBACK_NAME = "localhost"
+
+
+class _Probe(NamedTuple):
+    process: subprocess.Popen[bytes]
+    began_s: float
+    folder: tempfile.TemporaryDirectory[str]  # of the launcher's session: a killed one leaves it behind
+
+
+class Probes:
+    """Asks many hosts at a time, without threads. command: the line that runs `true` on a host, which has answer_s seconds for it.
+
+    The host of this process answers, of course.
+    """
+
+    def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
+        self._command, self._answer_s = command, answer_s
+        self._running: dict[str, _Probe] = {}
+        self._waiting: list[str] = []
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Those that are asked already are not asked twice."""
+        self._waiting += [name for name in names if name not in self._running and name not in self._waiting]
+
+    @property
+    def are_open(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def poll(self) -> dict[str, bool]:
+        """The hosts that have answered, or not, since the last call."""
+        found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
+        self._waiting = [name for name in self._waiting if name not in found]
+        for name, probe in list(self._running.items()):
+            code = probe.process.poll()
+            if code is None and time.monotonic() - probe.began_s < self._answer_s:
+                continue
+            self._end(self._running.pop(name))
+            found[name] = code == 0
+        while self._waiting and len(self._running) < AT_A_TIME:
+            self._start(self._waiting.pop(0))
+        return found
+
+    def close(self) -> None:
+        while self._running:
+            self._end(self._running.popitem()[1])
+        self._waiting.clear()
+
+    def _start(self, name: str) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="hvd", ignore_cleanup_errors=True)
+        process = subprocess.Popen(
+            self._command(name),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": folder.name},
+            start_new_session=True,
+        )
+        self._running[name] = _Probe(process, time.monotonic(), folder)
+
+    def _end(self, probe: _Probe) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(probe.process.pid, signal.SIGKILL)  # its ssh, too
+        probe.process.wait()
+        probe.folder.cleanup()

@@ -1,0 +1,92 @@
+"""Runs a launcher as a child that the terminal's signals do not reach: Ctrl-C stops the job with a checkpoint, again it kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from hvdtrain.cli.launch.child import start_child
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.stderr import print_stderr
+from hvdtrain.errors import REQUEUE
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ECHO_S = 1.0  # a repetition within this time is the same signal
+
+
+class LauncherRun:
+    """One launcher, from its start to its end."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopped_s: float | None = None  # time.monotonic() of the first signal
+        self._killed = 0  # the number of the second one
+        self._asked = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal came."""
+        return self._stopped_s is not None
+
+    def ask_to_stop(self) -> None:
+        """Sends the ranks a request to stop, as the first signal does."""
+        self._asked = True
+        self._send(signal.SIGUSR2)
+
+    def run(self, look: Callable[[], None] | None = None, look_s: float = 1.0) -> int:
+        """Returns the exit code of the launcher; 75 where the job was stopped before its ranks could listen.
+
+        look: called every look_s seconds while the launcher runs.
+        """
+        former = {number: signal.getsignal(number) for number in STOPPING}
+        try:
+            for number, handler in former.items():
+                if isinstance(handler, EarlySignals) and handler.received:
+                    self._stopped_s = time.monotonic()
+                if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+                    signal.signal(number, self._stop)
+            # In a session of its own no signal of the terminal reaches the launcher, which would kill the ranks within half a second.
+            self._child = start_child(self._command, os.environ, signal.SIGTERM, new_session=True)
+            if self._stopped_s is not None:  # before there was a child
+                self._child.send_signal(signal.SIGUSR2)
+            return self._exit_code(self._wait(self._child, look, look_s))
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    @staticmethod
+    def _wait(child: subprocess.Popen[bytes], look: Callable[[], None] | None, look_s: float) -> int:
+        if look is None:
+            return child.wait()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(look_s)
+            look()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """The handler. To ranks SIGUSR2, which every launcher passes on, is a request to stop."""
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
+            if not self._asked:  # a second request would kill the ranks
+                self._send(signal.SIGUSR2)
+            print_stderr("hvdtrain launch: stopping at the next sync point; again to kill")
+        elif time.monotonic() - self._stopped_s > ECHO_S:
+            self._send(signal.SIGKILL if self._killed else signal.SIGTERM)
+            self._killed = number
+
+    def _send(self, number: int) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)  # does nothing where the child has ended
+
+    def _exit_code(self, status: int) -> int:
+        if self._killed:
+            return 128 + self._killed
+        code = status if status >= 0 else 128 - status
+        was_starting = code == 128 + signal.SIGUSR2  # it has ended the launcher, or a rank whose Python was not running yet
+        return REQUEUE if self._stopped_s is not None and was_starting else code

@@ -1,0 +1,210 @@
+"""Starts ranks, sees how they end, and starts them again on the hosts that are there: one supervisor for one job."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.cli.launch.decision_record import Record, hosts_field, hosts_text
+from hvdtrain.cli.launch.decisions import Ended, Failure, choose, decide, reason_to_change, reason_to_give_up, slots_of
+from hvdtrain.cli.launch.host_book import HostBook
+from hvdtrain.cli.launch.job_events import JobEvents
+from hvdtrain.cli.launch.launcher_commands import Host
+from hvdtrain.cli.launch.offers import Offer
+from hvdtrain.cli.launch.probes import Probes
+from hvdtrain.cli.launch.run import STOPPING, LauncherRun
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
+
+LOOK_S = 0.2  # between two looks at what goes on
+LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
+SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts are changed
+
+
+class Limits(NamedTuple):
+    """What the user allows."""
+
+    least: int  # ranks
+    most: int | None  # ranks; None: all slots
+    patience_s: float  # below `least`
+    every_s: float  # between two looks at the offered hosts
+    answer_s: float  # after which a host that does not answer counts as lost
+
+
+class Supervisor:
+    """command: the launcher's line for hosts with their ranks; probe: the one that runs `true` on a host."""
+
+    def __init__(
+        self,
+        run: Path,
+        offer: Offer,
+        limits: Limits,
+        command: Callable[[Sequence[Host]], Sequence[str]],
+        probe: Callable[[str], Sequence[str]],
+    ) -> None:
+        self._offer, self._limits, self._command = offer, limits, command
+        self._record, self._job, self._probes = Record(run), JobEvents(run), Probes(probe, limits.answer_s)
+        self._book = HostBook(LEFT_OUT * limits.every_s)
+        self._failures: list[Failure] = []
+        self._starts = 0
+        self._signals = EarlySignals()  # of the time between two starts
+        self._looked_s = -float("inf")
+        self._offer_error = ""
+
+    def run(self) -> int:
+        """Returns the exit code: the job's, or 84 where fewer hosts than it needs are left. Raises UserError from the first offer."""
+        former = {number: signal.getsignal(number) for number in STOPPING}
+        for number, handler in former.items():
+            if isinstance(handler, EarlySignals):
+                self._signals.received = self._signals.received or handler.received
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._signals)
+        try:
+            self._book.offer(self._offer.read())  # an offer that cannot be read at first is a mistake
+            while True:
+                hosts = self._wait_for_hosts()
+                if self._signals.received:
+                    return REQUEUE
+                if not hosts:
+                    return LOST
+                code = self._start(hosts)
+                if code is not None:
+                    return code
+        finally:
+            self._probes.close()
+            self._record.write()
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _wait_for_hosts(self) -> tuple[Host, ...]:
+        """The hosts to start on; none where the patience is over, or a signal came."""
+        since_s, told = time.monotonic(), False
+        while not self._signals.received:
+            self._look_at_hosts()
+            hosts = choose(self._book.usable(), self._limits.most)
+            if not self._probes.are_open:
+                if slots_of(hosts) >= self._limits.least:
+                    return hosts
+                if time.monotonic() - since_s > self._limits.patience_s:
+                    text = f"{slots_of(hosts)} slots for {self._limits.patience_s:g} s, at least {self._limits.least} are needed: given up"
+                    self._record.add("given_up", f"{text}, exit code {LOST}; the same command resumes the job", code=LOST)
+                    return ()
+                if not told:
+                    short = f"{slots_of(hosts)} slots, at least {self._limits.least} are needed"
+                    self._record.add("waits", f"{short}: waits for up to {self._limits.patience_s:g} s", slots=slots_of(hosts))
+                told = True
+            time.sleep(LOOK_S)
+        return ()
+
+    def _look_at_hosts(self) -> None:
+        """Reads the offer anew where it is time, asks hosts, and takes their answers."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= self._limits.every_s:
+            self._looked_s = now_s
+            self._read_offer()
+        unknown = self._book.unknown(now_s)
+        if self._offer.is_local:
+            for name in unknown:
+                self._book.answered(name)
+            return
+        self._probes.ask(unknown)
+        for name, answers in self._probes.poll().items():
+            if answers:
+                self._book.answered(name)
+            else:
+                pause_s = self._book.failed(name, now_s)
+                self._record.add("host_lost", f"{name} does not answer: left out for {pause_s:g} s", host=name, left_out_s=pause_s)
+
+    def _read_offer(self) -> None:
+        """Where it cannot be read, that is said once, and the last one stays."""
+        try:
+            self._book.offer(self._offer.read())
+            self._offer_error = ""
+        except UserError as error:
+            if error.what != self._offer_error:
+                self._record.add("warning", f"the hosts are those of before: {error.what} ({error.where})")
+            self._offer_error = error.what
+
+    def _start(self, hosts: tuple[Host, ...]) -> int | None:
+        """One start of the ranks, to its end; returns the exit code where the job is not started again."""
+        self._starts += 1
+        self._job.begin()
+        began_s = time.monotonic()
+        launcher = LauncherRun(self._command(hosts))
+        start = _Start(hosts, launcher)
+        ranks = slots_of(hosts)
+        self._record.add("start", f"start {self._starts}: {ranks} ranks on {hosts_text(hosts)}", ranks=ranks, hosts=hosts_field(hosts))
+        code = launcher.run(lambda: self._watch(start), LOOK_S)
+        self._job.poll()
+        self._book.worked((host.name for host in hosts), time.monotonic() - began_s)
+        ended = Ended(code, self._job.ending, self._job.step, launcher.stopped, start.asked)
+        return self._after(start, ended)
+
+    def _watch(self, start: _Start) -> None:
+        """While the job runs: whether it should go on on other hosts."""
+        self._job.poll()
+        self._record.write()
+        self._look_at_hosts()
+        now_s = time.monotonic()
+        if self._job.trains and start.trains_since_s is None:
+            start.trains_since_s = now_s
+            self._record.add("trains", f"step {self._job.step} on {self._job.ranks} ranks", step=self._job.step, ranks=self._job.ranks)
+        if start.asked or start.trains_since_s is None or now_s - start.trains_since_s < SETTLED * self._limits.every_s:
+            return
+        chosen = choose(self._book.usable(), self._limits.most)
+        ranks = self._job.ranks or slots_of(start.hosts)
+        why = reason_to_change(start.hosts, ranks, self._book.offered, chosen, self._limits.least)
+        if why:
+            start.asked = True
+            self._record.add("change", f"{why}: the job stops at its next sync point, to go on there", step=self._job.step)
+            start.launcher.ask_to_stop()
+
+    def _after(self, start: _Start, ended: Ended) -> int | None:
+        decision = decide(ended)
+        if decision.action == "finish":
+            self._record.add("end", f"the job ended with {decision.code}, at step {ended.step}", step=ended.step, code=decision.code)
+            return decision.code
+        return None if decision.action == "change" else self._after_failure(start, ended)
+
+    def _after_failure(self, start: _Start, ended: Ended) -> int | None:
+        was = f"the launcher ended with {ended.code}, at step {ended.step}"
+        lost = self._lost(start.hosts)
+        if lost:
+            self._record.add("lost", f"{was}: {', '.join(lost)} lost", step=ended.step, code=ended.code, hosts=lost)
+            return None
+        if self._signals.received or ended.is_of_a_job_that_was_over:
+            return REQUEUE if self._signals.received else DONE
+        self._failures.append(Failure(ended.code, ended.step))
+        why = reason_to_give_up(self._failures, self._starts == 1)
+        if why:
+            code = ended.code or LOST
+            self._record.add("given_up", f"{was}: not started again, {why}", step=ended.step, code=code)
+            return code
+        self._record.add("failed", f"{was}: its hosts answer, so it is started again", step=ended.step, code=ended.code)
+        return None
+
+    def _lost(self, hosts: Sequence[Host]) -> list[str]:
+        """Which hosts of a start that failed do not answer any more."""
+        if self._offer.is_local:
+            return []
+        names = [host.name for host in hosts]
+        self._book.doubt(names)
+        self._look_at_hosts()
+        while self._probes.are_open and not self._signals.received:
+            self._look_at_hosts()
+            time.sleep(LOOK_S / 4)
+        answering = {host.name for host in self._book.usable()}
+        offered = {host.name for host in self._book.offered}
+        return [name for name in names if name in offered and name not in answering]
+
+
+class _Start:
+    """One start, as it goes on."""
+
+    def __init__(self, hosts: tuple[Host, ...], launcher: LauncherRun) -> None:
+        self.hosts, self.launcher = hosts, launcher
+        self.asked = False  # to stop
+        self.trains_since_s: float | None = None

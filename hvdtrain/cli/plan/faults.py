@@ -1,0 +1,169 @@
+"""plan --faults: goodput, the share of time that moves a job, on 8 to 8,192 ranks, where a fault stops it, restarts it or takes a rank."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.training.checkpoint.interval import optimal_interval_s
+
+RANKS = (8, 32, 128, 512, 2048, 8192)
+_FAULTS = 4000  # that are simulated for a value
+_EXAMPLE = "--faults, or --faults restart_s=60,rank_mtbf_hours=20000"
+
+
+class FaultTimes(NamedTuple):
+    """What --faults KEY=VALUE,... sets: seconds, but for the first.
+
+    rank_mtbf_hours: of one rank with its share of host and network. 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3,
+    arXiv:2407.21783, table 5) are one in 50,700 h. detect_s, restart_s, reform_s: measured with 2 ranks on one host, of this project.
+    """
+
+    rank_mtbf_hours: float = 50_700.0
+    checkpoint_s: float = 1.0  # that a checkpoint stops training
+    sync_s: float = 10.0  # between two sync points, where guard.lost=shrink goes back to
+    detect_s: float = 1.0  # a rank that dies; a host that is cut off takes mpirun 16 s under launch --elastic
+    restart_s: float = 5.0  # from there to the next step: launch --elastic, torchrun
+    reform_s: float = 0.05  # the same of guard.lost=shrink
+    requeue_s: float = 600.0  # until somebody, or a queue, starts a job that has ended
+    repair_s: float = 600.0  # until a lost rank can come back
+    seed: int = 1
+
+
+class Goodput(NamedTuple):
+    """Of so many ranks; 1: no time is lost."""
+
+    ranks: int
+    mtbf_s: float  # of the job
+    every_s: float  # between two checkpoints: checkpoint.every=auto
+    stop: float
+    restart: float
+    shrink: float
+
+
+def with_faults_value(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with an empty value for a --faults that has none: what follows has no `=` or a dot before it, as keys of a job."""
+    completed = []
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
+        is_value = following.partition("=")[0] in FaultTimes._fields[:-1] or following.startswith("seed=")
+        completed.append("--faults=" if argument == "--faults" and not is_value else argument)
+    return completed
+
+
+def read_fault_times(text: str) -> FaultTimes:
+    """ "detect_s=2,restart_s=60" -> FaultTimes. Raises UserError."""
+    values: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in FaultTimes._fields:
+            raise UserError(f"--faults has no {key!r}", "--faults", nearest(key, FaultTimes._fields))
+        try:
+            values[key] = int(value) if key == "seed" else float(value)
+        except ValueError:
+            raise UserError(f"{key}={value} is no number", "--faults", _EXAMPLE) from None
+        if not (0 <= values[key] < 1e9) or (key in ("rank_mtbf_hours", "sync_s", "checkpoint_s") and not values[key]):
+            raise UserError(f"{key}={value} is out of range", "--faults", f"more than 0, less than 1e9: {_EXAMPLE}")
+    return FaultTimes(**values)  # type: ignore[arg-type]  # seed is an int
+
+
+def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
+    """By a simulation of some thousand faults for each value."""
+    found = []
+    for count in ranks:
+        mtbf_s = 3600 * times.rank_mtbf_hours / count
+        every_s = optimal_interval_s(times.checkpoint_s, mtbf_s)
+        downs_s = (times.detect_s + times.requeue_s + times.restart_s, times.detect_s + times.restart_s)
+        stop, restart = (simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, Random(times.seed)) for down_s in downs_s)
+        found.append(Goodput(count, mtbf_s, every_s, stop, restart, simulate_shrink(times, count, every_s, Random(times.seed))))
+    return found
+
+
+def simulate_restarts(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float, random: Random, faults: int = _FAULTS) -> float:
+    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still for down_s, where faults come, too."""
+    useful_s = total_s = 0.0
+    for _ in range(faults):
+        until_fault_s = random.expovariate(1 / mtbf_s)
+        useful_s += every_s * math.floor(until_fault_s / (every_s + checkpoint_s))
+        total_s += until_fault_s
+        while (another_s := random.expovariate(1 / mtbf_s)) < down_s:
+            total_s += another_s
+        total_s += down_s
+    return useful_s / total_s
+
+
+def restarts_formula(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float) -> float:
+    """The expectation of simulate_restarts() (Daly 2006, eq. 20)."""
+    return every_s / (mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s))
+
+
+def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Random, faults: int = _FAULTS) -> float:
+    """Goodput of a job whose living ranks go on from the last sync point; a lost rank is back after repair_s, by a restart without a loss.
+
+    Where no rank is left, the job waits for one.
+    """
+    useful_s = now_s = 0.0
+    returns: list[float] = []  # when lost ranks can come back
+    down_s = times.detect_s + times.reform_s
+    speed_of_checkpoints = every_s / (every_s + times.checkpoint_s)
+    for _ in range(faults):
+        until_s = now_s + random.expovariate(1 / mtbf_of(times, ranks))
+        while now_s < until_s:
+            next_s = min(until_s, returns[0]) if returns else until_s
+            useful_s += max(0.0, next_s - now_s) * (1 - len(returns) / ranks) * speed_of_checkpoints
+            now_s = max(now_s, next_s)
+            if returns and returns[0] <= now_s:
+                while returns and returns[0] <= now_s:
+                    heapq.heappop(returns)
+                now_s += times.restart_s
+        useful_s -= random.uniform(0, times.sync_s) * (1 - len(returns) / ranks) * speed_of_checkpoints
+        now_s += down_s
+        if len(returns) < ranks - 1:
+            heapq.heappush(returns, now_s + times.repair_s)
+    return max(0.0, useful_s / now_s)
+
+
+def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
+    """simulate_shrink() to first order: where what a fault costs is short against the time between two."""
+    mtbf_s = mtbf_of(times, ranks)
+    per_fault_s = times.sync_s / 2 + times.detect_s + times.reform_s + times.restart_s
+    missing = times.repair_s / (3600 * times.rank_mtbf_hours)  # share of a rank's time
+    return every_s / (every_s + times.checkpoint_s) * (1 - per_fault_s / mtbf_s) * (1 - missing)
+
+
+def mtbf_of(times: FaultTimes, ranks: int) -> float:
+    """Seconds between two faults of a job."""
+    return 3600 * times.rank_mtbf_hours / ranks
+
+
+def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
+    """For people."""
+    assumed = ", ".join(f"{key}={value:g}" for key, value in times._asdict().items())
+    lines = [
+        "faults: share of time that moves the job (goodput), simulated",
+        f"  {assumed}",
+        f"  {'ranks':>6} {'fault every':>12} {'checkpoint every':>17} {'stop':>8} {'restart':>8} {'shrink':>8}",
+    ]
+    for row in rows:
+        shares = " ".join(f"{100 * share:7.2f}%" for share in (row.stop, row.restart, row.shrink))
+        lines.append(f"  {row.ranks:>6,} {_time(row.mtbf_s):>12} {_time(row.every_s):>17} {shares}")
+    lines += [
+        "  stop: the job ends, and is started again after requeue_s; restart: launch --elastic starts it again at once;",
+        "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds again after repair_s",
+    ]
+    return lines
+
+
+def faults_json(times: FaultTimes, rows: Sequence[Goodput]) -> dict[str, Any]:
+    return {"times": times._asdict(), "rows": [row._asdict() for row in rows]}
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,191 @@
+"""The meshes of a job on so many ranks: what each takes, sends and needs in a step, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from hvdtrain.cli.plan.forecast import Forecast, Infeasible, forecast
+from hvdtrain.cli.plan.machine import Machine
+from hvdtrain.cli.plan.step_time import StepTime, step_time
+from hvdtrain.comm.features import Feature, features_of
+from hvdtrain.config import plugins
+from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.memory.forecast import MARGIN, forecast_memory, gib
+
+_OF_A_PIPELINE = ("schedule", "virtual", "micro_batches")
+_SCHEMES = ("a", "b", "c")
+
+
+class Mesh(NamedTuple):
+    """How ranks are divided."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    stage: int  # shard.stage
+    dense: str  # parallel.dense
+
+    @property
+    def name(self) -> str:
+        """ "2 data x 2 tensor, shard.stage=1" """
+        sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        found = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "1 data"
+        return found + f", shard.stage={self.stage}" * (self.stage > 0) + f", dense={self.dense}" * (self.dense != "none")
+
+    @property
+    def words(self) -> str:
+        """Of a configuration; empty where every rank has everything."""
+        sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
+        words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
+        words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [f"parallel.dense={self.dense}"] * (self.dense != "none")
+        return " ".join(words)
+
+
+class Row(NamedTuple):
+    """A mesh that fits."""
+
+    mesh: Mesh
+    time: StepTime
+    sent_bytes: int  # of the rank that sends most
+    needs: float  # bytes of the rank that needs most, beside libraries and data
+    evaluates: bool  # whether the evaluation takes most of them
+
+
+class Excluded(NamedTuple):
+    mesh: Mesh
+    reason: str
+
+
+class Data(NamedTuple):
+    """What the job trains on."""
+
+    task: Task
+    samples: int
+
+
+class MeshPlan(NamedTuple):
+    rows: list[Row]  # the fastest first
+    excluded: list[Excluded]
+    ranks: int
+    batch: int  # samples of a step, the same for all
+    room: float  # bytes of a rank beside libraries and data
+    machine: Machine
+    assumed: list[str]  # of the machine, and of the meshes
+
+
+def meshes(ranks: int, has_dense_part: bool) -> Iterator[Mesh]:
+    """All of them; without tensor and pipeline first."""
+    for pipeline in _divisors(ranks):
+        for tensor in _divisors(ranks // pipeline):
+            data = ranks // pipeline // tensor
+            stages = (0,) if data == 1 else (0, 1, 2) if pipeline > 1 else (0, 1, 2, 3)
+            yield from (Mesh(data, tensor, pipeline, stage, "none") for stage in stages)
+            if data == ranks > 1 and has_dense_part:
+                yield from (Mesh(data, 1, 1, 0, scheme) for scheme in _SCHEMES)
+
+
+def without_mesh(config: Config, ranks: int) -> Config:
+    """The job, all ranks data parallel, with its batch as samples of a step: the same for every mesh."""
+    plain = config.replace(parallel=ParallelConfig(), shard=ShardConfig())
+    return resolve_batch_size(plain, ranks)
+
+
+def with_mesh(config: Config, mesh: Mesh, original: Config) -> Config:
+    """original: whose schedule a pipeline has, how many micro-batches, and which stages; whose parallel.sequence a tensor group."""
+    of_pipeline: dict[str, Any] = {}
+    if mesh.pipeline > 1:
+        of_pipeline = {name: getattr(original.parallel, name) for name in _OF_A_PIPELINE} | {"balance": _balance(original, mesh.pipeline)}
+    sequence = original.parallel.sequence and mesh.tensor > 1
+    parallel = config.parallel.replace(tensor=mesh.tensor, pipeline=mesh.pipeline, dense=mesh.dense, sequence=sequence, **of_pipeline)
+    log = config.log.replace(samples=0) if mesh.pipeline > 1 else config.log  # no rank has the whole model to draw with
+    return config.replace(parallel=parallel, shard=config.shard.replace(stage=mesh.stage), log=log)
+
+
+def _balance(original: Config, pipeline: int) -> list[int] | str:
+    """The given units of each stage where they are for a pipeline of so many ranks; others are cut by operations: nothing is measured."""
+    balance = original.parallel.balance
+    fits = isinstance(balance, list) and len(balance) == pipeline * original.parallel.stages_of_rank
+    return balance if fits else "operations"
+
+
+def _assumed(config: Config, ranks: int) -> list[str]:
+    """Where meshes do not have the job's parallel.balance."""
+    balance = config.parallel.balance
+    if balance == "operations" or ranks == 1:
+        return []
+    if balance == "seconds":
+        return ["stages are cut by operations; parallel.balance=seconds measures at the start of a job (hvdtrain plan --pipeline)"]
+    return [f"parallel.balance={','.join(map(str, balance))} cuts pipelines of {len(balance)} stages; others are cut by operations"]
+
+
+def plan_meshes(
+    config: Config, data: Data, ranks: int, machine: Machine, room: float, has_dense_part: bool, says: Callable[[str], None]
+) -> MeshPlan:
+    """says: is told which mesh is next. Raises UserError where the job cannot run on so many ranks, whatever the mesh."""
+    plain = without_mesh(config, ranks)
+    features = _features(config, several_nodes=machine.per_node < ranks)
+    rows, excluded = list[Row](), list[Excluded]()
+    for mesh in meshes(ranks, has_dense_part):
+        says(mesh.name)
+        try:
+            found = _row(with_mesh(plain, mesh, config), mesh, data, machine, features, ranks)
+        except UserError as error:
+            excluded.append(Excluded(mesh, error.what))
+            continue
+        if found.needs > room:
+            excluded.append(Excluded(mesh, f"needs {gib(found.needs)} of the {gib(room)} that a rank has beside libraries and data"))
+        else:
+            rows.append(found)
+    rows.sort(key=lambda row: row.time.seconds)
+    return MeshPlan(rows, excluded, ranks, plain.batch.size, room, machine, [*machine.assumed, *_assumed(config, ranks)])
+
+
+def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
+    """Of a step of ranks that each have the whole model. Raises UserError where the job cannot run on so many."""
+    one = forecast(without_mesh(config, ranks), data.samples, ranks, data.task.sizes.get("context"))
+    if isinstance(one, Infeasible):
+        raise one.error
+    return _works(one, data.task, ranks, _features(config, several_nodes=False))[0]
+
+
+def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
+    """Of the engine, on one node or on several, where mpi reduces beside computing."""
+    engine = "mpi" if config.comm.engine == "auto" else config.comm.engine
+    beside: set[Feature] = {"asynchronous"} if engine == "mpi" and several_nodes else set()
+    return features_of(engine) | beside
+
+
+def _row(config: Config, mesh: Mesh, data: Data, machine: Machine, features: frozenset[Feature], ranks: int) -> Row:
+    """Raises UserError where the job cannot be divided so."""
+    one = forecast(config, data.samples, ranks, data.task.sizes.get("context"))
+    if isinstance(one, Infeasible):
+        raise one.error
+    works = _works(one, data.task, ranks, features)
+    footprint = max((work.footprint for work in works), key=lambda found: found.total)
+    overlaps = "asynchronous" in features and mesh.pipeline == 1
+    time = step_time(one.config, works, machine, overlaps)
+    return Row(mesh, time, max(work.sent_bytes for work in works), MARGIN * footprint.total, footprint.evaluation > footprint.step)
+
+
+def _works(one: Forecast, task: Task, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
+    config = one.config
+    step = forecast_memory(config, task, one.recipe, ranks, features, one.dataset, config.batch.evaluate, 0).step()
+    found: list[PlannedWork] = framework_of(config).planned_work(config, task, step, ranks, features)
+    return found
+
+
+def framework_of(config: Config) -> Any:
+    """Raises UserError for one that has no meshes."""
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    if not hasattr(framework, "planned_work"):
+        raise UserError(f"framework={config.framework} has no meshes to plan", config.where("framework"), "framework=torch")
+    return framework
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

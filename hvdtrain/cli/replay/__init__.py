@@ -1,0 +1,1 @@
+"""hvdtrain replay: asynchronous training again, from the log of its updates."""

@@ -1,0 +1,110 @@
+"""hvdtrain replay: computes the weights of an asynchronous job again, in one process, and compares them with its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import accumulate, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.placement import placement
+from hvdtrain.config import plugins
+from hvdtrain.config.read import expand, read_run_config, resolve
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.program import command_line
+from hvdtrain.core.progress import Progress
+from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.training.begin import begin
+from hvdtrain.training.build import build_recipe
+from hvdtrain.training.checkpoint.files import Checkpoint
+from hvdtrain.training.checkpoint.resume import check_identity, newest_good
+from hvdtrain.training.datasets import Datasets, identity, open_datasets, unstaged
+from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.telemetry.update_log import read_updates
+
+USAGE = """\
+hvdtrain replay RUN
+  RUN    the run folder of a job with servers.log=true
+makes the updates of RUN/updates.bin again, one after the other in one process, each from a gradient at the weights that its worker had,
+and compares weights and optimizer state with the newest checkpoint, bit by bit. Exit code 0: they are the same; 82: they differ"""
+_MOST_BYTES = 2**40
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """Runs `replay`; returns the exit code. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    if len(arguments) > 1 or arguments[0].startswith("-"):
+        raise UserError(f"one RUN is needed, not {' '.join(arguments)}", "command line of replay", USAGE.partition("\n")[0])
+    if placement(os.environ).size > 1:
+        raise UserError("replay is of one process", "command line of replay", "start it without a launcher")
+    run = expand(arguments[0], "RUN")
+    header, updates = read_updates(run)
+    config = unstaged(_config_of(run))
+    if header.first:
+        what = f"the log begins at step {header.first}, and a replay begins at step 0"
+        raise UserError(what, str(run), "a run that had servers.log=true from its beginning")
+    if config.servers.count != header.servers:
+        what = f"the log is of {header.servers} servers, config.yaml of {config.servers.count}: the job went on with others"
+        raise UserError(what, str(run), "a run that had the same servers all the time")
+    found, arrays, notes = newest_good(run, _MOST_BYTES)
+    for note in notes:
+        print(note)
+    step = found.train_state.progress.step
+    if step > len(updates):
+        what = f"the newest checkpoint is of step {step}, the log has {len(updates)}"
+        raise UserError(what, str(run), "a run that had servers.log=true all the time")
+    return _compare(run, config, arrays, _replay(config, found, updates[:step], header.threads), step)
+
+
+def _config_of(run: Path) -> Config:
+    try:
+        return resolve(list(read_run_config(run)))
+    except OSError as error:
+        raise UserError(f"cannot read config.yaml: {error.strerror}", str(run), "a run folder") from None
+
+
+def _replay(config: Config, found: Checkpoint, updates: Sequence[Any], threads: int) -> Arrays:
+    datasets = open_datasets(config)
+    check_identity(found, identity(config, datasets))
+    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    first = begin(config, datasets).progress
+    steps: list[Progress] = list(accumulate(repeat(None, len(updates) - 1), lambda p, _: p.advance(recipe.at(p).batch), initial=first))
+    readers: dict[int, Prefetcher] = {}
+
+    def input_of(learner: Any, p: Progress) -> Any:
+        if id(learner) not in readers:
+            readers[id(learner)] = _reader(config, datasets, learner)
+        return readers[id(learner)].prepare(p)
+
+    framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
+    began_s = time.perf_counter()
+    state: Arrays = framework.replay(config, datasets.task, updates, steps, input_of, threads)
+    print(f"replayed {len(updates)} updates in {time.perf_counter() - began_s:.1f} s")
+    return state
+
+
+def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
+    recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
+    return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner)
+
+
+def _compare(run: Path, config: Config, arrays: Arrays, replayed: Arrays, step: int) -> int:
+    """Running statistics of norms are left out: they are means over workers, which no weight depends on."""
+    compared = [name for name in arrays if not name.startswith("b.")]
+    different = [name for name in compared if not np.array_equal(arrays[name], replayed[name], equal_nan=True)]
+    if not different:
+        print(f"the {len(compared)} arrays of weights and optimizer state of step {step} are the same, bit by bit")
+        return DONE
+    gap = max(float(np.abs(arrays[name] - replayed[name]).max()) for name in different)
+    print(f"{len(different)} of {len(compared)} arrays of step {step} differ, by {gap:.3g} at most, the first is {different[0]}:")
+    print("another processor, another version of torch, or a model that draws random numbers of its own")
+    print(f"report   {command_line('report', str(run))}")
+    return DIVERGED

@@ -1,0 +1,1 @@
+"""hvdtrain sample: sequences that a language model continues, as a picture or as text."""

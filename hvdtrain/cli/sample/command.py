@@ -1,0 +1,217 @@
+"""hvdtrain sample: draws images or text from the model of a run, on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
+from hvdtrain.cli.evaluate.command import load_model, run_folder
+from hvdtrain.config.read import expand
+from hvdtrain.config.schema import Config
+from hvdtrain.core.folder import Folder
+from hvdtrain.data.images.grid import grid, png
+from hvdtrain.data.sampler import permutation
+from hvdtrain.data.tokens.codebook import Codebook
+from hvdtrain.data.tokens.text import decode, read_tokenizer
+from hvdtrain.errors import DONE, UserError, short
+from hvdtrain.frameworks.learner import Sampler
+from hvdtrain.tasks.language.build import Language
+from hvdtrain.training.common_codebook import CommonCodebook, read_codebook
+from hvdtrain.training.datasets import build_source, unstaged
+from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.run_rank import Rank, on_connected_ranks
+from hvdtrain.training.samples.draw import draw_on_all_ranks
+
+USAGE = """\
+hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value ...]
+  RUN            the run folder of a job with task.name=language
+  --count        images or texts to draw
+  --temperature  1 draws tokens with the probabilities that the model gives; less prefers the probable ones; 0 takes the most probable
+  --png          images: the picture to write, a grid (default grid.png)
+  --prompt-half  images: the lower halves of validation images are drawn; each is shown beside the whole validation image
+  --prompt       text: what each text begins with (default: a line break)
+  --length       text: tokens to draw (default 256)
+  --seed         of the random numbers (default 1): image i is the same in every batch and on any number of ranks
+  --checkpoint   newest (default), best, or the name of one: step-00000120
+  --force        overwrite FILE.png if it exists
+  key=value      batch.evaluate: sequences drawn at once by a rank; speed.*, comm.*, shard.stage
+Under mpirun each rank draws its share, and has its parts of the weights where the run has shard.stage=3 (on comm.engine=mpi or
+torchdist; shard.stage=0: the whole model)."""
+_OPTIONS: dict[str, str | None] = {
+    "--count": "32",
+    "--temperature": "1",
+    "--png": None,
+    "--prompt": None,
+    "--length": None,
+    "--seed": "1",
+    "--checkpoint": "newest",
+}
+_MOST = 2**20  # sequences, and tokens of one
+_OF_IMAGES, _OF_TEXT = ("--png", "--prompt-half"), ("--prompt", "--length")
+_OF_OTHERS = {"image_tokens": (_OF_TEXT, "text"), "text": (_OF_IMAGES, "images")}  # data.name -> options that are of other data
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    count: int
+    temperature: float
+    seed: int
+    png: Path
+    prompts_half: bool
+    prompt: str
+    length: int
+
+
+def sample(arguments: Sequence[str]) -> int:
+    """Runs `sample` on this rank; returns the exit code. Raises UserError for a mistake in the command line alone."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    parsed = parse("sample", USAGE, arguments, _OPTIONS, ["--prompt-half", "--force"])
+    request = _read(parsed)
+    try:
+        return on_connected_ranks(
+            lambda rank: _sample(rank, parsed, request), None, parsed.of_job(), read_former_run=read_former_run, what="sampling"
+        )
+    except RankFailed as failed:
+        return failed.code
+
+
+def _sample(rank: Rank, parsed: Arguments, request: Request) -> int:
+    config = unstaged(rank.config)
+    if config.data.name not in _OF_OTHERS:
+        what = f"sample draws what data.name=image_tokens and text have; the run has data.name={short(config.data.name)}"
+        raise UserError(what, "RUN", "another run folder")
+    options, others = _OF_OTHERS[config.data.name]
+    for option in options:
+        if parsed.options[option.removeprefix("--").replace("-", "_")] not in (None, False):
+            raise UserError(f"{option} is of {others}; the run has data.name={config.data.name}", option, "leave it out")
+    draw = _images if config.data.name == "image_tokens" else _text
+    if draw is _images:
+        _check_target(request.png, parsed.options["force"])
+    model = load_model(rank, parsed)
+    if not isinstance(model.task, Language):
+        raise UserError(f"sample draws tokens, and the run has task.name={model.task.name}", "RUN", "a run with task.name=language")
+    if not isinstance(model.learner, Sampler):
+        raise UserError(f"framework={config.framework} does not draw tokens", "RUN", "a run with framework=torch")
+    if rank.communicator.rank == 0:
+        print("\n".join([*model.notes, f"weights  {run_folder(rank)}, step {model.checkpoint.train_state.progress.step}"]))
+    draw(rank, config, model.learner, model.task, request)
+    return DONE
+
+
+def _images(rank: Rank, config: Config, learner: Sampler, task: Language, request: Request) -> None:
+    """Writes the grid."""
+    codebook = CommonCodebook(rank.communicator, run_folder(rank))
+    start, pixels = task.tokens.values - 1, task.context
+    whole = None
+    prompts = np.full((request.count, 1), start, np.int64)
+    if request.prompts_half:
+        source = build_source(config, "val", codebook)
+        chosen = permutation(request.seed, 0, len(source))[: request.count]
+        whole = source.read(chosen)["tokens"]  # (count, pixels + 1)
+        prompts = whole[:, : 1 + pixels // 2]
+    found = _of_all_ranks(rank, learner, prompts, pixels + 1, start, request)
+    if rank.communicator.rank:
+        return
+    colours = read_codebook(run_folder(rank))
+    _check_codebook(colours, start, run_folder(rank))
+    side = math.isqrt(pixels)
+    images = colours.decode(found[:, 1:]).reshape(len(found), side, side, -1)
+    if whole is not None:
+        images = np.concatenate([colours.decode(whole[:, 1:]).reshape(images.shape), images], 2)
+    _write(request.png, png(grid(images)))
+    what = "images completed, each beside its whole" if whole is not None else "images drawn"
+    print(f"{len(found)} {what}, {side}x{side} -> {request.png}")
+
+
+def _text(rank: Rank, config: Config, learner: Sampler, task: Language, request: Request) -> None:
+    """Prints the texts."""
+    path = config.data.options.get("tokenizer")
+    tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
+    if tokenizer is None:
+        prompt = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int64)
+    else:
+        prompt = np.array(tokenizer.encode(request.prompt, add_special_tokens=False).ids, np.int64)
+    if not 1 <= len(prompt) <= task.context:
+        raise UserError(f"the prompt has {len(prompt)} tokens", "--prompt", f"1 to {task.context}")
+    if prompt.max() >= task.tokens.values:
+        what = f"the tokenizer gives the prompt token {prompt.max()}, the model has 0 to {task.tokens.values - 1}"
+        raise UserError(what, f"{path}", "the tokenizer that the run was trained with")
+    prompts = np.tile(prompt, (request.count, 1))
+    found = _of_all_ranks(rank, learner, prompts, len(prompt) + request.length, task.tokens.values, request)
+    if rank.communicator.rank == 0:
+        for number, tokens in enumerate(found, start=1):
+            print(f"--- {number}\n{decode(tokens, tokenizer)}")
+
+
+def _of_all_ranks(rank: Rank, learner: Sampler, prompts: np.ndarray, length: int, tokens: int, request: Request) -> np.ndarray:
+    """int64 (count, length): each rank continues its share of the prompts."""
+    return draw_on_all_ranks(
+        rank.communicator,
+        learner,
+        prompts,
+        length,
+        tokens=tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        at_once=rank.config.batch.evaluate,
+        before_each=lambda: rank.heartbeat.beat("sampling", 0, 0),
+    )
+
+
+def _read(parsed: Arguments) -> Request:
+    """Raises UserError for values that make no sense."""
+    options = parsed.options
+    count = _number(options["count"], int, "--count", lambda n: 1 <= n <= _MOST, "1 or more, as in --count 32")
+    length = _number(options["length"] or "256", int, "--length", lambda n: 1 <= n <= _MOST, "1 or more, as in --length 256")
+    seed = _number(options["seed"], int, "--seed", lambda n: 0 <= n < 2**63, "0 or more")
+    temperature = _number(options["temperature"], float, "--temperature", lambda t: 0 <= t <= 1e6, "0 or more, as in --temperature 0.9")
+    path = Path(os.path.expanduser(options["png"] or "grid.png"))
+    prompt = "\n" if options["prompt"] is None else options["prompt"]
+    if path.suffix != ".png":
+        raise UserError(f"{path} does not end in .png", "--png", "as in --png grid.png")
+    return Request(count, temperature, seed, path, options["prompt_half"], prompt, length)
+
+
+def _number(text: str, kind: Callable[[str], Any], option: str, fits: Callable[[Any], bool], fix: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not fits(number):
+        raise UserError(f"{short(text)} is no value of {option}", option, fix)
+    return number
+
+
+def _check_target(path: Path, force: bool) -> None:
+    """Raises UserError where the picture cannot be written; called before anything is read."""
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent}", "--png", f"mkdir -p {path.parent}")
+    if os.path.lexists(path) and not force:
+        raise UserError(f"{path} exists already", "--png", "--force overwrites it; or give another name")
+
+
+def _check_codebook(codebook: Codebook, colours: int, run: Path) -> None:
+    if len(codebook.colours) != colours:
+        what = f"the codebook has {len(codebook.colours)} colours, the model {colours}"
+        raise UserError(what, str(run), "restore codebook.json from a copy of the run folder")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes the whole file, or leaves it as it was and raises UserError."""
+    try:
+        with Folder.open(path.parent) as folder:
+            folder.replace(path.name, content)
+    except OSError as error:
+        fix = "give a folder that can be written and has room"
+        raise UserError(f"cannot write {path}: {error.strerror or error}", "--png", fix) from None

@@ -1,0 +1,45 @@
+"""Gloo's threads: what they must have done before the interpreter ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+THREAD_NAME = "pt_gloo_runloop"  # as torch calls the threads that carry out Gloo's collectives
+
+
+def wait_until_idle(timeout_s: float) -> None:
+    """Returns when no thread of Gloo has anything to do, or after `timeout_s`.
+
+    torch ends these threads with the last reference to their process group, which a model (FSDP2's) or a traceback can keep. A thread
+    that lets go of a tensor needs the interpreter's lock; in an interpreter that is ending it gets none, and the whole process is
+    aborted (signal 6).
+
+    A thread is idle when it sleeps and has not been switched in between two looks: one that waits for the interpreter's lock wakes
+    every sys.getswitchinterval() to ask again. Where the system has no /proc (macOS) there is one look's pause only.
+    """
+    ends = time.monotonic() + timeout_s
+    look_s = 4 * max(sys.getswitchinterval(), 0.005)
+    before = _threads()
+    while before and time.monotonic() < ends:
+        time.sleep(look_s)  # without the interpreter's lock, so that who waits for it gets it
+        now = _threads()
+        if now == before and all(state == "S" for state, *_ in now.values()):
+            return
+        before = now
+    if not Path("/proc/self/task").exists():
+        time.sleep(look_s)
+
+
+def _threads() -> dict[str, tuple[str, ...]]:
+    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was switched out, of Gloo's threads."""
+    found: dict[str, tuple[str, ...]] = {}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+        except OSError:  # a thread that has ended meanwhile
+            continue
+        if lines["Name"] == THREAD_NAME:
+            found[task.name] = (lines["State"][0], lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"])
+    return found

@@ -1,0 +1,133 @@
+"""Mesh: all ranks of a job, and the groups of them that read the same samples, or have the same part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
+from hvdtrain.comm.split import split_groups
+from hvdtrain.config.schema import Config, ParallelConfig
+from hvdtrain.errors import UserError
+
+ALONE: Communicator = SingleProcessCommunicator()
+
+
+class Coordinates(NamedTuple):
+    """Where a rank is in the mesh. The ranks of a tensor group are neighbours, so that a launcher puts them on one host; those of a
+    pipeline are far apart.
+    """
+
+    stage: int
+    data: int
+    tensor: int
+
+
+class Mesh(NamedTuple):
+    """Made once for a job."""
+
+    world: Communicator  # all ranks
+    data: Communicator  # the ranks that read different samples, and have the same part of the layers
+    tensor: Communicator  # the ranks that read the same samples, and each compute a part of every layer
+    parts: Communicator  # the ranks that have the model and its training state together, once
+    shard: Communicator  # among these of `data` the training state is cut
+    replicas: Communicator  # these have the same part of it: this rank's, once for each group of `parts`
+    table: tuple[tuple[int, ...], ...]  # of `data`, the ranks of each group of shards; those of one column have the same part
+    pipe: Communicator = ALONE  # the ranks that read the same samples, and have stages of the model; the same part of their layers
+    servers: int = 0  # the first ranks of the world, which hold the weights and read no samples of training
+    role: Communicator = ALONE  # where there are servers: on a server all servers, on a worker those that divide a step among them
+
+    @property
+    def readers(self) -> Communicator | None:
+        """The ranks that divide the samples of a step among them; None on a rank that reads none."""
+        if not self.servers:
+            return self.data
+        return None if self.world.rank < self.servers else self.role
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over samples are taken from this rank: those that read the same samples count them once, on the last stage."""
+        return self.tensor.rank == 0 and self.pipe.rank == self.pipe.size - 1
+
+    def summary(self) -> str:
+        """ "2 data x 2 tensor", "2 pipeline x 2 data" """
+        sizes = {"pipeline": self.pipe.size, "data": self.data.size, "tensor": self.tensor.size}
+        return " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name == "data")
+
+
+def one_group(world: Communicator) -> Mesh:
+    """Every rank reads its own samples; parts are those of all ranks."""
+    return Mesh(world, world, ALONE, world, world, ALONE, (tuple(range(world.size)),))
+
+
+def make_mesh(world: Communicator, config: Config) -> Mesh:
+    """As parallel.*, shard.* and servers.* say. Every rank calls it.
+
+    Raises UserError where hosts have different numbers of ranks, or where the engine makes no groups.
+    """
+    if config.parallel.ranks > 1:
+        return _of_layers(world, config)
+    if config.servers.count:
+        return _with_servers(world, config)
+    table = _hosts(world) if config.shard.group == "node" else (tuple(range(world.size)),)
+    if len(table) == 1:
+        return one_group(world)
+    if len({len(ranks) for ranks in table}) > 1:
+        what = f"the hosts have {', '.join(str(len(ranks)) for ranks in table)} ranks: parts of the same sizes need equally many"
+        raise UserError(what, config.where("shard.group"), "the same number of ranks on each host, or shard.group=all")
+    row, column = next((i, ranks.index(world.rank)) for i, ranks in enumerate(table) if world.rank in ranks)
+    shard, replicas = _group(world, row), _group(world, column)
+    return Mesh(world, world, ALONE, shard, shard, replicas, table)
+
+
+def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
+    """Of a rank in a mesh of so many places in `data` and `tensor`."""
+    return Coordinates(rank // tensor // data, rank // tensor % data, rank % tensor)
+
+
+def place_of(rank: int, size: int, parallel: ParallelConfig) -> str:
+    """ "stage 1, data 0, tensor 0" of a rank of `size`, without the axes of one place; empty where every rank has a whole model."""
+    if parallel.ranks == 1:
+        return ""
+    stage, data, tensor = coordinates(rank, size // parallel.ranks, parallel.tensor)
+    names = [f"stage {stage}"] * (parallel.pipeline > 1) + [f"data {data}"] + [f"tensor {tensor}"] * (parallel.tensor > 1)
+    return ", ".join(names)
+
+
+def _of_layers(world: Communicator, config: Config) -> Mesh:
+    own = coordinates(world.rank, world.size // config.parallel.ranks, config.parallel.tensor)
+    return mesh_of_layers(world, config, lambda color: _group(world, color(own)))
+
+
+def mesh_of_layers(world: Communicator, config: Config, group: Callable[[Callable[[Coordinates], int]], Communicator]) -> Mesh:
+    """group: this rank's communicator of those ranks whose coordinates have its color."""
+    parallel = config.parallel
+    readers = world.size // parallel.ranks
+    data = group(lambda rank: rank.stage * parallel.tensor + rank.tensor)
+    tensor = group(lambda rank: rank.stage * readers + rank.data) if parallel.tensor > 1 else ALONE
+    pipe = group(lambda rank: rank.data * parallel.tensor + rank.tensor) if parallel.pipeline > 1 else ALONE
+    table = (tuple(range(data.size)),)
+    if config.shard.stage:
+        return Mesh(world, data, tensor, world, data, ALONE, table, pipe)
+    several = parallel.tensor > 1 and parallel.pipeline > 1
+    parts = group(lambda rank: rank.data) if several else pipe if parallel.pipeline > 1 else tensor
+    return Mesh(world, data, tensor, parts, ALONE, data, table, pipe)
+
+
+def _with_servers(world: Communicator, config: Config) -> Mesh:
+    is_server = world.rank < config.servers.count
+    group = _group(world, int(not is_server))
+    alone = config.servers.are_asynchronous and not is_server  # a step is one worker's
+    return one_group(world)._replace(servers=config.servers.count, role=ALONE if alone else group)
+
+
+def _group(world: Communicator, color: int) -> Communicator:
+    group = world.split(color)
+    assert group is not None, "every rank has a color"
+    return group
+
+
+def _hosts(world: Communicator) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host. A collective."""
+    hosts = split_groups(world, 0).hosts
+    return tuple(tuple(rank for rank, host in enumerate(hosts) if host == number) for number in sorted(set(hosts)))

@@ -1,0 +1,128 @@
+"""Small objects as signed JSON: what ranks send each other where a stranger may reach the connection. No pickle, which could run code.
+
+Plain values, arrays, paths, and the value classes of hvdtrain itself: NamedTuples, dataclasses and UserErrors.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import hmac
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+TAG_BYTES = 32
+_OWN = __name__.partition(".")[0]
+
+
+class Forged(Exception):
+    """The bytes are not what a rank of this job has signed."""
+
+
+def pack(thing: Any, secret: str, purpose: str = "") -> bytes:
+    """The object as bytes that only a process with the secret can make; unpack() of another purpose refuses them.
+
+    Raises TypeError for an object of another class.
+    """
+    text = json.dumps(_plain(thing)).encode()
+    return _tag(text, secret, purpose) + text
+
+
+def unpack(packed: bytes, secret: str, purpose: str = "") -> Any:
+    """The object of pack(). Raises Forged where the secret or the purpose is another, or the bytes were changed."""
+    tag, text = packed[:TAG_BYTES], packed[TAG_BYTES:]
+    if not hmac.compare_digest(tag, _tag(text, secret, purpose)):
+        raise Forged
+    try:
+        return _object(json.loads(text))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise Forged from error  # without a secret a stranger can sign, too
+
+
+def _tag(text: bytes, secret: str, purpose: str) -> bytes:
+    return hmac.digest(secret.encode(), purpose.encode() + b"\0" + text, hashlib.sha256)
+
+
+def _plain(thing: Any) -> Any:
+    """In the types of JSON: numbers, strings, None and lists stay, all else is {kind: content}."""
+    if thing is None or isinstance(thing, (bool, int, float)) or type(thing) is str:
+        return thing
+    if isinstance(thing, np.generic):
+        return thing.item()
+    if type(thing) is list:
+        return [_plain(inner) for inner in thing]
+    kind, content = _kind_and_content(thing)
+    return {kind: content}
+
+
+def _kind_and_content(thing: Any) -> tuple[str, Any]:
+    """kind: a key of _MAKERS."""
+    cls = type(thing)
+    if cls is tuple:
+        return "tuple", _plain(list(thing))
+    if cls is dict:
+        return "dict", [[_plain(key), _plain(value)] for key, value in thing.items()]
+    if isinstance(thing, Path):
+        return "path", str(thing)
+    if cls is np.ndarray and not thing.dtype.hasobject:
+        return "array", [thing.dtype.str, list(thing.shape), base64.b64encode(thing.tobytes()).decode()]
+    if _is_value_class(cls):
+        return "class", [cls.__module__, cls.__qualname__, _plain(_arguments(thing))]
+    raise TypeError(f"ranks do not exchange {cls.__module__}.{cls.__qualname__}: {thing!r:.200}")
+
+
+def _object(plain: Any) -> Any:
+    """The inverse of _plain(). Raises many kinds of errors for what _plain() does not make."""
+    if isinstance(plain, list):
+        return [_object(inner) for inner in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    return _MAKERS[kind](content)
+
+
+def _array(content: Any) -> np.ndarray:
+    dtype, shape, encoded = content
+    return np.frombuffer(base64.b64decode(encoded), np.dtype(dtype)).reshape(shape).copy()
+
+
+def _of_class(content: Any) -> Any:
+    module, name, arguments = content
+    found: Any = sys.modules[module]  # never imported for it: that would run code
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and found.__module__ == module and _is_value_class(found)):
+        raise TypeError(name)
+    return found(*_object(arguments))
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda content: tuple(_object(content)),
+    "dict": lambda content: {_object(key): _object(value) for key, value in content},
+    "path": Path,
+    "array": _array,
+    "class": _of_class,
+}
+
+
+def _is_value_class(kind: type) -> bool:
+    """Whether it is a class of hvdtrain that only holds values."""
+    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return kind.__module__.partition(".")[0] == _OWN and (named_tuple or dataclasses.is_dataclass(kind) or issubclass(kind, UserError))
+
+
+def _arguments(thing: Any) -> list[Any]:
+    """What its class is called with to make an equal one."""
+    if isinstance(thing, tuple):
+        return list(thing)
+    if isinstance(thing, UserError):
+        return list(thing.args)
+    return [getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init]

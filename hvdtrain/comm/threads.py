@@ -1,0 +1,134 @@
+"""Ranks that are threads of one process: what a replay of asynchronous training needs of a communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle
+from hvdtrain.comm.features import Feature
+
+T = TypeVar("T")
+_LOOK_S = 0.1  # between two looks whether another thread has failed
+
+
+class ThreadRanks:
+    """What the threads share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.board: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+        self.messages: dict[tuple[int, int], dict[int, SimpleQueue[Any]]] = defaultdict(lambda: defaultdict(SimpleQueue))
+        self._lock = threading.Lock()
+
+    def queue(self, to: int, tag: int, source: int) -> SimpleQueue[Any]:
+        with self._lock:
+            return self.messages[to, tag][source]
+
+    def get(self, queue: SimpleQueue[T]) -> T:
+        """Waits. Raises threading.BrokenBarrierError where another thread has failed."""
+        while True:
+            try:
+                return queue.get(timeout=_LOOK_S)
+            except Empty:
+                if self.barrier.broken:
+                    raise threading.BrokenBarrierError from None
+
+
+class ThreadCommunicator:
+    """The communicator of one thread. Sums are made in the order of ranks."""
+
+    name = "threads"
+    local_rank, local_size = 0, 1  # each as if it were alone on its host: nothing is shared out among threads
+    features: frozenset[Feature] = frozenset({"p2p", "several_ranks"})
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        self._ranks.board[self.rank] = thing
+        self._ranks.barrier.wait()
+        found = list(self._ranks.board)
+        self._ranks.barrier.wait()
+        return found
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        parts = self.allgather_object(_array(x).copy())
+        return _like(x, np.concatenate(parts))
+
+    def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
+        assert op == "sum", op
+        first, *others = self.allgather_object(_array(x).copy())
+        total = first.copy()
+        for other in others:
+            total += other
+        return _like(x, total)
+
+    def start_allreduce(self, x: Buffer, name: str, op: str = "sum") -> Handle:
+        return CompletedHandle(self.allreduce(x, name, op))
+
+    def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
+        found = self.allgather_object(_array(x).copy() if self.rank == root else None)[root]
+        _array(x)[...] = found
+        return x
+
+    def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
+        self._ranks.queue(to, tag, self.rank).put(_array(x).copy())
+        return CompletedHandle(x)
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        return _Receive(self._ranks, self._ranks.queue(self.rank, tag, source), x)
+
+
+class _Receive:
+    def __init__(self, ranks: ThreadRanks, queue: SimpleQueue[Any], x: Buffer) -> None:
+        self._ranks, self._queue, self._x = ranks, queue, x
+
+    def wait(self) -> Buffer:
+        _array(self._x)[...] = self._ranks.get(self._queue)
+        return self._x
+
+
+def run_threads(ranks: Sequence[ThreadRanks], works: Sequence[Callable[[], T]]) -> list[T]:
+    """The result of each work, made on a thread of its own; `ranks`: what they share. Raises the first error, which ends the others."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = works[number]()
+        except threading.BrokenBarrierError:
+            pass  # another one has failed
+        except BaseException as error:
+            errors.append(error)
+            for group in ranks:
+                group.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(number,), name=f"rank {number}", daemon=True) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(works))]
+
+
+def _array(x: Buffer) -> np.ndarray:
+    """A view."""
+    return x.detach().numpy() if hasattr(x, "detach") else x
+
+
+def _like(x: Buffer, array: np.ndarray) -> Buffer:
+    """The array, as a tensor where x is one."""
+    if not hasattr(x, "new_empty"):
+        return array
+    tensor = x.new_empty(array.shape)
+    _array(tensor)[...] = array
+    return tensor

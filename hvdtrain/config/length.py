@@ -1,0 +1,68 @@
+"""Lengths of training in one notation: 5 (epochs), "500 steps", "1e6 samples", "2e8 tokens", "10%" (of the job)."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+Unit = Literal["epochs", "steps", "samples", "tokens", "%"]
+EXAMPLES = "5 (epochs), '500 steps', '1e6 samples', '2e8 tokens' or '10%' (of the job)"
+
+_PATTERN = r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]{1,2})?) *(epochs?|steps?|samples?|tokens?|%)"
+_MOST = {"epochs": 1e9, "steps": 1e15, "samples": 1e15, "tokens": 1e18, "%": 100.0}
+
+
+class Length(NamedTuple):
+    amount: float
+    unit: Unit
+
+    def words(self, multiplier: int = 1) -> str:
+        """1.5 epochs, 500 steps, 10% of the job; multiplier: of epochs (recipe.adapt_regime)."""
+        if self.unit == "%":
+            return f"{self.amount:g}% of the job"
+        amount = shown_amount(self.amount * (multiplier if self.unit == "epochs" else 1))
+        return f"{amount} {self.unit if amount != '1' else self.unit.removesuffix('s')}"
+
+
+def read_length(value: Any) -> Length:
+    """Raises ValueError for what is no length: with what is wrong, as the fix of a message."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        length = Length(value, "epochs")
+    elif match := re.fullmatch(_PATTERN, value.strip() if isinstance(value, str) else ""):
+        unit = match[2] if match[2] == "%" else f"{match[2].removesuffix('s')}s"
+        length = Length(float(match[1]), unit)  # type: ignore[arg-type]
+    else:
+        raise ValueError(f"give {EXAMPLES}")
+    if not 0 <= length.amount <= _MOST[length.unit]:
+        raise ValueError(f"give 0 to {_MOST[length.unit]:g} {length.unit}; a length is {EXAMPLES}")
+    return length
+
+
+def shown_amount(amount: float) -> str:
+    """1,437 or 0.35"""
+    return f"{amount:,.0f}" if amount == math.floor(amount) else f"{amount:g}"
+
+
+def as_given(number: float) -> float:
+    """3 and 3.0 as 3: a configuration shows numbers as people write them."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _checked(value: Any) -> float | str:
+    length = read_length(value)
+    return value.strip() if isinstance(value, str) else as_given(length.amount)
+
+
+def _checked_above_0(value: Any) -> float | str:
+    if not read_length(value).amount:
+        raise ValueError(f"give more than 0, as {EXAMPLES}")
+    return _checked(value)
+
+
+_JSON = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": rf"^\s*{_PATTERN}\s*$"}]}
+_AS_IT_IS = PlainSerializer(lambda value: value)
+LengthValue = Annotated[float | str, PlainValidator(_checked), _AS_IT_IS, WithJsonSchema(_JSON)]
+PositiveLength = Annotated[float | str, PlainValidator(_checked_above_0), _AS_IT_IS, WithJsonSchema(_JSON)]

@@ -1,0 +1,186 @@
+"""Words of other tools, and of former versions, with the right one: the answer to an unknown key or value. Nothing here is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# word, in lower case and with _ -> the key, or key=value
+KEYS = {
+    # learning rate and optimizer
+    **dict.fromkeys(("lr", "learning_rate", "learningrate", "init_lr", "initial_lr", "max_lr", "peak_lr"), "optim.base_lr"),
+    **dict.fromkeys(("optim", "optimizer", "optimiser", "opt", "solver"), "optim.name"),
+    **dict.fromkeys(("wd", "decay", "l2"), "optim.weight_decay"),
+    **dict.fromkeys(("beta1", "mom"), "optim.momentum"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val"), "optim.clip_norm"),
+    # recipe
+    **dict.fromkeys(("recipe", "scheduler", "sched", "lr_scheduler", "lr_schedule", "lr_policy"), "recipe.schedule"),
+    **dict.fromkeys(("lr_steps", "decay_epochs", "decay_milestones"), "recipe.milestones"),
+    **dict.fromkeys(("lr_gamma", "lr_decay", "decay_rate"), "recipe.gamma"),
+    **dict.fromkeys(("min_lr", "eta_min", "final_lr"), "recipe.end_lr"),
+    **dict.fromkeys(("num_warmup_steps", "warmup_iters"), "recipe.warmup"),
+    **dict.fromkeys(("lr_warmup", "lr_warmup_epochs"), "recipe.warmup"),
+    # length of the job
+    **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs", "num_train_epochs", "train_epochs"), "epochs"),
+    **dict.fromkeys(("steps", "num_steps", "train_steps", "total_steps", "iterations", "iters", "max_iter", "max_iters"), "stop.steps"),
+    **dict.fromkeys(("stop", "early_stopping", "target_acc", "target_accuracy", "target_loss"), "stop.target"),
+    **dict.fromkeys(("guard", "time_limit", "walltime", "max_hours"), "guard.max_time"),
+    **dict.fromkeys(("random_seed", "manual_seed"), "seed"),
+    # batch
+    **dict.fromkeys(("batch", "bs", "batchsize", "batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
+    **dict.fromkeys(("local_batch_size", "per_device_batch_size", "per_device_train_batch_size", "batch_size_per_gpu"), "batch.per_rank"),
+    **dict.fromkeys(("test_batch_size", "val_batch_size", "eval_batch_size", "per_device_eval_batch_size"), "batch.evaluate"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"), "batch.micro"),
+    **dict.fromkeys(("micro_batch_size", "batches_per_allreduce", "backward_passes_per_step"), "batch.micro"),
+    # data
+    **dict.fromkeys(("data", "dataset"), "data.name"),
+    **dict.fromkeys(("data_dir", "datadir", "data_path", "data_root", "dataset_path", "train_dir"), "data.root"),
+    "num_readers": "data.readers",
+    **dict.fromkeys(("num_workers", "n_workers", "loader_workers"), "data.workers"),
+    **dict.fromkeys(("prefetch", "prefetch_factor"), "data.ahead"),
+    "random_crop": "augment.crop",
+    **dict.fromkeys(("hflip", "random_flip", "horizontal_flip"), "augment.flip"),
+    "mixup_alpha": "augment.mixup",
+    "task": "task.name",
+    # model
+    **dict.fromkeys(("model", "arch", "architecture", "net", "network", "backbone"), "model.name"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function", "objective"), "model.loss"),
+    **dict.fromkeys(("smoothing", "label_smooth"), "model.label_smoothing"),
+    **dict.fromkeys(("norm", "batchnorm", "batch_norm"), "norm.kind"),
+    **dict.fromkeys(("syncbn", "sync_bn", "sync_batchnorm"), "norm.kind=sync"),
+    "ghost_batch_size": "norm.ghost",
+    # speed
+    **dict.fromkeys(("speed", "dtype", "mixed_precision"), "speed.precision"),
+    **dict.fromkeys(("fp16", "half"), "speed.precision=fp16"),
+    **dict.fromkeys(("amp", "bf16", "bfloat16"), "speed.precision=bf16"),
+    **dict.fromkeys(("gpu", "cuda", "use_gpu", "use_cuda"), "speed.device=cuda"),
+    **dict.fromkeys(("cpu", "no_cuda", "no_gpu"), "speed.device=cpu"),
+    "torch_compile": "speed.compile",
+    "memory_format": "speed.channels_last",
+    # communication
+    **dict.fromkeys(("comm", "backend", "dist_backend"), "comm.engine"),
+    **dict.fromkeys(("horovod", "hvd"), "comm.engine=horovod"),
+    **dict.fromkeys(("dist_url", "master_addr", "init_method"), "comm.address"),
+    **dict.fromkeys(("ddp", "distributed"), "comm.reduce=ddp"),
+    "bucket_cap_mb": "comm.bucket_mb",
+    "fp16_allreduce": "comm.compression=fp16",
+    **dict.fromkeys(("adasum", "use_adasum"), "comm.op=adasum"),
+    "local_sgd": "comm.local_steps",
+    # run folder, checkpoints, log
+    **dict.fromkeys(("out", "output", "output_dir", "out_dir", "save_dir", "run_dir", "run_name", "log_dir", "logdir"), "run"),
+    **dict.fromkeys(("checkpoint_dir", "ckpt_dir"), "run"),
+    **dict.fromkeys(("resume_from", "resume_from_checkpoint", "restore", "checkpoint_path", "ckpt_path"), "resume"),
+    **dict.fromkeys(("checkpoint", "save_every", "save_steps", "checkpoint_every", "save_interval"), "checkpoint.every_steps"),
+    "save_total_limit": "checkpoint.keep_last",
+    **dict.fromkeys(("log_every", "log_interval", "logging_steps", "log_every_n_steps", "print_freq"), "log.every_steps"),
+    **dict.fromkeys(("sinks", "logger", "loggers", "report_to"), "log.trackers"),
+    **{tracker: f"log.trackers='[{tracker}]'" for tracker in ("tensorboard", "mlflow", "wandb")},
+    **dict.fromkeys(("profile", "profiler"), "profile.steps"),
+    # former versions
+    "frame": "framework",
+    "stop.target_accuracy": "stop.target",
+    **dict.fromkeys(("warmup_epochs", "warmup_steps", "warmup_tokens"), "recipe.warmup"),
+    "comm.every": "comm.local_steps",
+    "comm.wire": "comm.compression",
+}
+
+# word -> how the thing is set, where no key sets it
+NO_KEYS = {
+    "workers": "data.readers=N sets threads that read, data.workers=N processes; ranks are started by mpirun -np N, or launch -np N",
+    **dict.fromkeys(
+        ("np", "ranks", "num_ranks", "world_size", "gpus", "num_gpus", "devices", "num_processes", "nproc", "nproc_per_node", "ngpus"),
+        "ranks are started by mpirun -np N, or launch -np N; each takes a GPU of its own",
+    ),
+    **dict.fromkeys(("rank", "local_rank", "node_rank"), "the launcher sets it: mpirun, srun, torchrun, or launch -np N"),
+    "dry_run": "plan shows what a job does, check what would fail, and launch --dry-run prints the launcher's command line",
+    "json": "plan, check and bench have --json",
+    **dict.fromkeys(("nodes", "num_nodes", "nnodes", "hosts"), "hosts are given to the launcher: launch -H n1:4,n2:4"),
+}
+
+# key -> word, in lower case -> the value
+VALUES: dict[str, dict[str, str]] = {
+    "framework": {"pytorch": "torch", "flax": "jax", "np": "numpy"},
+    "data.name": {
+        **dict.fromkeys(("fmnist", "fashionmnist", "fashion-mnist", "fashion"), "fashion_mnist"),
+        **dict.fromkeys(("imagefolder", "image_folder", "images", "imagenet"), "folder"),
+        **dict.fromkeys(("fake", "random", "dummy"), "synthetic"),
+        "cifar": "cifar10",
+        "wds": "webdataset",
+    },
+    "task.name": {
+        **dict.fromkeys(("lm", "language_model", "language_modeling", "causal_lm", "next_token", "gpt"), "language"),
+        **dict.fromkeys(("classify", "classifier", "image_classification"), "classification"),
+    },
+    "model.name": {
+        **dict.fromkeys(("wideresnet", "wrn"), "wide_resnet"),
+        **dict.fromkeys(("cnn", "conv", "lenet"), "convnet"),
+        **dict.fromkeys(("logistic", "logreg", "softmax"), "linear"),
+        "resnet": "resnet18",
+    },
+    "model.loss": {
+        **dict.fromkeys(("mse", "l2", "mseloss", "mse_loss", "mean_squared_error"), "squared_error"),
+        **dict.fromkeys(("ce", "xent", "crossentropy", "crossentropyloss", "nll", "nll_loss", "softmax"), "cross_entropy"),
+    },
+    "optim.name": {
+        **{name.lower(): f"torch.optim.{name}" for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")},
+        **dict.fromkeys(("sgdm", "momentum", "nesterov"), "sgd"),
+    },
+    "recipe.schedule": {
+        **dict.fromkeys(("step", "multistep", "steplr", "multisteplr"), "steps"),
+        **dict.fromkeys(("cos", "cosineannealing", "cosineannealinglr", "cosine_annealing"), "cosine"),
+        **dict.fromkeys(("poly", "polynomiallr"), "polynomial"),
+        **dict.fromkeys(("exp", "exponentiallr"), "exponential"),
+        **dict.fromkeys(("none", "fixed"), "constant"),
+    },
+    "recipe.warmup_kind": {"linear": "gradual"},
+    "norm.kind": {**dict.fromkeys(("syncbn", "sync_bn", "synchronized"), "sync"), "gbn": "ghost", "bn": "batch"},
+    "comm.engine": {
+        **dict.fromkeys(("nccl", "gloo", "ddp", "torch", "pytorch", "torch.distributed"), "torchdist"),
+        **dict.fromkeys(("openmpi", "mpich", "mpi4py"), "mpi"),
+        "hvd": "horovod",
+        "none": "single",
+    },
+    "comm.reduce": {"buckets": "bucket", **dict.fromkeys(("horovod", "hvd", "distributedoptimizer"), "distributed_optimizer")},
+    "comm.compression": {**dict.fromkeys(("half", "float16"), "fp16"), "bfloat16": "bf16", "same": "none"},
+    "comm.op": dict.fromkeys(("average", "avg"), "mean"),
+    "speed.precision": {
+        **dict.fromkeys(("float32", "float", "single", "32"), "fp32"),
+        **dict.fromkeys(("float64", "double", "64"), "fp64"),
+        **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"),
+        **dict.fromkeys(("bfloat16", "bf16-mixed", "amp", "mixed"), "bf16"),
+    },
+    "speed.device": {"gpu": "cuda"},
+    "guard.nonfinite": {"ignore": "skip", **dict.fromkeys(("raise", "abort", "error"), "stop")},
+    "log.trackers": {"tb": "tensorboard", "wb": "wandb", "weights_and_biases": "wandb"},
+}
+
+
+def right_key(key: str, value: Any = None) -> str | None:
+    """The key that another tool's word for it means, `optim.base_lr` for `lr`, `optim.lr` and `learning-rate`; None for other words.
+
+    With a value that is another tool's word too, or that the word itself implies: `model.loss=squared_error` for loss_fn=mse.
+    """
+    word = _plain(key)
+    right = KEYS.get(word) or KEYS.get(word.rpartition(".")[2])
+    if right is None:
+        return None
+    right_one = right_value(right, value)
+    return right if right_one is None else f"{right}={right_one}"
+
+
+def right_value(key: str, value: Any) -> str | None:
+    """The value of a key that another tool's word for it means: squared_error for model.loss=mse."""
+    return VALUES.get(key, {}).get(str(value).lower())
+
+
+def without_a_key(word: str) -> str | None:
+    """How the thing is set that other tools have a key for, and this one has none."""
+    return NO_KEYS.get(_plain(word).rpartition(".")[2])
+
+
+def assignment_of(word: str) -> str | None:
+    """key=value for a value alone: model.loss=squared_error for `mse`."""
+    return next((f"{key}={values[word.lower()]}" for key, values in VALUES.items() if word.lower() in values), None)
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")

@@ -1,0 +1,233 @@
+"""A folder by its handle: names in it are opened, written and removed below the handle, never through a link, and only regular files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe is opened without waiting for its other end, then refused
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+}
+NO_LINKS = "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, put what is linked in its place"
+UNFINISHED = ".unfinished"  # the last part of the name of a file that does not have its own name yet
+
+
+class WrongKind(OSError):
+    """A link, a pipe, a device or a socket, where a file or a folder of this folder is expected; strerror says which."""
+
+
+class Folder:
+    """An open folder. The path that opens it is the user's own and may lead through links; below it no link is followed.
+
+    A name is one part of a path: ValueError where it has a slash. All methods raise OSError; of what is no regular file, or no
+    folder of this one, WrongKind. Close it, or use it in a `with`.
+    """
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path = path  # for messages
+        self._handle = handle
+
+    @classmethod
+    def open(cls, path: Path, *inside: str) -> Self:
+        """The folder at a path, or a folder in it: Folder.open(run, "checkpoints", "step-00000120")."""
+        folder = cls(path, os.open(path, _FOLDER))
+        for name in inside:
+            with folder:
+                folder = folder.folder(name)
+        return folder
+
+    @classmethod
+    def make(cls, path: Path, *inside: str) -> Self:
+        """The same; all of them are made where they are absent."""
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls.open(path)
+        for name in inside:
+            with folder:
+                folder = folder.make_folder(name)
+        return folder
+
+    def again(self) -> Self:
+        """The same folder by a handle of its own, whatever its path leads to by now."""
+        return type(self)(self.path, os.open(".", _FOLDER, dir_fd=self._handle))
+
+    def folder(self, name: str) -> Self:
+        self._check(name, stat.S_IFDIR)
+        return type(self)(self.path / name, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self._handle))
+
+    def make_folder(self, name: str, *, new: bool = False) -> Self:
+        """The folder of this name, which is made where it is absent; `new`: raises FileExistsError where it is not."""
+        try:
+            os.mkdir(_one_part(name), dir_fd=self._handle)
+        except FileExistsError:
+            if new:
+                raise
+        return self.folder(name)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._handle))
+
+    def status(self, name: str) -> os.stat_result | None:
+        """Of a name itself, not of what a link leads to; None where there is no such name."""
+        try:
+            return os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def open_file(self, name: str) -> io.BufferedReader:
+        """To be read. Of the file that is there now: what takes its name later does not change what is read."""
+        self._check(name, stat.S_IFREG)  # before it is opened, which may do something to a device
+        return io.BufferedReader(self._regular(name, os.O_RDONLY, "rb"))
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """The whole file. Raises ValueError where it is larger."""
+        with self.open_file(name) as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ValueError(f"more than {most_bytes} bytes")
+        return data
+
+    def create(self, name: str) -> io.BufferedWriter:
+        """To be written. Raises FileExistsError."""
+        return io.BufferedWriter(self._regular(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb"))
+
+    def append(self, name: str) -> io.FileIO:
+        """To be written at its end, unbuffered; made where it is absent. A file with a second name (a hard link) is copied first."""
+        status = self.status(name)
+        if status is not None:
+            self._check(name, stat.S_IFREG)
+            if status.st_nlink > 1:
+                with self.open_file(name) as old, self.replacing(name) as new:
+                    shutil.copyfileobj(old, new, 2**20)
+        return self._regular(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
+
+    def update(self, name: str) -> io.FileIO:
+        """To be read and written in place, unbuffered."""
+        self._check(name, stat.S_IFREG)
+        return self._regular(name, os.O_RDWR, "r+b")
+
+    def try_to_write(self) -> None:
+        """Raises OSError where no file can be made here."""
+        name = f".try.{secrets.token_hex(8)}{UNFINISHED}"
+        self.create(name).close()
+        self.remove(name)
+
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[io.BufferedWriter]:
+        """A new file, which takes the name once the block ends and it is on the disk. Where the block raises, nothing has changed."""
+        self.status(name)  # raises before much is written under a name that the file system refuses
+        unfinished = f".{name[:100]}.{secrets.token_hex(8)}{UNFINISHED}"
+        file = self.create(unfinished)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            self.rename(unfinished, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished, dir_fd=self._handle)
+            raise
+        self.sync()
+
+    def replace(self, name: str, data: bytes) -> None:
+        with self.replacing(name) as file:
+            file.write(data)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """A link is renamed itself, and replaced itself."""
+        os.rename(_one_part(name), _one_part(new_name), src_dir_fd=self._handle, dst_dir_fd=self._handle)
+
+    def remove(self, name: str) -> None:
+        """A file; of a link the link. Raises IsADirectoryError for a folder."""
+        os.unlink(_one_part(name), dir_fd=self._handle)
+
+    def remove_tree(self, name: str) -> None:
+        """A name, and where it is a folder all that is in it; of a link the link."""
+        status = os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(name, dir_fd=self._handle)
+        else:
+            os.unlink(name, dir_fd=self._handle)
+
+    def refuse_links(self, *, below: bool = True) -> None:
+        """Raises WrongKind for a link that leads out of this folder, a pipe or a device, here and `below`: before a library writes here."""
+        top = os.path.realpath(self.path)
+        for where, folders, files in os.walk(self.path):
+            for name in (*folders, *files):
+                path = os.path.join(where, name)
+                mode = os.lstat(path).st_mode
+                leads_out = stat.S_ISLNK(mode) and not os.path.realpath(path).startswith(f"{top}/")
+                if leads_out or not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise WrongKind(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a file or folder", path)
+            if not below:
+                break
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the path leads here, by now."""
+        return os.path.samestat(os.stat(path), os.fstat(self._handle))
+
+    def path_now(self) -> Path | None:
+        """Where this folder is by now, by what the system says; None where it was deleted, or that is not known."""
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
+            return path if self.is_at(path) else None
+        return None
+
+    def sync(self) -> None:
+        """Returns when the names in this folder are on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self, name: str, kind: int) -> None:
+        """Raises WrongKind, FileNotFoundError."""
+        _check_kind(os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False).st_mode, kind, name)
+
+    def _regular(self, name: str, flags: int, mode: str) -> io.FileIO:
+        handle = os.open(_one_part(name), flags | _FILE, 0o666, dir_fd=self._handle)
+        try:
+            _check_kind(os.fstat(handle).st_mode, stat.S_IFREG, name)
+            return io.FileIO(handle, mode)
+        except BaseException:
+            os.close(handle)
+            raise
+
+
+def _check_kind(mode: int, kind: int, name: str) -> None:
+    if stat.S_IFMT(mode) != kind:
+        found = _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+        raise WrongKind(errno.EINVAL, f"{found}, not {_KINDS[kind]}", name)
+
+
+def _one_part(name: str) -> str:
+    """The name. Raises ValueError where it leads into another folder."""
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"{name!r:.100} is no name in a folder")
+    return name

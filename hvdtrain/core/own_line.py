@@ -1,0 +1,24 @@
+"""The line of the user's own code where an exception came from: not that of a library, of Python or of hvdtrain."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OTHERS = (f"{Path(__file__).parents[1]}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code, of the exception or of the one that it was raised from; None where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, "<frozen"))]
+    if own:
+        return own[-1]
+    return None if error.__cause__ is None else own_frame(error.__cause__)
+
+
+def own_line(error: BaseException) -> str:
+    """file:line: its text; where no line is the user's, that of the library."""
+    frame = own_frame(error) or (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,0 +1,108 @@
+"""Piece: an array of a model's state, or the part of it that one rank has. Cut: which part of a parameter a rank of a tensor group has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Cut(NamedTuple):
+    """One of the parts into which an array is cut along one axis; arrays are those of numpy or tensors of torch.
+
+    The axis may consist of several groups, each of which is cut: queries, keys and values in one matrix, of which a rank has some heads.
+    A group that does not divide evenly is split as numpy.array_split does: the first parts get one more.
+    """
+
+    axis: int = 0
+    groups: int = 1
+    parts: int = 1  # ranks
+    part: int = 0  # this rank's, from 0
+    length: int = 0  # of the axis of the whole; 0: the parts are equal
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the part of a whole of this shape."""
+        first, behind, _ = self._stretch(shape)
+        return shape if self.parts == 1 else (*shape[: self.axis], (behind - first) * self.groups, *shape[self.axis + 1 :])
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the whole that has parts of this shape."""
+        if self.parts == 1:
+            return shape
+        return (*shape[: self.axis], self.length or shape[self.axis] * self.parts, *shape[self.axis + 1 :])
+
+    def of(self, whole: Any) -> Any:
+        """The part; it may be a view."""
+        shape = tuple(whole.shape)
+        return self._in_stretches(whole).reshape(self.local_shape(shape))
+
+    def put(self, whole: Any, array: Any) -> None:
+        """The opposite: writes the part, `array`, into the whole, which is contiguous."""
+        stretches = self._in_stretches(whole)
+        stretches[...] = array.reshape(stretches.shape)
+
+    def runs(self, shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where elements start ... stop - 1 of the part lie in the whole, of this shape: (first, behind the last) of each stretch."""
+        first, behind, every = self._stretch(shape)
+        inner = math.prod(shape[self.axis + 1 :]) if self.parts > 1 else 1
+        own = (behind - first) * inner  # elements of the part in each stretch
+        while start < stop:
+            number, offset = divmod(start, own)
+            begin = (number * every + first) * inner + offset
+            length = min(own - offset, stop - start)
+            yield begin, begin + length
+            start += length
+
+    def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Of each stretch of the axis: the first row of the part, the one behind its last, and how many the stretch has."""
+        if self.parts == 1:
+            return 0, math.prod(shape), math.prod(shape)
+        every, rest = divmod(shape[self.axis], self.groups)
+        assert not rest and self.length in (0, shape[self.axis]), (shape, self)
+        rows, more = divmod(every, self.parts)
+        assert not more or self.length, (shape, self)
+        first = self.part * rows + min(self.part, more)
+        return first, first + rows + (self.part < more), every
+
+    def _in_stretches(self, whole: Any) -> Any:
+        """(stretches, rows of the part, elements of a row), a view where it can be one."""
+        first, behind, every = self._stretch(tuple(whole.shape))
+        inner = math.prod(whole.shape[self.axis + 1 :]) if self.parts > 1 else 1
+        stretches = math.prod(whole.shape) // (every * inner) if every * inner else 1
+        return whole.reshape((stretches, every, inner))[:, first:behind]
+
+
+WHOLE = Cut()
+
+
+class Piece(NamedTuple):
+    """Elements start ... stop - 1 of a named array, or of a cut of it, in the order of C."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole array
+    start: int
+    stop: int
+    array: np.ndarray  # of that shape where every rank has all of it, else (stop - start,)
+    is_whole: bool  # every rank has all of it; the same on all ranks
+    is_mine: bool = False  # of a part: whether this is the first rank that has it
+    cut: Cut = WHOLE
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Where its elements lie in the whole array, in order: (first, behind the last) of each stretch."""
+        return self.cut.runs(self.shape, self.start, self.stop)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape) * self.array.itemsize
+
+
+def whole(name: str, array: np.ndarray) -> Piece:
+    return Piece(name, array.shape, 0, array.size, array, True)
+
+
+def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
+    """Those of which every rank has all, by name."""
+    return ((piece.name, piece.array) for piece in pieces if piece.is_whole)

@@ -1,0 +1,67 @@
+"""The standard error of a process whose reader may have paused, or gone: a line is written at once, and waited for a few seconds."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import sys
+import threading
+
+WAIT_S = 3.0  # less than what the watchdog and an abort give a process to end
+
+
+class StderrWrite:
+    """A write by a thread of its own, which nothing has to wait for.
+
+    A threading.Thread would not do: its start() waits without end where memory is so short that the new thread ends before its first line.
+    """
+
+    def __init__(self, number: int, data: bytes) -> None:
+        self._number, self._data = number, data
+        self._begun, self._ended = threading.Lock(), threading.Event()
+
+    def start(self) -> None:
+        """Raises RuntimeError where the system gives no more threads."""
+        _thread.start_new_thread(self.run, ())
+
+    def run(self) -> None:
+        """Writes, in the first of the threads that call it."""
+        if self._begun.acquire(blocking=False):
+            _write_all(self._number, self._data)
+            self._ended.set()
+
+    def wait(self, wait_s: float) -> None:
+        self._ended.wait(wait_s)
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+
+def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
+    """Writes a line or more past Python's buffers, whose lock a thread that hangs may hold.
+
+    Where the reader has paused (Ctrl-S, a full pipe) it waits for at most wait_s, and returns the write that goes on waiting.
+    """
+    number = sys.__stderr__.fileno() if sys.__stderr__ else 2
+    write = StderrWrite(number, f"{text}\n".encode(errors="replace"))
+    with contextlib.suppress(RuntimeError):  # no more threads (ulimit -u)
+        write.start()
+        write.wait(wait_s)
+    write.run()  # where the thread has not begun
+    return write if write.is_alive() else None
+
+
+def print_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
+    """The same to what a notebook, a test or the moving display has put in the place of sys.stderr, where one has."""
+    if sys.stderr is sys.__stderr__ or sys.stderr is None:
+        return write_stderr(text, wait_s)
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+    return None
+
+
+def _write_all(number: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # a closed pipe, a terminal that is gone, a full disk
+        while data:
+            data = data[os.write(number, data) :]

@@ -1,0 +1,65 @@
+"""Whole arrays as a source: of numpy in memory or memory-mapped, torch's tensors, columns of pandas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
+from hvdtrain.data.subset import SubsetOfImages
+from hvdtrain.errors import UserError
+
+_MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
+
+
+def is_array(value: object) -> bool:
+    """Of numpy, of torch, or a Series or DataFrame."""
+    return hasattr(value, "shape") and (hasattr(value, "__array__") or hasattr(value, "to_numpy")) and not isinstance(value, np.generic)
+
+
+def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
+    """The source of arrays by field. Images x with labels y are a data set of images and classes.
+
+    Raises UserError where they are not numbers, or not of the same samples.
+    """
+    for field in given:
+        if not isinstance(field, str) or not field.isidentifier():
+            raise UserError(f"{name} has a field named {field!r}", where, "names of fields are words: x, y, tokens")
+    arrays = {field: to_numpy(value, f"field {field} of {name}", where) for field, value in given.items()}
+    if set(arrays) == {"x", "y"}:
+        images = as_images(arrays["x"])
+        if images is not None and _are_labels(arrays["y"], len(images)):
+            source = ArraySource(images, arrays["y"].astype(np.int64, copy=False), int(arrays["y"].max(initial=0)) + 1, name)
+            return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, np.arange(len(images)))
+    return NamedArrays(arrays, where=name)
+
+
+def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
+    """Its numbers, in its own memory where that is possible. Raises UserError where it has no numbers."""
+    if hasattr(value, "detach"):  # of torch
+        value = value.detach().cpu()
+        value = value.float().numpy() if str(value.dtype) == "torch.bfloat16" else value.numpy()
+    array = value.to_numpy() if hasattr(value, "to_numpy") else np.asanyarray(value)
+    if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
+        raise UserError(f"{what} is {array.dtype} {array.shape}, expected numbers", where, "convert it to integers or floats")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def as_images(x: np.ndarray) -> np.ndarray | None:
+    """uint8 (n, H, W, C) of images (n, H, W, C), (n, C, H, W) with 1 or 3 channels, or grey ones (n, H, W); None of anything else."""
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or 0 in x.shape[1:]:
+        return None
+    if x.ndim == 3:
+        return x[..., None]
+    return x.transpose(0, 2, 3, 1) if has_channels_first(x.shape[1:]) else x
+
+
+def has_channels_first(shape: tuple[int, ...]) -> bool:
+    """Whether an image of this shape is (C, H, W), as torch has them, and not (H, W, C)."""
+    return len(shape) == 3 and shape[0] in (1, 3) and shape[2] not in (1, 3, 4)
+
+
+def _are_labels(y: np.ndarray, samples: int) -> bool:
+    return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.min() >= 0 and y.max() < _MOST_CLASSES

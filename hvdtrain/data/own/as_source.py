@@ -1,0 +1,98 @@
+"""What the user gives as data, as a Source: told by what it is, so that no library is imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from hvdtrain.data.own.arrays import from_arrays, is_array
+from hvdtrain.data.own.checked_source import CheckedSource
+from hvdtrain.data.own.dataset import from_dataset
+from hvdtrain.data.own.safetensors_file import read_safetensors
+from hvdtrain.data.own.table import columns_of_frame, columns_of_hugging_face, is_read_by_row
+from hvdtrain.data.source import LabelledImages, NamedArrays, Source, check_numbers
+from hvdtrain.errors import UserError
+
+_GIVE = (
+    "give a dict of arrays, one row for each sample; the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; "
+    "a torch Dataset, or a tuple of it and its collate function, or its DataLoader; or a source (docs/tasks.md)"
+)
+_INDEX = "a Dataset with __len__ and __getitem__, an index of where each sample is; or data.name=webdataset, which makes one of tar files"
+_SOURCE = ("fields", "read", "digests", "identity", "__len__")
+
+
+def as_source(given: object, name: str, where: str, workers: int | None = None) -> Source:
+    """The source of a dict of arrays, a .safetensors file, a table, a torch Dataset (docs/data.md), or of a class of the user's own.
+
+    name: of the data in messages: "mine:numbers, train". where: the key or the call that gave them. workers: processes that read a
+    torch Dataset; None: those of its DataLoader, else none.
+    Raises UserError for anything else, and where the data are not as they have to be.
+    """
+    if isinstance(given, (str, Path)):
+        given = read_safetensors(Path(given).expanduser(), name, where)
+    elif _is_a(given, "pandas", "DataFrame"):
+        given = columns_of_frame(given, name, where)
+    elif _is_a(given, "datasets", "Dataset") and not is_read_by_row(given):
+        given = columns_of_hugging_face(given, name, where)
+    elif _is_a(given, "torch", "TensorDataset"):
+        given = _tensors(cast("Any", given).tensors, name, where)
+    elif isinstance(given, (tuple, list)) and len(given) == 2 and all(is_array(value) for value in given):
+        given = {"x": given[0], "y": given[1]}
+    if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
+        if workers:
+            what = f"data.workers={workers} are processes that read a torch Dataset; {name} is arrays, which need none"
+            raise UserError(what, where, "leave data.workers out")
+        return from_arrays(given, name, where)
+    if all(hasattr(given, member) for member in _SOURCE):
+        return _checked(cast("Source", given), name)
+    dataset, collate, loader = _parts(given)
+    if type(dataset).__name__ == "DatasetDict":
+        raise UserError(f"{name} is all splits at once: {', '.join(cast('Any', dataset))}", where, "give the split that is asked for")
+    _refuse_iterable(dataset, name, where)
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, (Mapping, np.ndarray)):
+        missing = [member for member in _SOURCE if not hasattr(given, member)]
+        raise UserError(f"{name} gave a {type(given).__name__} without {', '.join(missing)}", where, _GIVE)
+    return from_dataset(dataset, collate, loader, name, where, workers)
+
+
+def _checked(source: Source, name: str) -> Source:
+    """Of images with labels, all labels are compared with the number of classes at once."""
+    if isinstance(source, LabelledImages):
+        check_numbers("y", source.labels(), source.classes, name)
+        return source
+    return source if isinstance(source, NamedArrays) else CheckedSource(source, name)
+
+
+def _parts(given: object) -> tuple[object, Any, Any]:
+    """A Dataset, its collate function and its DataLoader, where there are such."""
+    if isinstance(given, tuple) and len(given) == 2 and (given[1] is None or callable(given[1])):
+        return given[0], given[1], None
+    if _is_a(given, "torch", "DataLoader"):
+        return cast("Any", given).dataset, cast("Any", given).collate_fn, given
+    return given, None, None
+
+
+def _refuse_iterable(dataset: object, name: str, where: str) -> None:
+    if _is_a(dataset, "torch", "IterableDataset") or _is_a(dataset, "datasets", "IterableDataset") or _only_iterates(dataset):
+        what = f"{name} is a {type(dataset).__name__}, whose samples come in an order of its own: no rank can take its exact share"
+        raise UserError(f"{what}, and no job can go on where it stopped", where, _INDEX)
+
+
+def _only_iterates(dataset: object) -> bool:
+    """Whether it gives samples, but not by index, or does not know how many."""
+    gives_samples = hasattr(dataset, "__iter__") or _is_a(dataset, "torch", "Dataset")
+    return gives_samples and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+def _tensors(tensors: Any, name: str, where: str) -> dict[str, Any]:
+    if len(tensors) > 2:
+        raise UserError(f"{name} is a TensorDataset of {len(tensors)} tensors without names", where, 'give a dict: {"x": ..., "y": ...}')
+    return dict(zip(("x", "y"), tensors, strict=False))
+
+
+def _is_a(given: object, package: str, class_name: str) -> bool:
+    """Whether it is an object of a class of that package, or of one that is made of it."""
+    return any(base.__name__ == class_name and base.__module__.partition(".")[0] == package for base in type(given).__mro__)

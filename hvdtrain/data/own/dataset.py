@@ -1,0 +1,140 @@
+"""DatasetSource: a torch Dataset as a source, read in this process or in worker processes, with a random state for each sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.digest import digest
+from hvdtrain.core.seeds import fold
+from hvdtrain.data.own.random_state import evaluation_seeds, random_state_kept, training_seeds
+from hvdtrain.data.own.samples import Samples, probed
+from hvdtrain.data.own.worker_pool import WorkerPool
+from hvdtrain.data.source import Field, check_indices
+from hvdtrain.errors import UserError
+
+_SAMPLES = 64  # of a digest
+_VALUES = 2**24  # of a digest at most
+_DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
+
+
+class DatasetSource:
+    """Samples by index; those of training are drawn anew in each epoch, by (seed, epoch, sample), those of evaluation are always the same.
+
+    Without workers the thread that needs samples reads them: the generators of a process are of all its threads.
+    """
+
+    def __init__(self, samples: Samples, workers: int, notes: tuple[str, ...] = ()) -> None:
+        self.notes = notes  # for the user
+        self._samples = samples
+        self._pool = WorkerPool(samples, workers) if workers else None
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self._samples.fields
+
+    @property
+    def reads_in_process(self) -> bool:
+        """Whether the user's code runs in this process: on one thread then."""
+        return self._pool is None
+
+    def __len__(self) -> int:
+        return self._samples.samples
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """As they are evaluated. Raises UserError, also where a worker process ended."""
+        return self._read(indices, evaluation_seeds(indices))
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        """As they are trained on in these epochs, int64 (n,)."""
+        return self._read(indices, training_seeds(indices, epochs, seed))
+
+    def digests(self, seed: int) -> dict[str, str]:
+        """Of at most 64 samples that the seed draws, as they are evaluated."""
+        return {"samples": self._digest(seed)}
+
+    def identity(self) -> dict[str, str]:
+        return {"contents": self._digest(0)}
+
+    def _digest(self, seed: int) -> str:
+        values = sum(math.prod(field.shape) for field in self.fields.values())
+        most = max(1, min(_SAMPLES, _VALUES // max(1, values)))
+        drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(self))
+        indices = np.unique(drawn).astype(np.int64)
+        return digest(self._read_here(indices, evaluation_seeds(indices)))
+
+    def _read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        check_indices(indices, len(self))
+        return self._read_here(indices, seeds) if self._pool is None else self._pool.read(indices, seeds)
+
+    def _read_here(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        with random_state_kept():
+            return self._samples.read(indices, seeds)
+
+
+def from_dataset(dataset: Any, collate: Any, loader: Any, name: str, where: str, workers: int | None) -> DatasetSource:
+    """The source of a map-style Dataset, of which the first sample is read.
+
+    Raises UserError where it cannot be read, a sample read again is another one, or worker processes cannot have it.
+    """
+    notes: list[str] = []
+    if loader is not None:
+        _check_loader(loader, name, where)
+        collate = None if getattr(collate, "__module__", "").startswith("torch.utils.data.") else collate
+        workers = loader.num_workers if workers is None else workers
+        notes = [f"{name}: of its DataLoader dataset, collate_fn and num_workers are used; batches and their order are hvdtrain's own"]
+    seeds = evaluation_seeds(np.arange(len(dataset) if hasattr(dataset, "__len__") else 1)[:1])
+    with random_state_kept():
+        samples = probed(dataset, collate, _values(dataset), name, int(seeds[0]) if len(seeds) else 0, where)
+        _check_repeats(samples, where)
+    return DatasetSource(samples, workers or 0, tuple(notes))
+
+
+def _check_repeats(samples: Samples, where: str) -> None:
+    """Raises UserError where the first sample is another one when it is read again, after the last one, with the same random state."""
+    indices = np.array([0, samples.samples - 1, 0])
+    batch = samples.read(indices, evaluation_seeds(indices))
+    for name, array in batch.items():
+        if array[0].tobytes() != array[2].tobytes():
+            what = f"sample 0 of {samples.name} differs in {name} when it is read again: it draws from a generator of its own"
+            fix = "draw from random, numpy.random or torch's generator: they are seeded for each sample by (seed, epoch, sample)"
+            raise UserError(what, where, fix)
+
+
+def _check_loader(loader: Any, name: str, where: str) -> None:
+    sampler = type(loader.sampler).__name__
+    if sampler not in ("RandomSampler", "SequentialSampler", "DistributedSampler") or type(loader.batch_sampler).__name__ != "BatchSampler":
+        what = f"the DataLoader of {name} has a {sampler}: which samples a step reads is computed from the seed and the step alone"
+        raise UserError(what, where, "give its Dataset; a torch.utils.data.Subset has some samples, or some of them twice")
+
+
+def _values(dataset: Any) -> dict[str, int]:
+    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its classes."""
+    declared = getattr(dataset, "values", None)
+    return {"y": _classes(dataset)} | (dict(declared) if isinstance(declared, Mapping) else {})
+
+
+def _classes(dataset: Any) -> int:
+    """How many there are, by `classes` (names, or their number) or the labels `targets` or `labels` of the Dataset; 0 where it has none."""
+    for _ in range(8):
+        classes = getattr(dataset, "classes", None)
+        if isinstance(classes, int):
+            return classes
+        if isinstance(classes, (list, tuple)) and classes:
+            return len(classes)
+        feature = next((f for f in getattr(dataset, "features", None) or {} if f in ("label", "labels", "y")), None)
+        if feature is not None and hasattr(dataset.features[feature], "num_classes"):
+            return int(dataset.features[feature].num_classes)
+        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+        if labels is not None and not callable(labels):
+            found = np.asarray(labels)
+            if found.ndim == 1 and found.dtype.kind in "iu" and len(found) and found.min() >= 0:
+                return int(found.max()) + 1
+        if not hasattr(dataset, "dataset"):  # of torch's Subset
+            break
+        dataset = dataset.dataset
+    return 0

@@ -1,0 +1,186 @@
+"""Samples of a Dataset as arrays of fixed types and shapes, each read with a random state of its own: in any process the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.own_line import own_line
+from hvdtrain.data.own.arrays import has_channels_first, is_array, to_numpy
+from hvdtrain.data.own.random_state import set_random_state
+from hvdtrain.data.own.table import TARGETS
+from hvdtrain.data.source import Field
+from hvdtrain.errors import UserError, first_line, short
+
+_INPUTS = ("x", "image", "img", "pixel_values")  # the first of them that a sample's dict has is x
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A Dataset with its collate function, and what each of its samples has. A worker process gets it whole."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    samples: int
+    fields: Mapping[str, Field]
+    name: str  # for messages
+
+    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        """The samples in fresh arrays; the generators of this process are left as the last of them left them."""
+        arrays = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self.fields.items()}
+        self.read_into(arrays, indices, seeds)
+        return arrays
+
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
+        """As read(), into the first rows of arrays that are there already.
+
+        Raises UserError where the user's code fails, or a sample is not like the first.
+        """
+        found = len(self.dataset)
+        if found != self.samples:
+            what = f"{self.name} has {found:,} samples now, and had {self.samples:,} when the job started"
+            raise UserError(what, defined_at(type(self.dataset).__len__), "a data set must not change while a job reads it")
+        for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
+            sample = self.sample(index, seed)
+            self._check(index, sample)
+            for name, array in sample.items():
+                arrays[name][row] = array
+
+    def sample(self, index: int, seed: int) -> dict[str, np.ndarray]:
+        """One sample, as its Dataset gives it with this random state."""
+        set_random_state(seed)
+        what = f"sample {index} of {self.name}"
+        try:
+            item = self.dataset[index]
+            if self.collate is None:
+                return _fields_of(item, what, self._where())
+            collated = self.collate([item])
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            fix = "correct it there, or leave the sample out of the data set"
+            raise UserError(f"{what}: {type(error).__name__}: {first_line(error)}", own_line(error), fix) from error
+        return self._first_rows(_fields_of(collated, what, self._where()), what)
+
+    def _first_rows(self, batch: dict[str, np.ndarray], what: str) -> dict[str, np.ndarray]:
+        wrong = next((name for name, array in batch.items() if array.shape[:1] != (1,)), None)
+        if wrong is not None:
+            shown = f"{what}: the collate function gives {wrong} as {batch[wrong].dtype} {batch[wrong].shape} of a list of one sample"
+            raise UserError(shown, self._where(), f"{wrong} of shape (1, ...): one row for each sample of the list")
+        return {name: array[0] for name, array in batch.items()}
+
+    def _check(self, index: int, sample: Mapping[str, np.ndarray]) -> None:
+        what = f"sample {index} of {self.name}"
+        if sample.keys() != self.fields.keys():
+            raise UserError(
+                f"{what} has {_names(sample)}, the first one {_names(self.fields)}", self._where(), "the same names in all samples"
+            )
+        for name, field in self.fields.items():
+            array = sample[name]
+            if array.dtype != field.dtype or array.shape != field.shape:
+                shown = f"{what} has {name} as {array.dtype} {array.shape}, the first one as {field.dtype} {field.shape}"
+                raise UserError(shown, self._where(), "the same type and shape in all samples: convert, resize, cut or pad them")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                shown = f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite numbers"
+                raise UserError(shown, self._where(), "replace it, or leave the sample out of the data set")
+            if field.values and array.dtype.kind in "iu" and not 0 <= array.min(initial=0) <= array.max(initial=0) < field.values:
+                wrong = array[(array < 0) | (array >= field.values)].flat[0]
+                shown = f"{what} has {wrong} in {name}, expected 0 to {field.values - 1}"
+                raise UserError(shown, self._where(), "labels count from 0; `classes` of the Dataset is how many there are")
+
+    def _where(self) -> str:
+        return defined_at(self.collate or type(self.dataset).__getitem__)
+
+
+def probed(dataset: Any, collate: Any, values: Mapping[str, int], name: str, seed: int, where: str) -> Samples:
+    """The samples of a Dataset with the fields of its first one; values: Field.values of integers.
+
+    Raises UserError where it has none, or it cannot be read.
+    """
+    try:
+        samples = len(dataset)
+    except Exception as error:
+        raise UserError(f"len() of {name}: {type(error).__name__}: {first_line(error)}", own_line(error), "correct it there") from error
+    if not samples:
+        raise UserError(f"{name} has no samples", where, "a Dataset with one sample or more")
+    bare = Samples(dataset, collate, samples, {}, name)
+    first = bare.sample(0, seed)
+    fields = {
+        field: Field(str(array.dtype), array.shape, values.get(field, 0) if array.dtype.kind in "iu" else 0)
+        for field, array in first.items()
+    }
+    return dataclasses.replace(bare, fields=fields)
+
+
+def _fields_of(item: Any, what: str, where: str) -> dict[str, np.ndarray]:
+    """{name: array} of a dict, of a pair (x, y), or of x alone."""
+    if isinstance(item, Mapping):
+        names = {_name(key, item): value for key, value in item.items()}
+    elif hasattr(item, "_fields"):
+        names = item._asdict()
+    elif isinstance(item, (tuple, list)) and not _is_numbers(item):
+        if len(item) not in (1, 2):
+            raise UserError(
+                f"{what} is a {type(item).__name__} of {len(item)}, without names", where, 'x, y; or a dict: {"x": ..., "y": ...}'
+            )
+        names = dict(zip(("x", "y"), item, strict=False))
+    else:
+        names = {"x": item}
+    wrong = next((name for name in names if not isinstance(name, str) or not name.isidentifier()), None)
+    if not names or wrong is not None:
+        raise UserError(f"{what} has a field named {wrong!r}", where, "names of fields are words: x, y, tokens")
+    return {name: _array(name, value, what, where) for name, value in names.items()}
+
+
+def _name(key: Any, item: Mapping[Any, Any]) -> Any:
+    """The names that images and labels have elsewhere are x and y."""
+    for name, others in (("x", _INPUTS), ("y", TARGETS)):
+        if key == next((other for other in others if other in item), None):
+            return name
+    return key
+
+
+def _is_numbers(item: Any) -> bool:
+    """Whether a list is of plain numbers: one array."""
+    return isinstance(item, list) and len(item) > 0 and all(isinstance(value, (int, float)) for value in item)
+
+
+def _array(name: str, value: Any, what: str, where: str) -> np.ndarray:
+    shown = f"{name} of {what}"
+    if hasattr(value, "getbands") and hasattr(value, "convert"):  # of PIL
+        value = np.asarray(value if value.mode in ("L", "RGB", "I;16", "I", "F") else value.convert("RGB"))
+    if isinstance(value, (bool, int, np.integer)):
+        return np.array(value, np.int64)
+    if isinstance(value, (list, tuple)):
+        try:
+            value = np.array([to_numpy(one, shown, where) if is_array(one) else one for one in value])
+        except ValueError:
+            raise UserError(f"{shown} is a {type(value).__name__} of unequal parts", where, "one array") from None
+    if not isinstance(value, (float, np.generic)) and not is_array(value):
+        raise UserError(f"{shown} is a {type(value).__name__}: {short(value, 60)}", where, "an array, a tensor, an image or a number")
+    array = to_numpy(value, shown, where)
+    if name == "y" and array.ndim == 0 and array.dtype.kind in "iu":
+        return array.astype(np.int64)
+    if name == "x" and array.dtype == np.uint8 and array.ndim == 2:
+        return array[..., None]
+    if name == "x" and array.dtype == np.uint8 and has_channels_first(array.shape):
+        return array.transpose(1, 2, 0)
+    return array
+
+
+def defined_at(function: Any) -> str:
+    """file:line where a function is defined; its name where it has no file."""
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}, {function.__qualname__}"
+    except (TypeError, OSError, AttributeError):
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(fields))

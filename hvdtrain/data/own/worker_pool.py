@@ -1,0 +1,192 @@
+"""Worker processes that read samples for a rank: started without fork, fed through pipes, their samples left in shared memory.
+
+A worker has nothing that outlives its rank: it ends when the rank's end of its pipe closes, and its memory has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import pickle  # of our own processes, through a pipe
+import queue
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.data.own.samples import Samples, defined_at
+from hvdtrain.data.source import Field
+from hvdtrain.errors import UserError, first_line
+
+_SHARED_BYTES = 2**23  # of a worker's samples
+_MOST_AT_ONCE = 256  # samples that a worker is asked for
+# not `python -m`: __main__ of a worker is the rank's program. sys.path comes first, for hvdtrain itself
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.own.worker import work; work()"
+# a worker is no rank, whatever MPI the user's code imports
+_LAUNCHERS = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_LOCAL", "HOROVOD_")
+
+
+class WorkerPool:
+    """Workers that are started by the first read(). Raises UserError where they cannot have the Dataset."""
+
+    def __init__(self, samples: Samples, workers: int) -> None:
+        self._samples = samples
+        self._count = workers
+        self.workers: list[_Worker] = []  # once they are started
+        self._packed: bytes | None = _pack(samples)
+        self._at_once = max(1, min(_MOST_AT_ONCE, _SHARED_BYTES // max(1, _bytes(samples.fields))))
+        self._lock = threading.Lock()
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None  # as many as workers: each waits for one
+
+    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        """The samples in fresh arrays, divided among the workers. Raises UserError: a worker's own, or that one ended."""
+        threads = self._start()
+        pieces = max(1, -(-len(indices) // self._at_once), min(self._count, len(indices)))
+        divided = zip(np.array_split(indices, pieces), np.array_split(seeds, pieces), strict=True)
+        futures = [threads.submit(self._read_piece, *piece) for piece in divided]
+        batches = [future.result() for future in futures]
+        return {name: np.concatenate([batch[name] for batch in batches]) for name in self._samples.fields}
+
+    def _read_piece(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        worker = self._idle.get()
+        try:
+            return worker.read(indices, seeds)
+        finally:
+            self._idle.put(worker)
+
+    def _start(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                assert self._packed is not None
+                self.workers = [_Worker(self._samples, self._at_once) for _ in range(self._count)]
+                weakref.finalize(self, _end, self.workers)
+                for worker in self.workers:
+                    worker.send(self._packed)
+                for worker in self.workers:
+                    worker.answer("it started")
+                    self._idle.put(worker)
+                self._packed = None
+                self._threads = ThreadPoolExecutor(self._count, "hvdtrain-worker")
+            return self._threads
+
+
+class _Worker:
+    """One process, and the memory that it leaves samples in."""
+
+    def __init__(self, samples: Samples, at_once: int) -> None:
+        memory = os.memfd_create("hvdtrain-samples")
+        with contextlib.ExitStack() as ours:
+            ours.callback(os.close, memory)
+            size = max(1, at_once * _bytes(samples.fields))
+            os.ftruncate(memory, size)
+            self.arrays = shared_arrays(mmap.mmap(memory, size), samples.fields, at_once)
+            inputs, commands = os.pipe()
+            answers, outputs = os.pipe()
+            ours.callback(os.close, inputs)
+            ours.callback(os.close, outputs)
+            self._commands, self._answers = Connection(commands, readable=False), Connection(answers, writable=False)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(inputs), str(outputs), str(memory), str(at_once)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(inputs, outputs, memory),
+                env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)} | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+        what = f"it read samples {indices.tolist()}" if len(indices) < 6 else f"it read sample {indices[0]} and {len(indices) - 1} more"
+        with contextlib.suppress(OSError):  # it ended: answer() says so
+            self.send(pickle.dumps((indices, seeds)))
+        self.answer(what)
+        return {name: np.array(array[: len(indices)]) for name, array in self.arrays.items()}
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._commands.send_bytes(message)
+
+    def answer(self, what: str) -> None:
+        """Waits until the worker has done `what`. Raises the UserError that it sent, or that it ended."""
+        try:
+            error = pickle.loads(self._answers.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended(what) from None
+        if error is not None:
+            raise error
+
+    def _ended(self, what: str) -> UserError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        code = self.process.poll()
+        if code is None:
+            return UserError(
+                f"worker process {self.process.pid} of data.workers closed its pipe while {what}", f"process {os.getpid()}", ""
+            )
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        fix = (
+            "look for its own message above; signal 9 is often too little memory: fewer workers"
+            if code < 0
+            else "see its own message above"
+        )
+        return UserError(f"worker process {self.process.pid} of data.workers ended by {how} while {what}", f"process {os.getpid()}", fix)
+
+    def end(self) -> None:
+        self._commands.close()
+        self.process.kill()
+        self.process.wait()
+        self._answers.close()
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
+
+
+def shared_arrays(memory: mmap.mmap, fields: Mapping[str, Field], rows: int) -> dict[str, np.ndarray]:
+    """Arrays (rows, *shape) of the fields, one after the other in memory."""
+    arrays, start = {}, 0
+    for name, field in fields.items():
+        count = rows * math.prod(field.shape)
+        arrays[name] = np.frombuffer(memory, field.dtype, count, start).reshape(rows, *field.shape)
+        start += _padded(field) * rows
+    return arrays
+
+
+def _bytes(fields: Mapping[str, Field]) -> int:
+    """Of one sample."""
+    return sum(_padded(field) for field in fields.values())
+
+
+def _padded(field: Field) -> int:
+    return -(-math.prod(field.shape) * np.dtype(field.dtype).itemsize // 8) * 8
+
+
+def _pack(samples: Samples) -> bytes:
+    """What a worker unpacks: the rank's program, where the Dataset is of it, and the Dataset."""
+    fix = "define class, transforms and collate function at the top of a module, no lambda; open files in __getitem__; or data.workers=0"
+    try:
+        packed = pickle.dumps(samples)
+    except Exception as error:  # pickle raises what the user's objects raise
+        what = f"{samples.name} cannot be sent to a worker process: {type(error).__name__}: {first_line(error)}"
+        raise UserError(what, defined_at(type(samples.dataset)), fix) from None
+    program = _program() if b"__main__" in packed else None
+    if b"__main__" in packed and program is None:
+        what = f"{samples.name} is defined in a notebook or a command line, which a worker process cannot import"
+        raise UserError(what, defined_at(type(samples.dataset)), "define it in a module: a file beside the notebook; or data.workers=0")
+    return pickle.dumps((program, sys.argv, packed))
+
+
+def _program() -> str | None:
+    """The path of the script that this process runs."""
+    main: Any = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None

@@ -1,0 +1,161 @@
+"""Part of a data set as a data set of its own, and a training set that is divided to have a part for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.digest import digest
+from hvdtrain.core.seeds import fold
+from hvdtrain.data.channel_stats import ChannelStats
+from hvdtrain.data.sampled_digest import digest_of_some
+from hvdtrain.data.sampled_stats import sampled_stats
+from hvdtrain.data.source import (
+    ArraySource,
+    Field,
+    LabelledImages,
+    Source,
+    check_indices,
+    digest_of_labels,
+    image_digests,
+    image_fields,
+    read_in_epochs,
+    reads_from_memory,
+    reads_in_process,
+)
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.core.arrays import Batch
+
+_SEED = 1618  # of the division, which is the same in every run and for every seed
+
+
+class Division(NamedTuple):
+    train: Source
+    val: Source
+
+
+def divide(source: Source, val_share: float) -> Division:
+    """Two parts, each sample in one: val_share of the samples validates, of labelled images of each class, the same ones in every run.
+
+    A class with at least two samples has one in each part; the only sample of a class is trained on.
+    Raises UserError where nothing is left to validate with.
+    """
+    labels = source.labels() if isinstance(source, LabelledImages) else np.zeros(len(source), np.int64)
+    validates = validation_mask(labels, val_share)
+    if not validates.any():
+        what = f"no class has the two samples that data.val_share={val_share:g} needs"
+        raise UserError(what, "data.val_share", "more samples, or a validation set of its own")
+    return Division(subset(source, np.flatnonzero(~validates)), subset(source, np.flatnonzero(validates)))
+
+
+def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
+    """bool (n,): which samples validate."""
+    count = np.bincount(labels)
+    wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)  # of each class; -1 of a class without samples
+    order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))  # by class, within it in an order of its own
+    first_of_class = np.cumsum(count) - count
+    mask = np.empty(len(labels), bool)
+    mask[order] = np.arange(len(labels)) - first_of_class[labels[order]] < wanted[labels[order]]
+    return mask
+
+
+def subset(source: Source, indices: np.ndarray) -> Source:
+    """The samples at `indices`, in memory where the source is."""
+    if isinstance(source, ArraySource):
+        return replace(source, x=source.x[indices], y=source.y[indices])
+    return SubsetOfImages(source, indices) if isinstance(source, LabelledImages) else Subset(source, indices)
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Samples of another source, in the order of `indices`, int64 (n,)."""
+
+    source: Source
+    indices: np.ndarray
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self.source.fields
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        check_indices(indices, len(self))
+        return self.source.read(self.indices[indices])
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        check_indices(indices, len(self))
+        return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+
+    @property
+    def reads_from_memory(self) -> bool:
+        return reads_from_memory(self.source)
+
+    @property
+    def reads_in_process(self) -> bool:
+        return reads_in_process(self.source)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return self.source.digests(seed) | self._of_indices()
+
+    def identity(self) -> dict[str, str]:
+        return self.source.identity() | self._of_indices()
+
+    def _of_indices(self) -> dict[str, str]:
+        return {"part": digest({"indices": self.indices})}
+
+
+@dataclass(frozen=True, eq=False)
+class SubsetOfImages:
+    """The same of labelled images."""
+
+    source: LabelledImages
+    indices: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.source.shape
+
+    @property
+    def classes(self) -> int:
+        return self.source.classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.source.class_names
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return image_fields(self)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def labels(self) -> np.ndarray:
+        return self.source.labels()[self.indices]
+
+    def read(self, indices: np.ndarray) -> Batch:
+        check_indices(indices, len(self))
+        return self.source.read(self.indices[indices])
+
+    def stats(self) -> ChannelStats:
+        """Over at most 2,000 images: see sampled_stats()."""
+        return sampled_stats(self)
+
+    def label_digest(self) -> str:
+        return digest_of_labels(self.labels())
+
+    def image_digest(self, seed: int) -> str:
+        return digest_of_some(self, seed)
+
+    def digests(self, seed: int) -> dict[str, str]:
+        return image_digests(self, seed)
+
+    def identity(self) -> dict[str, str]:
+        return {"labels": self.label_digest()}

@@ -1,0 +1,154 @@
+"""Codebook: few colours that stand for all of a data set, found by k-means; each pixel becomes the number of its nearest colour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.digest import digest
+from hvdtrain.core.seeds import fold
+from hvdtrain.errors import UserError
+
+MOST_COLOURS = 2**15
+_PIXELS = 2**16  # that are drawn: 1.3 for each image of CIFAR-10
+_ROUNDS = 20  # of k-means at most: the squared error then falls by less than a thousandth a round
+_BLOCK_VALUES = 2**22  # distances computed at once, 16 MB
+_DRAWN = 0x706978  # a stream of counters
+_UNKNOWN = 2**16 - 1  # of the table of colours: not looked up yet
+
+
+class Images(Protocol):
+    """Images by index, {"x": uint8 (n, H, W, C)}."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    def __len__(self) -> int: ...
+    def read(self, indices: np.ndarray) -> Batch: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """Colours in rising order, of one channel or three."""
+
+    colours: np.ndarray  # uint8 (k, C)
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """The colours of integer tokens (...), each below k: uint8 (..., C)."""
+        return self.colours[tokens]
+
+    def digest(self) -> str:
+        """64 bits, as 16 hex digits."""
+        return digest({"colours": self.colours})
+
+
+class Encoder:
+    """The nearest colour of pixels. A colour is looked up once: a table has those that were seen, 32 MB for three channels."""
+
+    def __init__(self, codebook: Codebook) -> None:
+        self._colours = codebook.colours
+        self._table = np.full(256 ** codebook.colours.shape[1], _UNKNOWN, np.uint16)
+
+    def encode(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 (..., C) -> uint16 (...): exact, of two colours at the same distance the first."""
+        numbers = _as_numbers(pixels)
+        seen = self._table[numbers] != _UNKNOWN
+        if not seen.all():
+            new = np.unique(numbers[~seen])
+            self._table[new] = nearest(_as_colours(new, pixels.shape[-1]), self._colours)
+        return self._table[numbers]
+
+
+def make_codebook(images: Images, colours: int, side: int) -> Codebook:
+    """k-means over pixels that counters draw, the same in every run and on every machine: all arithmetic is in whole numbers.
+
+    The images are reduced to `side` pixels first. Raises UserError where the pixels have fewer colours than are wanted.
+    """
+    found = k_means(draw_pixels(images, side), colours)
+    return Codebook(found[np.lexsort(found.T[::-1])])
+
+
+def draw_pixels(images: Images, side: int) -> np.ndarray:
+    """uint8 (n, C): 65,536 pixels of any images and places, in the order in which they are drawn; or less of large images."""
+    height, width, channels = images.shape
+    draws = np.arange(_PIXELS, dtype=np.uint64)
+    samples = (fold(_DRAWN, 0, draws) % np.uint64(len(images))).astype(np.int64)
+    places = (fold(_DRAWN, 1, draws) % np.uint64(side * side)).astype(np.int64)
+    pixels = np.empty((_PIXELS, channels), np.uint8)
+    order = np.argsort(samples, kind="stable")
+    wanted = np.unique(samples)
+    block = max(1, _BLOCK_VALUES // (height * width * channels))
+    for start in range(0, len(wanted), block):
+        of_block = wanted[start : start + block]
+        x = reduce_images(images.read(of_block)["x"], side).reshape(len(of_block), -1, channels)
+        first, last = np.searchsorted(samples[order], [of_block[0], of_block[-1] + 1])
+        rows = order[first:last]
+        pixels[rows] = x[np.searchsorted(of_block, samples[rows]), places[rows]]
+    return pixels
+
+
+def reduce_images(x: np.ndarray, side: int) -> np.ndarray:
+    """uint8 (n, H, W, C) -> uint8 (n, side, side, C): each pixel is the rounded mean of a square; `side` divides H = W."""
+    n, height, _, channels = x.shape
+    factor = height // side
+    if factor == 1:
+        return x
+    squares = x.reshape(n, side, factor, side, factor, channels).sum((2, 4), dtype=np.uint32)
+    return ((2 * squares + factor * factor) // (2 * factor * factor)).astype(np.uint8)
+
+
+def k_means(pixels: np.ndarray, colours: int) -> np.ndarray:
+    """Lloyd's rounds (1982, "Least squares quantization in PCM") on uint8 (n, C), from its first different colours: uint8 (colours, C).
+
+    Means are rounded to whole numbers. A colour that is the nearest of no pixel becomes the pixel that is farthest from its own.
+    Raises UserError where the pixels have fewer colours.
+    """
+    channels = pixels.shape[1]
+    numbers, firsts, counts = np.unique(_as_numbers(pixels), return_index=True, return_counts=True)
+    if len(numbers) < colours:
+        what = f"the pixels have {len(numbers)} colours; data.colours={colours} asks for more"
+        raise UserError(what, "data.colours", f"data.colours={len(numbers)} or less")
+    points = _as_colours(numbers, channels)  # different ones, each `counts` times
+    centres = pixels[np.sort(firsts)[:colours]]
+    for _ in range(_ROUNDS):
+        own = nearest(points, centres)
+        members = np.bincount(own, counts, minlength=colours).astype(np.int64)  # sums of whole numbers below 2**53: exact
+        sums = np.stack([np.bincount(own, counts * points[:, c].astype(np.int64), minlength=colours) for c in range(channels)], 1)
+        means = (2 * sums.astype(np.int64) + members[:, None]) // np.maximum(2 * members, 1)[:, None]
+        unused = np.flatnonzero(members == 0)
+        errors = np.square(points.astype(np.int64) - centres[own]).sum(1) * counts
+        means[unused] = points[np.argsort(-errors, kind="stable")[: len(unused)]]
+        if np.array_equal(means, centres):
+            break
+        centres = means.astype(np.uint8)
+    return centres
+
+
+def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """The centre that is nearest to each point, the first of equally near ones: uint8 (n, C), uint8 (k, C) -> int64 (n,).
+
+    |p - c|^2 - |p|^2 = |c|^2 - 2 p c: whole numbers below 2**24, so that float32 has them exactly, in whatever order they are added.
+    """
+    c = centres.astype(np.float32)
+    squares = np.square(c).sum(1)
+    block = max(1, _BLOCK_VALUES // len(c))
+    found = np.empty(len(points), np.int64)
+    for start in range(0, len(points), block):
+        p = points[start : start + block].astype(np.float32)
+        found[start : start + block] = (squares - 2.0 * (p @ c.T)).argmin(1)
+    return found
+
+
+def _as_numbers(pixels: np.ndarray) -> np.ndarray:
+    """uint8 (..., C) -> int32 (...): 65,536 r + 256 g + b, or the grey value."""
+    numbers = np.zeros(pixels.shape[:-1], np.int32)
+    for channel in range(pixels.shape[-1]):
+        numbers = numbers << 8 | pixels[..., channel]
+    return numbers
+
+
+def _as_colours(numbers: np.ndarray, channels: int) -> np.ndarray:
+    """int32 (n,) -> uint8 (n, C), the inverse of _as_numbers()."""
+    return np.stack([(numbers >> 8 * (channels - 1 - channel) & 255).astype(np.uint8) for channel in range(channels)], 1)

@@ -1,0 +1,56 @@
+"""Footprint: the bytes of one rank, by what they are for, at the moment of a step at which it has most."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KINDS = ("weights", "gradients", "optimizer_state", "buffers", "activations", "communication", "workspace")
+
+
+class PlannedStep(NamedTuple):
+    """What a rank does in a job, as far as its memory depends on it."""
+
+    samples: int  # of the rank with most, in a step
+    passes: int  # forward passes of a step
+    evaluated: int  # samples in one pass of an evaluation
+    ahead: int  # steps whose samples are read ahead
+    writes_checkpoints: bool
+
+    @property
+    def micro(self) -> int:
+        """The most samples of one pass."""
+        return -(-self.samples // self.passes)
+
+
+class Footprint(NamedTuple):
+    """Of rank 0, whose parts are the largest. The kinds add up to the most that is alive at once, not to the most of each."""
+
+    weights: int = 0
+    gradients: int = 0  # and the buckets in which they stay
+    optimizer_state: int = 0
+    buffers: int = 0  # running statistics
+    activations: int = 0  # what the forward pass keeps for the backward pass, and the temporary arrays of both
+    communication: int = 0  # what is on its way between ranks
+    workspace: int = 0  # the temporary arrays of clipping and of the optimizer
+    evaluation: int = 0  # the most of an evaluation, with all that stays
+    inputs: int = 0  # samples of this step, and of those that are read ahead
+    checkpoint: int = 0  # the copy that rank 0 writes while training goes on
+
+    @property
+    def step(self) -> int:
+        """The most of a step, with all that stays."""
+        return sum(self[: len(KINDS)])
+
+    @property
+    def tensors(self) -> int:
+        """The most of the tensors of training."""
+        return max(self.step, self.evaluation)
+
+    @property
+    def total(self) -> int:
+        """The most of the rank, beyond the interpreter, the libraries and the data set."""
+        return self.tensors + self.inputs + self.checkpoint
+
+    def named(self) -> dict[str, int]:
+        """By kind, and the sums."""
+        return {**self._asdict(), "tensors": self.tensors, "total": self.total}

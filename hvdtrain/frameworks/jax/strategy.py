@@ -1,0 +1,113 @@
+"""Strategy: how the gradients of the ranks become one, and which rank updates what; and the one in which every rank updates everything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import Config
+from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.jax.model import Model, Target, key_data
+from hvdtrain.frameworks.jax.phases import Phases
+from hvdtrain.frameworks.jax.step import Weights
+from hvdtrain.frameworks.jax.update import Optimizer, OptimizerState, Update
+
+
+class Squares(NamedTuple):
+    """Squared norms, for the noise scale."""
+
+    own: Any  # of this rank's part of the gradient: its own samples
+    mean: Any  # of the mean gradient over all ranks
+
+
+class Updated(NamedTuple):
+    """What a step made."""
+
+    weights: Weights
+    nonfinite: Any  # this rank's part of "nonfinite"
+    squares: Squares | None  # where log.noise_scale asks for them
+
+
+class Strategy(Protocol):
+    """Sums gradients over ranks and applies the optimizer, whose state it has.
+
+    The losses of a step are divided by the weight of the global batch before, so that the sum over ranks is the mean over it. Every
+    method is called on every rank: add() for each micro-batch of a step, then update().
+    """
+
+    summary: str  # for the line that describes the learner
+    is_sharded: bool  # this rank has a part of the optimizer state
+    optimizer_state: OptimizerState
+
+    def add(self, gradient: jax.Array | None) -> None:
+        """The gradient of a micro-batch, of all parameters in one row; None where it has no samples. May be a collective.
+
+        Called inside of Target.enable_x64().
+        """
+
+    def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
+        """One step along the sum of what was added, over all ranks. `weights` are not used again. A collective."""
+
+    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
+        """What this rank has of an array of the optimizer state of a parameter, as an array of the state called `name`."""
+
+
+class Replicated:
+    """Every rank has everything, and makes the same step: gradients are reduced in one allreduce."""
+
+    is_sharded = False
+
+    def __init__(
+        self, config: Config, model: Model, optimizer: Optimizer, communicator: Communicator, target: Target, phases: Phases
+    ) -> None:
+        self._communicator, self._target, self._phases = communicator, target, phases
+        self._measures = config.log.noise_scale
+        self.summary = "gradients by one allreduce" if communicator.size > 1 else "no reduction"
+        update = Update(config, optimizer, communicator.size).update
+        self._update = jax.jit(update, static_argnames="noisy", donate_argnums=(0, 1))
+        self.optimizer_state = start_state(optimizer, model.start, target)
+        self._length = sum(p.size for p in model.start)
+        self._row: jax.Array | None = None  # the gradients so far
+
+    def add(self, gradient: jax.Array | None) -> None:
+        if gradient is not None:
+            self._row = gradient if self._row is None else self._row + gradient
+
+    def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
+        row, self._row = self._row, None
+        if row is None:
+            row = self._target.to_device(np.zeros(self._length, self._target.dtype))
+        mean = self._mean(row)
+        self._phases.enter("update")
+        with jax.enable_x64(True):  # so that a rule's own numbers (1 - beta^t) are float64, as Python's are; arrays stay what they are
+            weights, self.optimizer_state, nonfinite = self._update(
+                weights, self.optimizer_state, mean, hyper, key_data(seed), noisy=hyper.noise > 0
+            )
+        squares = None
+        if self._measures:  # before clipping and noise
+            with self._target.enable_x64():
+                squares = Squares(jnp.vdot(row, row), jnp.vdot(mean, mean))
+        return Updated(weights, nonfinite, squares)
+
+    def _mean(self, row: jax.Array) -> Any:
+        """The sum over ranks."""
+        if self._communicator.size == 1:
+            self._phases.wait_for(row)
+            return row
+        on_host = np.asarray(row)  # the host waits for the device here
+        self._phases.enter("communication")
+        return self._communicator.allreduce(on_host, "gradient.0")
+
+    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
+        return whole(name, array)
+
+
+def start_state(optimizer: Optimizer, weights: list[np.ndarray], target: Target) -> OptimizerState:
+    """The optimizer state before the first step, on the device, for arrays of weights or parts of them."""
+    with target.enable_x64():
+        return [tuple(target.to_device(np.array(array)) for array in state) for state in optimizer.start(weights)]

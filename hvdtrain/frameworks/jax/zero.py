@@ -1,0 +1,111 @@
+"""shard.stage=1 and 2 in JAX: each rank has the optimizer state of its part of all weights, and updates that part alone (ZeRO).
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import Config
+from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.jax.model import Model, Target, key_data
+from hvdtrain.frameworks.jax.phases import Phases
+from hvdtrain.frameworks.jax.shard_update import Cut, ShardUpdate
+from hvdtrain.frameworks.jax.step import Weights
+from hvdtrain.frameworks.jax.strategy import Squares, Updated, start_state
+from hvdtrain.frameworks.jax.update import Optimizer
+
+
+class Zero:
+    """All weights in one row, cut into one part for each rank.
+
+    Each rank gets the sum over ranks of its part of the gradient, applies the optimizer to it, and the updated parts reach all ranks.
+    Stage 1 adds up the gradients of micro-batches first; stage 2 reduces those of each micro-batch and adds up the parts. jax.grad makes
+    the gradient of all parameters at once: a rank holds one of them, and a copy in host memory, while it is reduced.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self, config: Config, model: Model, optimizer: Optimizer, communicator: Communicator, target: Target, phases: Phases
+    ) -> None:
+        self._communicator, self._target, self._phases = communicator, target, phases
+        self._stage, self._skips = config.shard.stage, config.guard.nonfinite == "skip"
+        self._measures = config.log.noise_scale
+        self._cut = Cut(optimizer.shapes, communicator.rank, communicator.size)
+        formulas = ShardUpdate(config, optimizer, self._cut)
+        self._gradient_sums = jax.jit(formulas.gradient_sums)
+        self._norm_sums = jax.jit(formulas.norm_sums, static_argnames="noisy")
+        self._update = jax.jit(formulas.update, static_argnames="noisy", donate_argnums=1)
+        self.optimizer_state = start_state(optimizer, self._cut.of(model.start), target)
+        self._row: jax.Array | None = None  # of stage 1: this rank's gradients so far
+        self._part: jax.Array | None = None  # of the sum over ranks so far
+        self._own_square: Any = 0.0  # of this rank's own gradient
+        ranks = f"{communicator.size} rank{'s' * (communicator.size > 1)}"
+        self.summary = f"optimizer state{' and gradients' * (self._stage == 2)} sharded over {ranks} (ZeRO stage {self._stage})"
+
+    def add(self, gradient: jax.Array | None) -> None:
+        if self._stage == 2:
+            self._reduce(gradient)
+        elif gradient is not None:
+            self._row = gradient if self._row is None else self._row + gradient
+
+    def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
+        if self._stage == 1:
+            with self._target.enable_x64():
+                self._reduce(self._row)
+            self._row = None
+        part, self._part = self._part, None
+        self._phases.enter("update")
+        with jax.enable_x64(True):  # as in Replicated.update()
+            bad, square, mean_square = self._sum_over_ranks(self._gradient_sums(part), "shards.gradient")
+            if not (bad and self._skips):
+                key, noisy = key_data(seed), hyper.noise > 0
+                squares = self._norm_sums(weights, self.optimizer_state, part, square, hyper, key, noisy=noisy)
+                squares = self._sum_over_ranks(squares, "shards.norms")
+                own, self.optimizer_state = self._update(weights, self.optimizer_state, part, square, squares, hyper, key, noisy=noisy)
+                weights = self._spread(own)
+        measured = Squares(self._own_square, mean_square) if self._measures else None
+        return Updated(weights, bool(bad) / self._communicator.size, measured)
+
+    def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
+        own = self._cut.ranges[parameter]
+        if array.ndim == 0:  # a number for the parameter, which every rank has
+            return whole(name, array)
+        return Piece(name, self._cut.shapes[parameter], own.start, own.stop, array, is_whole=False, is_mine=True)
+
+    def _reduce(self, row: jax.Array | None) -> None:
+        """Adds this rank's part of the sum over ranks of a gradient."""
+        if self._measures:
+            self._own_square = 0.0 if row is None else jnp.vdot(row, row)
+        on_host = np.zeros(self._cut.length, self._target.dtype) if row is None else np.asarray(row)  # the host waits for the device here
+        self._phases.enter("communication")
+        part = self._communicator.start_reduce_scatter(on_host, "gradient.0").wait()
+        self._phases.enter("compute")
+        part = self._target.to_device(np.array(part))  # a copy: it may be a view of the whole
+        self._part = part if self._part is None else self._part + part
+
+    def _sum_over_ranks(self, x: jax.Array, name: str) -> np.ndarray:
+        """(n,); nothing is sent where n is 0."""
+        on_host = np.asarray(x)
+        self._phases.enter("communication")
+        total: np.ndarray = self._communicator.allreduce(on_host, name) if len(on_host) else on_host
+        self._phases.enter("update")
+        return total
+
+    def _spread(self, own: jax.Array) -> Weights:
+        """All weights, of which each rank gives its part."""
+        row = np.empty(self._cut.length, self._target.dtype)  # new: the weights on a CPU may be views of it
+        row[self._cut.own] = np.asarray(own)
+        self._phases.enter("communication")
+        row = self._communicator.start_spread(row, "weights.0").wait()
+        self._phases.enter("update")
+        arrays = zip(np.split(row, self._cut.ends), self._cut.shapes, strict=True)
+        return [self._target.to_device(array.reshape(shape)) for array, shape in arrays]

@@ -1,0 +1,251 @@
+"""The layout of a torch model over the ranks of a configuration: what each has of every layer, from the cuts that a job makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import part_of
+from hvdtrain.comm.mesh import Coordinates, coordinates, place_of
+from hvdtrain.config.schema import Config
+from hvdtrain.core.layout import Held, Layout, Row, Way, size
+from hvdtrain.frameworks.torch.model import checked_model, example
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import units_of
+from hvdtrain.frameworks.torch.parallel.tensor.plan import plan_of, resolve
+from hvdtrain.frameworks.torch.planned_communicator import PlannedCommunicator
+from hvdtrain.tasks.task import Task
+
+_WHOLE = Held(0.0, 1.0)
+
+
+class _Layer(NamedTuple):
+    """A module with parameters of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    weight_bytes: int  # of the largest parameter, which is the one that is cut
+    inputs: int  # bytes of one sample
+    outputs: int
+
+
+class _Cut(NamedTuple):
+    way: Way
+    sent: str
+    groups: int = 1
+    axis: int = 0  # of the weight (outputs, inputs)
+
+
+def layout(config: Config, task: Task, ranks: int) -> Layout:
+    """Of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
+    parallel = config.parallel
+    model, like = checked_model(config, task), torch.empty(0)
+    layers = _layers(model, example(2, config, task, like))
+    stage_of, between = _stages(model, config, task)
+    cuts = _tensor_cuts(model, config, layers) | _dense_cuts(model, config, ranks, layers)
+    readers = ranks // parallel.ranks
+    places = [coordinates(rank, readers, parallel.tensor) for rank in range(ranks)]
+    groups = _alike(layers, stage_of, cuts)
+    rows = [_row(alike, cuts.get(alike[0].name), stage_of.get(alike[0].name, 0), config, places) for alike in groups.values()]
+    found = Layout(
+        title=f"{config.model.name}: {', '.join(_ways(config, readers))} on {ranks} ranks",
+        ranks=[place_of(rank, ranks, parallel) or f"data {rank}" for rank in range(ranks)],
+        rows=rows,
+        together=[0 if parallel.dense != "none" else rank // parallel.tensor for rank in range(ranks)],
+        updates=[_updated(rows, rank, place, config, readers) for rank, place in enumerate(places)],
+        between_stages=between,
+        gradients="",
+        notes=_notes(config),
+    )
+    return found._replace(gradients=_gradients(config, found, readers))
+
+
+def _layers(model: nn.Module, x: torch.Tensor) -> list[_Layer]:
+    """In the order of the model; x: (2, ...), of which a forward pass tells what is sent."""
+    sent: dict[nn.Module, tuple[int, int]] = {}
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        sent[module] = _bytes_of_sample(inputs[0] if inputs else None), _bytes_of_sample(outputs)
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found, seen = [], set[nn.Parameter]()
+    for name, module in model.named_modules():
+        own = {key: p for key, p in module.named_parameters(recurse=False) if p not in seen}
+        seen.update(own.values())
+        if not own:
+            continue
+        largest = max(own.values(), key=lambda p: p.numel())
+        label = name or ", ".join(own)
+        found.append(_Layer(label, tuple(largest.shape), sum(p.nbytes for p in own.values()), largest.nbytes, *sent.get(module, (0, 0))))
+    return found
+
+
+def _bytes_of_sample(x: Any) -> int:
+    return x.nbytes // max(1, len(x)) if isinstance(x, torch.Tensor) and x.ndim else 0
+
+
+def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict[str, _Cut]:
+    """Of the layers that the ranks of a tensor group have in parts, by name."""
+    parts, where = config.parallel.tensor, config.where("parallel.tensor")
+    if parts == 1:
+        return {}
+    by_name, found = {layer.name: layer for layer in layers}, {}
+    for name, way in resolve(model, plan_of(model, where), parts, where).items():
+        if name not in by_name:  # a tied weight is that of its first layer
+            continue
+        inputs, outputs = size(by_name[name].inputs), size(by_name[name].outputs)
+        if way.kind == "columns":
+            found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample", way.groups)
+        elif way.kind == "rows":
+            found[name] = _Cut("rows", f"forward: sum of outputs, {outputs} a sample", way.groups, axis=1)
+        elif isinstance(model.get_submodule(name), nn.Embedding):
+            found[name] = _Cut("rows", f"forward: sum of outputs, {outputs} a sample")
+        else:
+            found[name] = _Cut("columns", f"backward: sum of gradients, {inputs} a sample")
+    return found
+
+
+def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Layer]) -> dict[str, _Cut]:
+    """Of the layers of the dense part, whose neurons are on all ranks."""
+    if config.parallel.dense == "none":
+        return {}
+    hybrid = HybridModel(model, PlannedCommunicator(ranks, frozenset()), config.parallel.dense, config.where("parallel.dense"))
+    of_cuts = hybrid.cuts()
+    names = list(dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p in of_cuts))
+    by_name, found = {layer.name: layer for layer in layers}, {}
+    for number, name in enumerate(names):
+        rows = f"rows of all ranks, {size(by_name[name].inputs)} a sample; " if not number else ""
+        found[name] = _Cut("columns", f"{rows}neurons of all ranks, {size(by_name[name].outputs)} a sample")
+    return found
+
+
+def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int], str]:
+    """Of each layer its stage, and what a stage sends the next one."""
+    if config.parallel.pipeline == 1:
+        return {}, ""
+    like = torch.empty(0)
+    units, x = units_of(model, config.where("parallel.pipeline")), example(2, config, task, like)
+    first = first_units(model, config, x, seconds_of=None)
+    stage_of: dict[nn.Parameter, int] = {}
+    for number, unit in enumerate(units):
+        stage = sum(start <= number for start in first) - 1
+        for module in unit.modules:
+            for p in module.parameters():
+                stage_of.setdefault(p, stage)
+    x = example(2, config, task, like)
+    with torch.no_grad():
+        for unit in units[: first[1]]:
+            x = unit.call(x)
+    by_layer: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        by_layer.setdefault(name.rpartition(".")[0] or name, stage_of[p])
+    return by_layer, f"activations, {size(_bytes_of_sample(x))} a sample; their gradients come back"
+
+
+def _alike(layers: list[_Layer], stage_of: dict[str, int], cuts: Mapping[str, _Cut]) -> dict[tuple[Any, ...], list[_Layer]]:
+    """Layers of blocks that are alike, of one stage, together: in the order of the first ones."""
+    found: dict[tuple[Any, ...], list[_Layer]] = {}
+    for layer in layers:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer.name)
+        key = (pattern, stage_of.get(layer.name, 0), layer.shape, layer.bytes, cuts.get(layer.name))
+        found.setdefault(key, []).append(layer)
+    return found
+
+
+def _row(alike: list[_Layer], cut: _Cut | None, stage: int, config: Config, places: list[Coordinates]) -> Row:
+    parallel, readers = config.parallel, len(places) // config.parallel.ranks
+    way: Way = cut.way if cut else "rows" if config.shard.stage == 3 else "whole"
+    held: list[Held | None] = []
+    for rank, place in enumerate(places):
+        if place.stage != stage % parallel.pipeline:
+            held.append(None)
+        elif cut is None:
+            held.append(_share(place.data, readers) if config.shard.stage == 3 else _WHOLE)
+        elif parallel.dense != "none":
+            held.append(_part(alike[0].shape[0], rank, len(places)))
+        else:
+            part = _part(alike[0].shape[cut.axis] // cut.groups, place.tensor, parallel.tensor)
+            held.append(part if config.shard.stage < 3 else _within(part, place.data, readers))
+    sent, count = (cut.sent, cut.groups) if cut else ("", 1)
+    whole = sum(layer.bytes - layer.weight_bytes for layer in alike) if cut and cut.axis == 1 else 0
+    return Row(_name(alike), alike[0].shape, sum(layer.bytes for layer in alike), whole, way, count, held, sent, stage)
+
+
+def _updated(rows: list[Row], rank: int, place: Coordinates, config: Config, readers: int) -> float:
+    """Bytes of weights of which a rank has the optimizer state: of those that a tensor group has whole its first rank."""
+    total = 0.0
+    for row in rows:
+        held, is_cut = row.held[rank], bool(row.sent)
+        if held is None or (not is_cut and place.tensor):
+            continue
+        shards = config.shard.stage in (1, 2) or (config.parallel.dense != "none" and not is_cut)
+        part = (row.bytes - row.whole_bytes) * (held.stop - held.start) + row.whole_bytes * (not place.tensor)
+        total += part / (readers if shards else 1)
+    return total
+
+
+def _name(alike: list[_Layer]) -> str:
+    """ "blocks.0-3.fc1" """
+    if len(alike) == 1:
+        return alike[0].name
+    first, last = alike[0].name.split("."), alike[-1].name.split(".")
+    return ".".join(one if one == other else f"{one}-{other}" for one, other in zip(first, last, strict=True))
+
+
+def _share(index: int, parts: int) -> Held:
+    return Held(index / parts, (index + 1) / parts)
+
+
+def _part(length: int, rank: int, ranks: int) -> Held:
+    """As layers are cut: the first ranks have one more."""
+    part = part_of(length, rank, ranks)
+    return Held(part.start / length, part.stop / length)
+
+
+def _within(part: Held, index: int, parts: int) -> Held:
+    """The shard of a part."""
+    width = (part.stop - part.start) / parts
+    return Held(part.start + index * width, part.start + (index + 1) * width)
+
+
+def _ways(config: Config, readers: int) -> list[str]:
+    found = [config.parallel.summary()] if config.parallel.ranks > 1 else []
+    found += [f"parallel.dense={config.parallel.dense}"] if config.parallel.dense != "none" else []
+    found += [f"shard.stage={config.shard.stage}"] if config.shard.stage else []
+    return found or ["data parallel"]
+
+
+def _gradients(config: Config, found: Layout, readers: int) -> str:
+    """What goes over the ranks that read different samples, in a step."""
+    if readers == 1:
+        return ""
+    sent = max(map(found.weight_bytes, range(len(found.ranks))))
+    if config.parallel.dense != "none":
+        sent = sum(row.bytes for row in found.rows if row.way == "whole")
+    if config.shard.stage == 3:
+        whole = sum(row.bytes for row in found.rows)
+        return f"weights gathered in each pass, gradients summed to their owners: {size(whole)} each"
+    if config.shard.stage or config.parallel.dense != "none":
+        return f"gradients summed to their owners, new weights sent back: {size(sent)} each"
+    return f"gradients summed over the ranks of data: {'up to ' * (config.parallel.pipeline > 1)}{size(sent)}"
+
+
+def _notes(config: Config) -> list[str]:
+    parallel, found = config.parallel, list[str]()
+    if parallel.stages_of_rank > 1:
+        found.append(f"stage s is on rank s % {parallel.pipeline} of its pipeline")
+    if parallel.pipeline > 1 and parallel.balance == "seconds":
+        found.append("stages are cut by operations; a job measures seconds at its start")
+    return found

@@ -1,0 +1,172 @@
+"""A model made without memory for its large tensors, each of which is computed when it is asked for: the same numbers, to the last bit.
+
+What the constructor does with a large tensor is recorded instead of done. Random numbers are drawn all the same, one tensor at a time, so
+that the generator is where it would be; its state before each draw is kept, 5 kB, to draw them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+SMALL = 4096  # elements: a tensor with fewer is made at once, so that a constructor may read its numbers
+
+
+class Call(NamedTuple):
+    """An operation that was recorded."""
+
+    operation: Any  # of torch.ops.aten
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    result: Any  # meta tensors
+    generator: torch.Tensor | None  # the state of the default generator before it, where it draws
+    written: set[int]  # the memory that it may have changed
+
+
+class Deferred(TorchDispatchMode):
+    """Inside of its `with` block new tensors of the host with SMALL elements or more are meta tensors, which have no memory.
+
+    An operation that would have to read more of them than one number raises RuntimeError or NotImplementedError, as with any meta tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Call] = []
+        self._made = set[int]()  # memory that has a call
+        self._scratch = torch.empty(0)  # into which numbers are drawn that are not kept: to free it each time would leave holes
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        is_new = not tensors and _is_large(operation, args, kwargs)
+        if not is_new and not any(tensor.is_meta for tensor in tensors):
+            return operation(*args, **kwargs)
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            return self.value(tensors[0]).item()  # of a loop that draws until all numbers fit
+        if operation._schema.is_mutable and not tensors[0].is_meta:
+            raise NotImplementedError(f"{operation} writes numbers of a tensor without memory")
+        generator = None
+        if torch.Tag.nondeterministic_seeded in operation.tags and kwargs.get("generator") is None:
+            generator = torch.get_rng_state()
+            self._draw(operation, args, kwargs)
+        on_meta = tree_map(_to_meta, kwargs) | ({"device": torch.device("meta")} if is_new else {})
+        result = operation(*tree_map(_to_meta, args), **on_meta)
+        written = _memory((result, (args, kwargs) if operation._schema.is_mutable else ()))
+        self._made |= written
+        self._calls.append(Call(operation, tree_map(_kept, (args, kwargs)), result, generator, written))
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        self._scratch = torch.empty(0)
+        super().__exit__(*error)
+
+    def _draw(self, operation: Any, args: Any, kwargs: Any) -> None:
+        """Random numbers, into memory laid out as that of the tensors: how many are drawn depends on it."""
+        first = next((x for x in args if isinstance(x, torch.Tensor)), None)
+
+        def memory(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.is_meta:
+                return x
+            if x is not first or not x.numel():
+                return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True))
+            if len(self._scratch) < extent or self._scratch.dtype != x.dtype:
+                self._scratch = torch.empty(extent, dtype=x.dtype)
+            return self._scratch.as_strided(x.size(), x.stride())
+
+        operation(*tree_map(memory, args), **tree_map(memory, kwargs))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether value() has its numbers."""
+        return _memory(tensor) <= self._made
+
+    @torch.no_grad()
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The numbers of a tensor that was made inside, on the host. Takes its memory, and that of tensors that it was computed from."""
+        if not tensor.is_meta:
+            return tensor.detach()
+        memory: dict[int, torch.UntypedStorage] = {}
+        before = torch.get_rng_state()
+        for call in self._calls_for(tensor):
+            if call.generator is not None:
+                torch.set_rng_state(call.generator)
+            args, kwargs = tree_map(lambda x: _real(x, memory), call.arguments)
+            result = call.operation(*args, **kwargs)
+            for meta, real in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
+                if isinstance(meta, torch.Tensor):
+                    memory.setdefault(_key(meta), real.untyped_storage())
+        torch.set_rng_state(before)
+        found: torch.Tensor = _real(tensor.detach(), memory)
+        return found
+
+    def _calls_for(self, tensor: torch.Tensor) -> list[Call]:
+        """Those that wrote the tensor, or one that it was computed from, in order."""
+        needed, found = _memory(tensor), []
+        for call in reversed(self._calls):
+            if needed & call.written:
+                needed |= _memory((call.arguments, call.result))
+                found.append(call)
+        return found[::-1]
+
+
+def make_deferred(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, Deferred | None]:
+    """What make() returns, and what has the numbers of its large tensors.
+
+    None where its constructor reads numbers of large tensors: then the model is made with all of its memory.
+    """
+    before, deferred = torch.get_rng_state(), Deferred()
+    try:
+        with _LooksReal(), deferred:
+            model = make()
+        if all(deferred.knows(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            return model, deferred
+    except (RuntimeError, NotImplementedError):  # of an operation on a meta tensor; any other error comes again
+        pass
+    torch.set_rng_state(before)
+    return make(), None
+
+
+class _LooksReal(TorchFunctionMode):
+    """Inside no tensor says that it is a meta tensor: torch.nn.init does nothing with those that do."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if function == _IS_META else function(*args, **(kwargs or {}))
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _is_large(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it makes a tensor of SMALL elements or more on the host, as torch.empty() and torch.randn() do."""
+    makes = any(argument.name == "device" for argument in operation._schema.arguments)
+    on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+    size = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return makes and on_host and torch.Size(size).numel() >= SMALL
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Of the memory that it would have, alone or as a view."""
+    return tensor.untyped_storage()._cdata
+
+
+def _memory(tree: Any) -> set[int]:
+    return {_key(x) for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_meta}
+
+
+def _to_meta(x: Any) -> Any:
+    return x.to("meta") if isinstance(x, torch.Tensor) and not x.is_meta else x
+
+
+def _kept(x: Any) -> Any:
+    """An argument for later: the constructor may change a small tensor meanwhile."""
+    return x.detach().clone() if isinstance(x, torch.Tensor) and not x.is_meta and x.numel() < SMALL else x
+
+
+def _real(x: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
+    if not isinstance(x, torch.Tensor) or not x.is_meta:
+        return x
+    return torch.empty(0, dtype=x.dtype).set_(memory[_key(x)], x.storage_offset(), x.size(), x.stride())

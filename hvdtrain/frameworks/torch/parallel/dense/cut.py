@@ -1,0 +1,96 @@
+"""A chain of dense layers of which each rank has some of the neurons of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import part_of
+from hvdtrain.core.pieces import Cut
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel.dense.exchange import Exchange, GatherColumns
+
+ELEMENTWISE = (
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh, nn.Identity),
+    *(nn.Dropout, nn.AlphaDropout),
+)  # what a rank may do to its own neurons without knowing the others
+
+
+class CutLayers:
+    """Linear layers cut by output features, as part_of() cuts them: the first ranks have one neuron more where they do not divide.
+
+    A rank's weights are rows of the whole weights and its biases are theirs, in the modules of the chain itself, so that parameters keep
+    their names. Elementwise layers work on a rank's own neurons, before those of all ranks are put together; of dropout each rank needs
+    its own random numbers. What is in front of the first linear layer is `lead`, which is not cut.
+    """
+
+    def __init__(self, chain: nn.Module, exchange: Exchange, name: str, where: str) -> None:
+        """Cuts `chain`, the part `name` of a model: one nn.Linear, or an nn.Sequential. Raises UserError for other layers in it."""
+        layers = list(_flattened(name, chain))
+        first = next((i for i, (_, layer) in enumerate(layers) if isinstance(layer, nn.Linear)), None)
+        if first is None:
+            what = f"{name!r}, which is to be cut over ranks, has no linear layer"
+            raise UserError(what, where, "dense_part = the name of an nn.Linear, or of an nn.Sequential of them")
+        for path, layer in layers[first:]:
+            if not isinstance(layer, (nn.Linear, *ELEMENTWISE)):
+                what = f"{path} is {type(layer).__name__}, which cannot be computed neuron by neuron"
+                raise UserError(what, where, "a dense part of nn.Linear and elementwise layers (nn.ReLU, nn.Dropout ...), or leave it out")
+        linear = [layer for _, layer in layers[first:] if isinstance(layer, nn.Linear)]
+        if len(set(linear)) < len(linear):
+            raise UserError(f"a linear layer of {name!r} is there twice", where, "a layer for each place, or leave it out")
+        self.lead = nn.Sequential(*(layer for _, layer in layers[:first]))
+        self._layers = [layer for _, layer in layers[first:]]
+        self._exchange = exchange
+        self.inputs, self.outputs = linear[0].in_features, linear[-1].out_features
+        self.names = [path for path, layer in layers[first:] if isinstance(layer, nn.Linear)]
+        self.sent_numbers = self.inputs + sum(layer.out_features for layer in linear)  # for each sample, to each other rank, in each pass
+        self._widths = [[_length(layer.out_features, rank, exchange.size) for rank in range(exchange.size)] for layer in linear]
+        self.cuts = {p: cut for layer in linear for p, cut in _keep_part(layer, exchange).items()}
+        self.parameters = list(self.cuts)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, inputs), the same on all ranks -> (n, outputs) on all ranks. A collective, and so is its backward pass."""
+        cut = 0  # linear layers behind us
+        for layer in self._layers:
+            if not isinstance(layer, nn.Linear):
+                x = layer(x)  # (n, own neurons)
+                continue
+            x = self._all_neurons(x, cut - 1) if cut else x
+            x = nn.functional.linear(x, layer.weight, layer.bias)  # layer() would be the whole chain again where that is one layer
+            cut += 1
+        return self._all_neurons(x, cut - 1)
+
+    def _all_neurons(self, own: torch.Tensor, number: int) -> torch.Tensor:
+        own = own.to(self.parameters[0].dtype)  # of 16 bits under autocast, which not every engine adds up
+        whole: torch.Tensor = GatherColumns.apply(own, self._exchange, self._widths[number], f"dense.{number}.neurons")
+        return whole
+
+
+def _flattened(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of sequences inside sequences, in order, with their names."""
+    if type(module).forward is not nn.Sequential.forward:
+        yield path, module
+        return
+    for name, child in module._modules.items():  # also one that is there twice
+        if child is not None:
+            yield from _flattened(f"{path}.{name}", child)
+
+
+def _length(outputs: int, rank: int, size: int) -> int:
+    part = part_of(outputs, rank, size)
+    return part.stop - part.start
+
+
+@torch.no_grad()
+def _keep_part(layer: nn.Linear, exchange: Exchange) -> dict[nn.Parameter, Cut]:
+    """Which part of the whole the layer's parameters are now."""
+    cut = Cut(0, 1, exchange.size, exchange.rank, layer.out_features)
+    cuts = {}
+    for name, p in list(layer.named_parameters()):
+        part = nn.Parameter(cut.of(p.detach()).clone(), p.requires_grad)
+        setattr(layer, name, part)
+        cuts[part] = cut
+    layer.out_features = _length(layer.out_features, exchange.rank, exchange.size)
+    return cuts

@@ -1,0 +1,204 @@
+"""HybridModel: data parallel in the convolutions, model parallel in the dense layers (Krizhevsky 2014, arXiv:1404.5997, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.core.pieces import Cut
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers
+from hvdtrain.frameworks.torch.parallel.dense.exchange import Exchange, Wait
+from hvdtrain.frameworks.torch.parallel.dense.turns import Scheme, Turn, rows_of_turns, rows_of_updates
+
+
+class GatheredTurn(NamedTuple):
+    """The rows of one turn, on all ranks."""
+
+    number: int
+    sizes: list[int]  # rows of each rank
+    x: torch.Tensor  # (sum of sizes, features), a leaf
+    own: slice  # of this rank's rows, in x
+    rows: slice  # where they are among all of this rank's rows, which may be every third one
+
+    def start_sum(self, exchange: Exchange, gradient: torch.Tensor) -> Wait:
+        """The gradient of x, back to the ranks of its rows."""
+        return exchange.start_sum(gradient, self.sizes, f"dense.rows.{self.number}.gradient")
+
+
+class DenseTurns:
+    """What a model's dense part becomes: own rows (n, ...) -> their outputs (n, outputs). All ranks work on all rows, in turns."""
+
+    def __init__(self, chain: nn.Module, name: str, communicator: Communicator, scheme: Scheme, where: str) -> None:
+        self.exchange, self.scheme = Exchange(communicator), scheme
+        self.layers = CutLayers(chain, self.exchange, name, where)
+        self.returns_inputs = False  # of the layers that are cut, in place of outputs
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A collective, and so is its backward pass; on ranks without rows too."""
+        own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
+        return own if self.returns_inputs else self.outputs(own)
+
+    def outputs(self, own: torch.Tensor) -> torch.Tensor:
+        """own (n, inputs) -> (n, outputs)."""
+        outputs: torch.Tensor = _InTurns.apply(own, self, torch.is_grad_enabled(), *self.layers.parameters)
+        return outputs
+
+    def no_rows(self) -> torch.Tensor:
+        """(0, inputs)"""
+        return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
+
+    def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
+        """Of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
+        rows = self.exchange.rows_of_ranks(own)
+        return rows_of_turns(self.scheme, rows) if updates == 1 else rows_of_updates(self.scheme, rows, updates)
+
+    def gathered(self, own: torch.Tensor, turns: list[Turn], needs_gradient: bool) -> Iterator[GatheredTurn]:
+        """own (n, inputs) -> the rows of each turn. Those of the next one are on their way while the caller works on these."""
+        rank, own = self.exchange.rank, own.detach()
+        wait = self._start(0, own, turns) if turns else None
+        for number, turn in enumerate(turns):
+            assert wait is not None
+            x = wait().requires_grad_(needs_gradient)
+            wait = self._start(number + 1, own, turns) if number + 1 < len(turns) else None
+            first = sum(map(len, turn[:rank]))
+            yield GatheredTurn(number, list(map(len, turn)), x, slice(first, first + len(turn[rank])), _as_slice(turn[rank]))
+
+    def _start(self, number: int, own: torch.Tensor, turns: list[Turn]) -> Wait:
+        turn = turns[number]
+        return self.exchange.start_gather(own[_as_slice(turn[self.exchange.rank])], list(map(len, turn)), f"dense.rows.{number}")
+
+
+def _as_slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)
+
+
+class _InTurns(torch.autograd.Function):
+    """All turns forward, and all turns backward when the gradients of the outputs are there.
+
+    One node of the graph, so that the collectives of all turns have one order on all ranks. The gradient of a turn's rows is on its way
+    back while the next turn is computed. What the layers keep for backward is that of all rows, with every scheme.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, dense: DenseTurns, needs_gradient: bool, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.dense, ctx.parameters, ctx.turns = dense, parameters, []
+        outputs = [own.new_zeros(0, dense.layers.outputs)]
+        for turn in dense.gathered(own, dense.turns_of(len(own)), needs_gradient):
+            with torch.set_grad_enabled(needs_gradient):
+                output = dense.layers(turn.x)[turn.own]
+            outputs.append(output.detach())
+            if needs_gradient:
+                ctx.turns.append((turn, output))
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        trained = [p for p in ctx.parameters if p.requires_grad]
+        sums, waits = [torch.zeros_like(p) for p in trained], [ctx.dense.no_rows]
+        while ctx.turns:  # what a turn kept is freed behind it
+            turn, output = ctx.turns.pop(0)
+            of_rows, *of_parameters = torch.autograd.grad(output, [turn.x, *trained], gradient[turn.rows])
+            waits.append(turn.start_sum(ctx.dense.exchange, of_rows))
+            if sums:
+                torch._foreach_add_(sums, of_parameters)
+        by_parameter = dict(zip(trained, sums, strict=True))
+        return torch.cat([wait() for wait in waits]), None, None, *(by_parameter.get(p) for p in ctx.parameters)
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class OwnTurn(NamedTuple):
+    """What a rank learns from in one turn of HybridModel.turns()."""
+
+    rows: slice  # which of the rank's samples; may be none
+    outputs: torch.Tensor  # (n, outputs) of those samples
+    samples: int  # of all ranks in this turn
+
+
+class HybridModel(nn.Module):
+    """A model whose `dense_part`, the name of its last submodule, is cut over ranks; the rest is whole on every rank.
+
+    forward() gives the outputs of a rank's own samples, and the backward pass of the sum of their losses, made on every rank, gives
+    complete gradients of the rank's part of the dense layers, and in all other parameters the gradients of its own samples, which are to
+    be summed over ranks as ever. Both passes are collectives, on ranks without samples too. Sums over ranks of losses and metrics count
+    each sample once, since a rank has the outputs of its own alone.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator, scheme: Scheme, where: str = "parallel.dense") -> None:
+        """Cuts the dense part of `model`, whose weights are the same on all ranks. Raises UserError where it names none that can be cut."""
+        super().__init__()
+        name = getattr(model, "dense_part", None)
+        chain = dict(model.named_modules()).get(name) if isinstance(name, str) else None
+        if chain is None:
+            what = f"{type(model).__name__} has no attribute `dense_part` with the name of the submodule that ends in its outputs"
+            raise UserError(what, where, "a model that has one: convnet, alexnet; or leave parallel.dense out")
+        self.model = model
+        self._dense = DenseTurns(chain, str(name), communicator, scheme, where)
+        chain.forward = self._dense.__call__  # the names of its parameters stay as they are
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """The rank's parts, in the order of the layers."""
+        return self._dense.layers.parameters
+
+    def cuts(self) -> dict[nn.Parameter, Cut]:
+        """Which part of the whole each of dense_parameters() is."""
+        return self._dense.layers.cuts
+
+    def summary(self, batch: int) -> str:
+        """ "dense.fc1, dense.fc cut by outputs over 2 ranks, ...", with what a rank sends in a step of `batch` samples over all ranks."""
+        layers, size = self._dense.layers, self._dense.exchange.size
+        kb = 2 * (size - 1) * layers.sent_numbers * (batch / size) * layers.parameters[0].element_size() / 1e3
+        sent = f"{kb / 1e3:.3g} MB" if kb >= 1e3 else f"{kb:.3g} kB"
+        cut = f"{', '.join(layers.names)} cut by outputs over {size} ranks, scheme {self._dense.scheme}"
+        return f"{cut}: {sent} of activations a step from each rank"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the convolutions are not called."""
+        if not len(x):
+            return self._dense.outputs(self._dense.no_rows().requires_grad_(torch.is_grad_enabled()))  # backward is a collective
+        outputs: torch.Tensor = self.model(x)
+        return outputs
+
+    def turns(self, x: torch.Tensor, updates: int, context: Context = nullcontext) -> Iterator[OwnTurn]:
+        """The variable batch (section 3.2): the dense part may be updated after each turn, the convolutions after all of them.
+
+        For each turn the caller goes backward, on every rank, from the sum of the losses of the turn's outputs / OwnTurn.samples: then the
+        dense parameters' gradients are those of the mean over the turn, and it may update and zero them. Behind the last turn the
+        convolutions have the gradient of own losses / the samples of the step on all ranks. Their samples have met the dense weights of
+        their turn, so it is the gradient of no one model, as the paper says. A turn keeps activations until it is over.
+
+        `context`: of each part of the forward pass, as autocast, which keeps 16-bit copies of weights as long as it lasts.
+        """
+        with context():
+            own = self._inputs_of_dense(x)
+        turns, waits = self._dense.turns_of(len(own), updates), []
+        batch = sum(len(rows) for turn in turns for rows in turn)
+        for turn in self._dense.gathered(own, turns, needs_gradient=True):
+            with context():
+                outputs = self._dense.layers(turn.x)[turn.own]
+            yield OwnTurn(turn.rows, outputs, len(turn.x))
+            assert turn.x.grad is not None, "the caller goes backward in each turn"
+            waits.append((turn.rows, turn.start_sum(self._dense.exchange, turn.x.grad * (len(turn.x) / batch))))
+        gradient = torch.empty_like(own)
+        for rows, wait in waits:
+            gradient[rows] = wait()
+        if own.requires_grad:
+            own.backward(gradient)
+
+    def _inputs_of_dense(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, features), with the graph of the convolutions."""
+        if not len(x):
+            return self._dense.no_rows()
+        self._dense.returns_inputs = True
+        try:
+            inputs: torch.Tensor = self.model(x)
+        finally:
+            self._dense.returns_inputs = False
+        return inputs

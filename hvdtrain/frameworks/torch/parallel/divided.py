@@ -1,0 +1,182 @@
+"""Divided: the strategy of ranks that have one model together, around the one that reduces gradients over those that read other samples.
+
+Each element of the training state has one owner among the ranks of a model: the rank that has the part of a parameter, or, of a parameter
+that several of them have (a norm, a position embedding, a weight of two stages of a pipeline), the first. The owner alone updates it, and
+sends the others the new weights: so norms over parameters count everything once, and the copies of a weight are the same bits. Of a
+parameter of another stage a rank has 0 elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Sized
+from typing import Protocol
+
+import torch
+
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.pieces import WHOLE, Cut
+from hvdtrain.frameworks.torch.parallel.strategy import Held, HoldsGradients, OnePass, Shard, Strategy, Wrapped, reduction_device
+from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
+
+
+class Stages(Protocol):
+    """Of a pipeline, of which each rank has some (pipeline/pipelined.py)."""
+
+    summary: str
+
+    def updates(self, p: torch.nn.Parameter) -> bool:
+        """Whether this rank is the first that has the parameter."""
+
+    def free_absent(self, cuts: Mapping[torch.nn.Parameter, Cut]) -> dict[torch.nn.Parameter, Shard]:
+        """Frees the parameters that this rank has not, and gives its shards of 0 elements of them."""
+
+    def add_tied(self) -> None:
+        """Adds up the gradients of the copies of a parameter. A collective."""
+
+    def send_tied(self) -> None:
+        """Makes these copies equal to the one that is updated. A collective."""
+
+
+class Divided:
+    """`within` reduces the gradients of the parameters that this rank's stage updates over mesh.data."""
+
+    local_mean = False
+
+    def __init__(
+        self,
+        within: Strategy,
+        mesh: Mesh,
+        parameters: Sequence[torch.nn.Parameter],
+        cuts: Mapping[torch.nn.Parameter, Cut],
+        pipelined: Stages | None = None,
+        sequence: bool = False,
+    ) -> None:
+        """cuts: of the parameters of which each rank of a tensor group has a part; the others are whole on all of them. pipelined: of
+        parallel.pipeline; the parameters of other stages lose their memory. sequence: a rank's gradients of the whole ones are those of
+        its positions.
+        """
+        self._within, self._mesh, self._cuts, self._pipelined = within, mesh, cuts, pipelined
+        self._of_stage = {p for p in parameters if pipelined is None or pipelined.updates(p)}
+        self._absent = pipelined.free_absent(cuts) if pipelined else {}
+        self._shards = {p: self._owned(p) for p in parameters}
+        self._copied = [p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1]
+        self._summed = [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
+        self.equal_ranks = mesh.world.size
+        self.waits_in_passes = within.waits_in_passes or (mesh.tensor.size > 1 and any(p.is_cuda for p in parameters))  # parallel/timed.py
+        stages = f"{pipelined.summary}, " if pipelined else ""
+        self.summary = f"{mesh.summary()} ranks, {'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
+
+    def _updates(self, p: torch.nn.Parameter) -> bool:
+        return p in self._of_stage and (p in self._cuts or self._mesh.tensor.rank == 0)
+
+    def _owned(self, p: torch.nn.Parameter) -> Shard:
+        if p in self._absent:
+            return self._absent[p]
+        cut = self._cuts.get(p, WHOLE)
+        if not self._updates(p):
+            like = self._within.shard(p).parameter if p in self._of_stage else p
+            return Shard(torch.nn.Parameter(like.detach().reshape(-1)[:0].clone()), p, 0, 0, cut)
+        found = self._within.shard(p)
+        if p in self._cuts:
+            found = found._replace(cut=cut)
+        is_everywhere = found.is_everywhere and self._mesh.pipe.size == 1 and (p in self._cuts or self._mesh.tensor.size == 1)
+        return found._replace(is_everywhere=is_everywhere)
+
+    def shard(self, p: torch.nn.Parameter) -> Shard:
+        return self._shards[p]
+
+    def part(self, p: torch.nn.Parameter) -> Shard:
+        if p in self._absent:
+            return self._absent[p]
+        found = self._within.part(p)
+        is_first = p in self._cuts or self._mesh.tensor.rank == 0
+        if found.is_whole:  # on all ranks of mesh.data
+            is_first = is_first and self._mesh.data.rank == 0
+        if self._pipelined:
+            is_first = is_first and self._pipelined.updates(p)
+            found = found._replace(is_everywhere=False)
+        return found._replace(cut=self._cuts.get(p, found.cut), is_mine=found.is_mine and is_first)
+
+    def held(self) -> Held:
+        return self._within.held() if isinstance(self._within, HoldsGradients) else Held([], [])
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return total_over(self._mesh.parts, x)
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        if self._pipelined is None:  # whose passes call stages
+            forward = self._within.wrap(forward, optimizer).forward
+        return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        if self._pipelined is None:
+            return self._within.run(micro, divisor, one_pass)
+        sums = one_pass(micro, divisor, True)  # all passes: gradients of weights may come late, without torch's hooks
+        self._pipelined.add_tied()
+        self._within.run([()], divisor, lambda *_: {})  # no pass: reduces what p.grad has
+        return sums
+
+    def reduce(self) -> None:
+        self._within.reduce()
+        if self._summed:
+            self._sum_positions()
+        for p, shard in self._shards.items():
+            if not self._updates(p):
+                p.grad = None
+                if p in self._of_stage:
+                    self._within.shard(p).parameter.grad = None
+                shard.parameter.grad = torch.zeros_like(shard.parameter)
+
+    @torch.no_grad()
+    def _sum_positions(self) -> None:
+        """Makes the gradients of whole parameters the sums over the ranks of a tensor group, in one allreduce of all ranks.
+
+        Of all ranks: those of a group may have other elements of a parameter (of parts of unequal lengths buckets are cut elsewhere), and
+        copies on ranks of `data` stay equal to the last bit. Each element is counted once for each part of the positions.
+        """
+        lengths = [math.prod(self._shards[p].shape) for p in self._summed]
+        first = self._summed[0]
+        flat = torch.zeros(sum(lengths), dtype=first.dtype, device=first.device)
+        for p, row in zip(self._summed, flat.split(lengths), strict=True):
+            if p in self._of_stage:
+                shard = self._within.shard(p)
+                if not shard.is_whole or self._mesh.data.rank == 0:
+                    row[shard.start : shard.stop] = _gradient(shard).reshape(-1)
+        device = reduction_device(flat.device, self._mesh.world)
+        flat = self._mesh.world.allreduce(flat.to(device), "gradients of positions").to(flat.device)
+        for p, row in zip(self._summed, flat.split(lengths), strict=True):
+            if p in self._of_stage:
+                shard = self._within.shard(p)
+                gradient = _gradient(shard)
+                gradient.copy_(row[shard.start : shard.stop].view(gradient.shape))
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._within.optimizer_step(optimizer)
+        self._send_copied()
+        if self._pipelined:
+            self._pipelined.send_tied()
+
+    @torch.no_grad()
+    def _send_copied(self) -> None:
+        """The owner's weights of the parameters that each rank of a tensor group has whole, in one broadcast."""
+        if not self._copied:
+            return
+        held = [self._within.part(p).parameter.detach() for p in self._copied]
+        flat = torch.cat([each.reshape(-1) for each in held])
+        flat = self._mesh.tensor.broadcast(flat.to(reduction_device(flat.device, self._mesh.tensor)), "copied weights").to(flat.device)
+        for each, new in zip(held, flat.split([each.numel() for each in held]), strict=True):
+            each.copy_(new.view(each.shape))
+        self._within.weights_changed()
+
+    def weights_changed(self) -> None:
+        self._within.weights_changed()
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        self._within.sync(optimizer)
+
+
+def _gradient(shard: Shard) -> torch.Tensor:
+    assert shard.parameter.grad is not None
+    return shard.parameter.grad

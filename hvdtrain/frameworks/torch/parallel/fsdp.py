@@ -1,0 +1,261 @@
+"""shard.stage=3: each rank has its rows of every weight, and the whole weights of one block at a time, by torch's FSDP2.
+
+Source: Zhao et al. 2023, arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.process_group import start_process_group
+from hvdtrain.config.schema import Config
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.pieces import Cut
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
+from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, run_passes
+from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, plan_of
+from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
+
+
+class ShardedModel(NamedTuple):
+    """A model whose parameters are DTensors: each rank has its rows of them."""
+
+    model: torch.nn.Module
+    mesh: Mesh
+    summary: str  # "in 12 blocks and the rest"
+    cuts: Mapping[torch.nn.Parameter, Cut]  # of parameters that ranks of a tensor group have in parts
+
+    def strategy(self, config: Config) -> Fsdp:
+        return Fsdp(self, config.shard.offload == "optimizer")
+
+
+def make_sharded(make: Callable[[], torch.nn.Module], config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ShardedModel:
+    """The model that make() returns, with the weights that rank 0's has: unit by unit, so that no rank has all of them at a time.
+
+    Weights and gradients travel in their own `dtype`, also where autocast computes layers in 16 bits: norms mix no types. Every rank calls
+    it. Raises UserError for a parameter that is a single number, which has no rows.
+    """
+    if "ddp" not in mesh.world.features:
+        start_process_group(mesh.world)
+    model, deferred = make_deferred(make)
+    return shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype)
+
+
+def shard_model(
+    model: torch.nn.Module,
+    deferred: Deferred | None,
+    config: Config,
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ShardedModel:
+    """The same for a model that is there; `deferred` has the numbers of its meta tensors."""
+    for name, p in model.named_parameters():
+        if not p.ndim:
+            what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
+            raise UserError(what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2")
+    layers = None
+    if mesh.tensor.size > 1:
+        where = config.where("parallel.tensor")
+        layers = CutLayers(model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence)
+    blocks, filled = units(model), set[torch.nn.Module]()
+
+    def fill(unit: torch.nn.Module) -> None:
+        _fill(unit, filled, deferred, mesh, device, dtype)
+        if layers:
+            layers.cut(unit)
+            filled.update(unit.modules())
+
+    options = _options(config, device_mesh, device)
+    for block in blocks:
+        fill(block)
+        fully_shard(block, **options)
+    fill(model)
+    fully_shard(model, **options | {"reshard_after_forward": False})  # backward would gather it again at once
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:  # each of them: neither setting is inherited, and FSDP2's default is a mean over ranks
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    if "asynchronous" in mesh.world.features:
+        for block, following in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # it is an FSDPModule now
+    model.register_forward_hook(functools.partial(_after_evaluation, sharded))
+    parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
+    parts = parts if deferred else f"{parts}, made whole first: its constructor reads its own numbers"
+    cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
+    return ShardedModel(model, mesh, parts, cuts)
+
+
+def units(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of the model's `blocks` that have parameters, each of which is theirs alone; the others stay with the rest."""
+    blocks = [block for block in getattr(model, "blocks", ()) if isinstance(block, torch.nn.Module)]
+    times = Counter(id(block) for block in blocks)
+    owners = Counter(id(p) for p in _all_parameters(model.modules()))
+    own = [block for block in blocks if times[id(block)] == 1 and list(block.parameters())]
+    return [
+        block
+        for block in own
+        if all(Counter(map(id, _all_parameters(block.modules())))[id(p)] == owners[id(p)] for p in block.parameters())
+    ]
+
+
+def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """With one that several modules have as often as they do."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """For torch, the ranks of mesh.data. A collective of all ranks."""
+    if mesh.tensor.size > 1:
+        grid = torch.arange(mesh.world.size).view(-1, mesh.tensor.size)  # as comm/mesh.py's coordinates()
+        return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
+    if len(mesh.table) > 1:
+        return DeviceMesh(device.type, mesh.table, mesh_dim_names=("replicas", "shard"))
+    return DeviceMesh(device.type, mesh.table[0], mesh_dim_names=("shard",))
+
+
+def _options(config: Config, device_mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Of fully_shard(), for every unit."""
+    on_host = config.shard.offload == "parameters"
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    return {
+        "mesh": device_mesh,
+        "reshard_after_forward": config.shard.reshard,
+        "offload_policy": offload,
+    }
+
+
+@torch.no_grad()
+def _fill(
+    unit: torch.nn.Module,
+    filled: set[torch.nn.Module],
+    deferred: Deferred | None,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Gives the modules of a unit that are not `filled` their memory on the device, with the numbers of rank 0. A collective."""
+    made: dict[int, torch.Tensor] = {}  # a tied parameter stays one
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        if deferred is None or mesh.world.rank == 0 or not tensor.is_meta:
+            found = (tensor.detach() if deferred is None else deferred.value(tensor)).to(kind).contiguous()
+        else:
+            found = torch.empty(tensor.shape, dtype=kind)
+        if tensor.numel():
+            found = mesh.world.broadcast(found.view(-1).view(torch.uint8), "weights").view(kind).view(tensor.shape)
+        return found.to(device)
+
+    for module in [module for module in unit.modules() if module not in filled]:
+        filled.add(module)
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in made:
+                    made[id(p)] = torch.nn.Parameter(whole(p), p.requires_grad)
+                module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = whole(buffer)
+        for name, tensor in vars(module).items():  # as a mask that is not registered
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and deferred is not None:
+                setattr(module, name, whole(tensor))
+
+
+def _after_evaluation(sharded: Sequence[FSDPModule], model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    """A forward hook: without shard.reshard whole weights stay until backward, which does not come."""
+    if not torch.is_grad_enabled():
+        for module in sharded:
+            module.reshard()
+
+
+class Fsdp:
+    """Forward and backward gather the weights of each unit when they need them; backward leaves each rank the sum over ranks of its rows.
+
+    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of the largest unit.
+    """
+
+    local_mean = False
+    waits_in_passes = True
+
+    def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
+        """on_host: the optimizer updates copies of the weights in host memory."""
+        self._mesh = mesh = sharded.mesh
+        self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
+        self._shards = {p: _on_host(held) if on_host else held for p, held in self._parts.items() if p.requires_grad}
+        self.equal_ranks = mesh.world.size
+        self.summary = f"weights sharded over {shard_summary(mesh)} {sharded.summary} (ZeRO stage 3)"
+
+    def shard(self, p: torch.nn.Parameter) -> Shard:
+        return self._shards[p]
+
+    def part(self, p: torch.nn.Parameter) -> Shard:
+        return self._parts[p]
+
+    def held(self) -> Held:
+        return Held([], [])  # gradients are those of the shards
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return total_over(self._mesh.shard, x)
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        return run_passes(micro, divisor, one_pass)  # each backward adds the sum over ranks to p.grad
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        for p, shard in self._shards.items():
+            updated = shard.parameter
+            updated.grad = torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
+            p.grad = None
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        self._copy(self._shards, self._parts)
+
+    def weights_changed(self) -> None:
+        self._copy(self._parts, self._shards)
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    @torch.no_grad()
+    def _copy(self, source: dict[torch.nn.Parameter, Shard], target: dict[torch.nn.Parameter, Shard]) -> None:
+        """Weights, where the optimizer updates copies."""
+        for p in self._shards:
+            if source[p] is not target[p]:
+                target[p].parameter.copy_(source[p].parameter)
+
+
+def _held(p: torch.nn.Parameter, mesh: Mesh) -> Shard:
+    """The memory of this rank's rows: the first ranks have equally many, the last fewer or none."""
+    rows = -(-len(p) // mesh.shard.size)
+    first, last = (min(rank * rows, len(p)) for rank in (mesh.shard.rank, mesh.shard.rank + 1))
+    per_row = p[:0].numel() if not len(p) else p.numel() // len(p)
+    local = _local(p)
+    assert local.numel() == (last - first) * per_row, (local.numel(), first, last, per_row)
+    return Shard(torch.nn.Parameter(local, p.requires_grad), p, first * per_row, last * per_row)
+
+
+def _on_host(held: Shard) -> Shard:
+    copy = torch.nn.Parameter(held.parameter.detach().to("cpu"))
+    return held if copy.device == held.parameter.device else held._replace(parameter=copy)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """(n,), the memory of a DTensor on this rank."""
+    local: torch.Tensor = tensor.detach().to_local()
+    return local.view(-1)

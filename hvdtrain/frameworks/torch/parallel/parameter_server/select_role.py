@@ -1,0 +1,27 @@
+"""Whether a rank is a server or a worker: the first servers.count ranks are servers."""
+
+from __future__ import annotations
+
+from hvdtrain.comm.communicator import point_to_point
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
+from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, AllWorkers, Follower, Leader, Turns
+from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+
+
+def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Strategy:
+    """The strategy of this rank."""
+    servers, world = config.servers, point_to_point(mesh.world, config.where("servers.count"))
+    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
+    if world.rank >= servers.count:
+        return Worker(servers, ranges, world, stopwatch)
+    workers = range(servers.count, world.size)
+    turns: Turns = AllWorkers(workers)
+    if servers.are_asynchronous:
+        is_leader = world.rank == LEADER
+        turns = Leader(world, servers.count, workers, servers.most_stale) if is_leader else Follower(world, workers)
+    return Server(servers, ranges, world, mesh.role, turns, stopwatch)

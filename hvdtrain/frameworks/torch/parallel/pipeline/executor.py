@@ -1,0 +1,291 @@
+"""Pipeline: the passes of one step through stages on several ranks, over the messages of a communicator.
+
+torch.distributed.pipelining has the same schedules. They take as many micro-batches as stages or more, all of one size, and of an
+interleaved one only some numbers; agree on shapes in pickled messages; and do not say how long a rank waits. Here micro-batches have any
+sizes and numbers, so that no sample is padded, and the order of passes comes from the simulation that predicts their time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint, point_to_point
+from hvdtrain.frameworks.learner import TimedPass, UnderWay
+from hvdtrain.frameworks.torch.parallel.pipeline.passes import Passes
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, timeline
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Tied
+
+AHEAD = 2  # passes for which a rank is ready to receive while it makes another one
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+MOST_AXES = 8
+
+InputsOf = Callable[[int], torch.Tensor]  # the number of a micro-batch -> (n, ...), on the device; called on the first stage's rank
+OutputsTo = Callable[[int, Any], Any]  # takes the model's outputs of a micro-batch; called on the last stage's rank
+
+
+class Spent(NamedTuple):
+    """The time of one rank in one step."""
+
+    seconds: float  # in all
+    waiting: float  # of these, for other ranks
+
+
+def measured_bubble(spent: Sequence[Spent]) -> float:
+    """The share of the time in which a rank computes nothing, 0 to 1: the mean over `spent`, of each rank of a pipeline for one step."""
+    slowest = max(each.seconds for each in spent)
+    busy = sum(each.seconds - each.waiting for each in spent) / len(spent)
+    return 1 - busy / slowest if slowest else 0.0
+
+
+class Pipeline:
+    """Every rank of `communicator` makes the same calls, with the same `samples`."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], communicator: Communicator, schedule: Schedule, device: torch.device, where: str
+    ) -> None:
+        """stages: this rank's on `device`, by their numbers: rank, rank + ranks, ..., as many on each rank.
+
+        Raises UserError where the engine sends nothing from one rank to another; `where` is the key that asked for it.
+        """
+        self._ranks = point_to_point(communicator, where)
+        self._stages, self._schedule, self._device = stages, schedule, device
+        self._orders: dict[tuple[int, bool], list[Action]] = {}
+        self._running: _Run | None = None
+        self.spent = Spent(0.0, 0.0)  # in the last call of train() or evaluate()
+        self.passes: list[TimedPass] = []  # of the last call of train()
+
+    def under_way(self) -> UnderWay | None:
+        """From any thread; waits_for is a rank of the pipeline."""
+        run = self._running
+        return run.under_way if run else None
+
+    def train(self, samples: Sequence[int], inputs: InputsOf, loss: OutputsTo, enter: Callable[[str], None] = lambda phase: None) -> None:
+        """Adds to p.grad of this rank's stages the gradient of the sum over micro-batches of loss(number, outputs), a scalar.
+
+        samples: of each micro-batch; those without any are left out. Dropout draws from torch's generator in the order of the passes.
+        enter: of a stopwatch: forward, backward, and communication while it waits for other ranks.
+        """
+        self.passes = self._run(samples, inputs, loss, enter, backward=True)
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[int], inputs: InputsOf, outputs: OutputsTo) -> None:
+        """Calls outputs(number, outputs) for each micro-batch with samples."""
+        self._run(samples, inputs, outputs, lambda phase: None, backward=False)
+
+    def add_tied(self, tied: Sequence[Tied]) -> None:
+        """Makes p.grad of each copy of a tied parameter the sum over all of them, with the same bits.
+
+        All ranks call it with the same parameters, when p.grad is the sum over data-parallel ranks.
+        """
+        me, size = self._ranks.rank, self._ranks.size
+        for name, p, stages in tied:
+            ranks = sorted({stage % size for stage in stages})
+            if me not in ranks or len(ranks) == 1:
+                continue
+            own = torch.zeros_like(p) if p.grad is None else p.grad
+            copies = {rank: own.cpu().contiguous() if rank == me else torch.empty(p.shape, dtype=own.dtype) for rank in ranks}
+            others = [rank for rank in ranks if rank != me]
+            handles = [self._ranks.start_recv(copies[rank], rank, f"pipeline.{name}") for rank in others]
+            handles += [self._ranks.start_send(copies[me], rank, f"pipeline.{name}") for rank in others]
+            for handle in handles:
+                handle.wait()
+            p.grad = torch.stack([copies[rank] for rank in ranks]).sum(0).to(p.device)
+
+    @torch.no_grad()
+    def send_tied(self, tied: Sequence[Tied]) -> None:
+        """Gives each copy of a tied parameter the weights of the first rank that has it. All ranks call it with the same parameters."""
+        me, size, handles, arrived = self._ranks.rank, self._ranks.size, list[Handle](), list[tuple[torch.Tensor, Any]]()
+        for name, p, stages in tied:
+            first, *others = sorted({stage % size for stage in stages})
+            if me == first and others:
+                own = _on_host(p)
+                handles += [self._ranks.start_send(own, rank, f"pipeline.{name}.weights") for rank in others]
+            elif me in others:
+                weights = torch.empty(p.shape, dtype=p.dtype)
+                handles.append(self._ranks.start_recv(weights, first, f"pipeline.{name}.weights"))
+                arrived.append((p, weights))
+        for handle in handles:
+            handle.wait()
+        for copy, weights in arrived:
+            copy.copy_(weights)
+
+    def _run(
+        self, samples: Sequence[int], inputs: InputsOf, finish: OutputsTo, enter: Callable[[str], None], backward: bool
+    ) -> list[TimedPass]:
+        numbers, made = [number for number, n in enumerate(samples) if n], list[TimedPass]()
+        start = time.perf_counter()
+        self._running = run = _Run(self._ranks, self._stages, [samples[number] for number in numbers], self._device, enter)
+        order = self._order(len(numbers), backward)
+        for at, action in enumerate(order):
+            for following in order[at : at + AHEAD + 1]:
+                run.prepare(following)
+            number, began, waited = numbers[action.micro], time.perf_counter(), run.waiting
+            run.begin(action, number)
+            if action.kind == "forward":
+                run.forward(action, partial(inputs, number), partial(finish, number), backward)
+            else:
+                run.backward(action)
+            made.append(TimedPass(action.kind, action.stage, number, began, time.perf_counter(), run.waiting - waited))
+        run.finish()
+        enter("communication")
+        self.spent, self._running = Spent(time.perf_counter() - start, run.waiting), None
+        return made
+
+    def _order(self, micro: int, backward: bool) -> list[Action]:
+        """Of this rank."""
+        key = (micro, backward)
+        if key not in self._orders:
+            found = timeline(self._schedule, self._ranks.size, micro, len(self._stages), backward=backward)
+            self._orders[key] = found.order(self._ranks.rank)
+        return self._orders[key]
+
+
+class _Run:
+    """What is under way in a step. Messages of one boundary and direction arrive in the order of micro-batches, on a tag of their own."""
+
+    def __init__(
+        self,
+        ranks: PointToPoint,
+        stages: Mapping[int, Stage],
+        samples: Sequence[int],
+        device: torch.device,
+        enter: Callable[[str], None],
+    ) -> None:
+        self._ranks, self._stages, self._samples, self._device, self._enter = ranks, stages, samples, device, enter
+        self._last = len(stages) * ranks.size - 1
+        self._passes: dict[tuple[int, int], Passes] = {}  # by stage and micro-batch
+        self._forms: dict[int, _Form] = {}  # of what comes into a stage
+        self._coming: dict[Action, Handle] = {}
+        self._outputs: dict[tuple[int, int], Handle] = {}  # on their way to the next stage
+        self._gradients: list[tuple[Handle, int]] = []  # on their way to another stage
+        self.waiting = 0.0  # seconds
+        self.under_way: UnderWay | None = None
+        self._phase = "forward"
+
+    def begin(self, action: Action, number: int) -> None:
+        """The pass of micro-batch `number` is under way."""
+        kind = f"{action.kind} pass" if action.kind in ("forward", "backward") else action.kind
+        self.under_way = UnderWay(f"{kind} of micro-batch {number} in stage {action.stage}", None)
+        self._phase = "forward" if action.kind == "forward" else "backward"
+        self._enter(self._phase)
+
+    def prepare(self, action: Action) -> None:
+        """Starts to receive what the pass takes, where its shape is known by now."""
+        kind, stage, micro = action
+        if action in self._coming or kind == "weight gradient":
+            return
+        if kind == "forward" and stage in self._forms:
+            x = self._forms[stage].empty(self._samples[micro])
+            self._coming[action] = self._ranks.start_recv(x, self._rank_of(stage - 1), f"pipeline.{stage}", _tag(stage, backward=False))
+        elif kind != "forward" and stage < self._last and (stage, micro) in self._passes:
+            like = self._passes[stage, micro].outputs
+            x = torch.empty(like.shape, dtype=like.dtype)
+            tag = _tag(stage + 1, backward=True)
+            self._coming[action] = self._ranks.start_recv(x, self._rank_of(stage + 1), f"pipeline.{stage + 1}.gradient", tag)
+
+    def forward(self, action: Action, inputs: Callable[[], torch.Tensor], finish: Callable[[Any], Any], backward: bool) -> None:
+        _, stage, micro = action
+        if stage and stage not in self._forms:
+            found = self._ranks.start_recv(
+                np.empty(MOST_AXES + 2, np.int64), self._rank_of(stage - 1), f"pipeline.{stage}.form", _tag(stage)
+            )
+            self._forms[stage] = _Form.of_numbers(self._wait(found, stage - 1))
+            self.prepare(action)
+        x = self._wait(self._coming.pop(action), stage - 1).to(self._device) if stage else inputs()
+        passes = Passes(self._stages[stage], x, is_first=stage == 0)
+        if stage == self._last:
+            passes.outputs = finish(passes.outputs)
+        else:
+            self._send_outputs(stage, micro, passes.outputs)
+        if backward:
+            self._passes[stage, micro] = passes
+
+    def _send_outputs(self, stage: int, micro: int, outputs: torch.Tensor) -> None:
+        to, tag, name = self._rank_of(stage + 1), _tag(stage + 1), f"pipeline.{stage + 1}"
+        if not micro:
+            self._gradients.append((self._ranks.start_send(_Form.of(outputs).numbers(), to, f"{name}.form", tag), stage + 1))
+        self._outputs[stage, micro] = self._ranks.start_send(_on_host(outputs), to, name, tag)
+
+    def backward(self, action: Action) -> None:
+        kind, stage, micro = action
+        passes = self._passes[stage, micro]
+        if kind == "weight gradient":
+            passes.weight_gradient()
+        else:
+            gradient = None
+            if stage < self._last:
+                gradient = self._wait(self._coming.pop(action), stage + 1).to(self._device)
+                self._wait(self._outputs.pop((stage, micro)), stage + 1)  # they have arrived
+            own = passes.backward(gradient) if kind == "backward" else passes.input_gradient(gradient)
+            if stage:
+                to, name = self._rank_of(stage - 1), f"pipeline.{stage}.gradient"
+                self._gradients.append((self._ranks.start_send(_on_host(own), to, name, _tag(stage, backward=True)), stage - 1))
+        if kind != "input gradient":
+            del self._passes[stage, micro]
+
+    def finish(self) -> None:
+        """Waits until everything has arrived."""
+        self.under_way = UnderWay("the end of all passes", None)
+        for (stage, _), handle in self._outputs.items():
+            self._wait(handle, stage + 1)
+        for handle, stage in self._gradients:
+            self._wait(handle, stage)
+
+    def _wait(self, handle: Handle, stage: int) -> Any:
+        """For a message from or to the stage."""
+        assert self.under_way is not None
+        before, start = self.under_way, time.perf_counter()
+        self._enter("communication")
+        self.under_way = before._replace(text=f"{before.text}, waits for stage {stage}", waits_for=self._rank_of(stage))
+        found = handle.wait()
+        self.under_way = before
+        self._enter(self._phase)
+        self.waiting += time.perf_counter() - start
+        return found
+
+    def _rank_of(self, stage: int) -> int:
+        return stage % self._ranks.size
+
+
+class _Form(NamedTuple):
+    """Number type and shape of one sample of what goes from a stage to the next one; sent before the first micro-batch of a step."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, outputs: Any) -> _Form:
+        assert isinstance(outputs, torch.Tensor), f"a stage gives one tensor to the next one, not {type(outputs).__name__}"
+        return cls(outputs.dtype, tuple(outputs.shape[1:]))
+
+    @classmethod
+    def of_numbers(cls, numbers: np.ndarray) -> _Form:
+        return cls(DTYPES[numbers[0]], tuple(int(n) for n in numbers[2 : 2 + numbers[1]]))
+
+    def numbers(self) -> np.ndarray:
+        found = np.zeros(MOST_AXES + 2, np.int64)
+        found[: 2 + len(self.shape)] = [DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return found
+
+    def empty(self, samples: int) -> torch.Tensor:
+        return torch.empty((samples, *self.shape), dtype=self.dtype)
+
+
+def form_of(outputs: Any) -> np.ndarray:
+    """What a stage sends before its first outputs."""
+    return _Form.of(outputs).numbers()
+
+
+def _tag(stage: int, *, backward: bool = False) -> int:
+    """Of messages into a stage, or of the gradients that come back out of it."""
+    return 1 + 2 * stage + backward
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()

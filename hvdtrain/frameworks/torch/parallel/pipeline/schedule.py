@@ -1,0 +1,214 @@
+"""In which order each rank of a pipeline makes its passes, and how long it waits in between: a simulation with the time of each pass.
+
+A free rank makes the next forward pass, unless it holds the activations of as many micro-batches as the schedule allows it; then the next
+backward pass; and while it would wait for one of these, a gradient of weights that was left for later. An order that a simulation came to
+its end with does not deadlock, for any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Kind = Literal["forward", "backward", "input gradient", "weight gradient"]
+
+
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage. "backward" is both gradients at once."""
+
+    kind: Kind
+    stage: int  # stage s is on rank s % ranks
+    micro: int
+
+
+class Timed(NamedTuple):
+    action: Action
+    start: float
+    stop: float
+
+
+class Seconds(NamedTuple):
+    """Of one micro-batch in one stage; the gradients of the inputs and of the weights take half of `backward` each."""
+
+    forward: float
+    backward: float
+
+
+class UnitCost(NamedTuple):
+    """Of one unit of a model, and a micro-batch."""
+
+    name: str
+    operations: float  # floating-point, of the forward pass
+    seconds: Seconds
+
+
+UNIT = Seconds(1.0, 2.0)  # matrix products: one forward, two backward
+
+
+def of_stages(units: Sequence[Seconds], cuts: Sequence[int]) -> list[Seconds]:
+    """The seconds of each stage, from those of its units; cuts[i] is the first unit of stage i."""
+    stages = [units[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(units)], strict=True)]
+    return [Seconds(sum(unit.forward for unit in stage), sum(unit.backward for unit in stage)) for stage in stages]
+
+
+class Timeline(NamedTuple):
+    """Of each rank its passes, in order."""
+
+    ranks: list[list[Timed]]
+
+    @property
+    def seconds(self) -> float:
+        """From the first pass to the end of the last one."""
+        return max((timed.stop for timeline in self.ranks for timed in timeline), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of that time in which a rank waits, 0 to 1: the mean over ranks."""
+        busy = sum(timed.stop - timed.start for timeline in self.ranks for timed in timeline)
+        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
+
+    def order(self, rank: int) -> list[Action]:
+        return [timed.action for timed in self.ranks[rank]]
+
+
+def formula(schedule: Schedule, ranks: int, micro: int, virtual: int = 1) -> float:
+    """The share of the time in which a rank waits with equal stages, 0 to 1, of the papers that timeline() names; `micro` a multiple of
+    `ranks` for interleaved.
+    """
+    parts = 3 if schedule == "zero_bubble" else virtual
+    return (ranks - 1) / (parts * micro + ranks - 1)
+
+
+def timeline(
+    schedule: Schedule,
+    ranks: int,
+    micro: int,
+    virtual: int = 1,
+    seconds: Sequence[Seconds] = (),
+    *,
+    backward: bool = True,
+    transfers: Sequence[float] = (),
+) -> Timeline:
+    """What the ranks do, with `virtual` stages each, more than one where they are interleaved; without `backward` forward passes alone.
+
+    transfers: the seconds of a message into each stage, or of its gradient back; one link carries one at a time in each direction.
+
+    The order is that of stages that take UNIT, so that all ranks come to the same one; the times are of `seconds` for each stage, or UNIT.
+    gpipe: Huang et al. 2019, arXiv:1811.06965. 1f1b: Narayanan et al. 2019, arXiv:1806.03377 (PipeDream), flushed at each step.
+    interleaved: Narayanan et al. 2021, arXiv:2104.04473, 2.2; here for any number of micro-batches. zero_bubble: Qi et al. 2023,
+    arXiv:2401.10241, ZB-H1.
+    """
+    assert virtual == 1 or schedule == "interleaved", (schedule, virtual)
+    queues = [_Queues(schedule, rank, ranks, micro, virtual, backward) for rank in range(ranks)]
+    done: dict[Action, float] = {}  # when it ends
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    free_at, now = [0.0] * ranks, 0.0
+    while any(queue.has_any for queue in queues):
+        for rank, queue in enumerate(queues):
+            if free_at[rank] <= now and (action := queue.take(done, now)):
+                free_at[rank] = done[action] = now + cost(action, UNIT)
+                orders[rank].append(action)
+        later = [time for time in free_at if time > now]
+        assert later or not any(queue.has_any for queue in queues), f"{schedule} deadlocks: {ranks} ranks, {micro} x {virtual}"
+        now = min(later, default=now)
+    stages = ranks * virtual
+    return _timed(schedule, orders, list(seconds) or [UNIT] * stages, list(transfers) or [0.0] * stages)
+
+
+def _timed(schedule: Schedule, orders: Sequence[Sequence[Action]], seconds: Sequence[Seconds], transfers: Sequence[float]) -> Timeline:
+    """Each pass begins when the one before it on its rank has ended, and all that it needs is there."""
+    done: dict[Action, float] = {}
+    arrived: dict[Action, float] = {}  # what it gave is at the stage that takes it
+    free_at: dict[tuple[bool, int], float] = {}  # of the links, by direction and stage
+    found: list[list[Timed]] = [[] for _ in orders]
+    while len(done) < sum(map(len, orders)):
+        for order, timed in zip(orders, found, strict=True):
+            for action in order[len(timed) :]:
+                needed = needs(schedule, action, len(seconds))
+                if not all(each in done for each in needed):
+                    break
+                there = [(done if each.stage == action.stage else arrived)[each] for each in needed]
+                start = max([timed[-1].stop if timed else 0.0, *there])
+                done[action] = start + cost(action, seconds[action.stage])
+                timed.append(Timed(action, start, done[action]))
+                forward = action.kind == "forward"
+                link = forward, action.stage + forward
+                transfer_s = transfers[link[1]] if 0 < link[1] < len(transfers) else 0.0
+                arrived[action] = max(done[action], free_at.get(link, 0.0)) + transfer_s
+                if action.kind != "weight gradient":
+                    free_at[link] = arrived[action]
+    return Timeline(found)
+
+
+def needs(schedule: Schedule, action: Action, stages: int) -> list[Action]:
+    """What has to be done before it."""
+    kind, stage, micro = action
+    if kind == "forward":
+        return [Action("forward", stage - 1, micro)] if stage else []
+    if kind == "weight gradient":
+        return [Action("input gradient", stage, micro)]
+    following = [Action(_backward_kind(schedule, stage + 1), stage + 1, micro)] if stage + 1 < stages else []
+    return [Action("forward", stage, micro), *following]
+
+
+def _backward_kind(schedule: Schedule, stage: int) -> Kind:
+    """Nobody waits for the gradient of the first stage's inputs."""
+    return "input gradient" if schedule == "zero_bubble" and stage else "backward"
+
+
+class _Queues:
+    """What a rank has still to do: three rows of passes, of each of which only the first may come next."""
+
+    def __init__(self, schedule: Schedule, rank: int, ranks: int, micro: int, virtual: int, backward: bool) -> None:
+        self._schedule, self._stages = schedule, ranks * virtual
+        # As many micro-batches as there are ranks go through all of a rank's stages before the next ones do.
+        turns = [(group, stage, number) for number in range(micro) for group in [number // ranks] for stage in range(virtual)]
+        self._forward = [Action("forward", stage * ranks + rank, number) for _, stage, number in sorted(turns)]
+        turns = sorted((group, -stage, number) for group, stage, number in turns) if backward else []
+        self._backward = [
+            Action(_backward_kind(schedule, rank - stage * ranks), rank - stage * ranks, number) for _, stage, number in turns
+        ]
+        self._weights: list[Action] = []
+        self._held = 0  # micro-batches of a stage whose activations wait for backward
+        self._most = micro * virtual if schedule == "gpipe" or not backward else ranks - rank
+        if schedule == "interleaved" and backward:
+            self._most = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
+        self._takes_either = schedule == "interleaved"  # where micro-batches are no multiple of ranks, to wait for one would deadlock
+        self._most_with_weights = ranks if schedule == "zero_bubble" and backward else micro * virtual + 1  # ZB-H1: the memory of 1f1b
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._forward or self._backward or self._weights)
+
+    def take(self, done: Mapping[Action, float], now: float) -> Action | None:
+        """What comes next, if anything is ready: `done` tells when passes end."""
+        action = self._next(done, now)
+        if action is None:
+            return None
+        queue = self._weights if action.kind == "weight gradient" else self._forward if action.kind == "forward" else self._backward
+        queue.remove(action)
+        if action.kind == "forward":
+            self._held += 1
+        elif action.kind != "weight gradient":
+            self._held -= 1
+        if action.kind == "input gradient":
+            self._weights.append(Action("weight gradient", action.stage, action.micro))
+        return action
+
+    def _next(self, done: Mapping[Action, float], now: float) -> Action | None:
+        room = self._held < self._most and self._held + len(self._weights) < self._most_with_weights
+        wanted = self._forward if self._forward and (room or not self._backward) else self._backward
+        for queue in (wanted, self._backward) if self._takes_either else (wanted,):
+            if queue and self._is_ready(queue[0], done, now):
+                return queue[0]
+        return self._weights[0] if self._weights else None
+
+    def _is_ready(self, action: Action, done: Mapping[Action, float], now: float) -> bool:
+        return all(done.get(each, now + 1) <= now for each in needs(self._schedule, action, self._stages))
+
+
+def cost(action: Action, seconds: Seconds) -> float:
+    if action.kind == "forward":
+        return seconds.forward
+    return seconds.backward if action.kind == "backward" else seconds.backward / 2

@@ -1,0 +1,127 @@
+"""Stages: a model as a row of units, cut into parts that ranks call one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Seconds
+
+
+class Unit(NamedTuple):
+    """The smallest part of a model that a stage may have: a function of one tensor (n, ...) to another one (n, ...)."""
+
+    name: str
+    modules: tuple[nn.Module, ...]  # whose parameters and buffers it uses
+    call: Callable[[torch.Tensor], Any]  # that of the last unit may give what the model gives
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """A model that says where it may be cut."""
+
+    def pipeline_units(self) -> list[Unit]:
+        """In order: the model's output is what the last one makes of what the others made of its input."""
+
+
+class Stage(nn.Module):
+    """Some units of a model in a row, with the model's own modules."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__()
+        self._calls = [unit.call for unit in units]
+        self.units = nn.ModuleList(module for unit in units for module in unit.modules)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for call in self._calls:
+            x = call(x)
+        return x
+
+
+class Tied(NamedTuple):
+    """A parameter that several stages use; each of their ranks has a copy."""
+
+    name: str  # in the model, the first of its names
+    parameter: nn.Parameter
+    stages: tuple[int, ...]  # ascending
+
+
+def units_of(model: nn.Module, where: str) -> list[Unit]:
+    """What the model says, or the modules of a Sequential. Raises UserError for another model."""
+    if isinstance(model, HasUnits):
+        return model.pipeline_units()
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return [Unit(name, (module,), module) for name, module in model._modules.items() if module is not None]  # one may be there twice
+    what = f"{type(model).__name__} does not say where it may be cut into stages"
+    fix = "a model with pipeline_units() (docs/parallel.md), a torch.nn.Sequential, model.name=gpt or mlp"
+    raise UserError(what, where, fix)
+
+
+def stages_of(model: nn.Module, cuts: Sequence[int], where: str) -> list[Stage]:
+    """Stage i has the units from cuts[i] to the next cut. Raises UserError where a parameter is in no unit, which would not be trained."""
+    units = units_of(model, where)
+    inside = {id(tensor) for unit in units for module in unit.modules for tensor in (*module.parameters(), *module.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in inside:
+            what = f"{name} of {type(model).__name__} is in no unit, so that no stage would have it"
+            raise UserError(what, where, "name its module in pipeline_units()")
+    stops = [*cuts[1:], len(units)]
+    return [Stage(units[start:stop]) for start, stop in zip(cuts, stops, strict=True)]
+
+
+def tied_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[Tied]:
+    """The parameters that two stages or more use, in the order of the model."""
+    users = [
+        (name, p, tuple(i for i, stage in enumerate(stages) if any(p is q for q in stage.parameters())))
+        for name, p in model.named_parameters()
+    ]
+    return [Tied(name, p, used) for name, p, used in users if len(used) > 1]
+
+
+def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
+    """Of a forward and a backward pass of one micro-batch in each unit: the fastest of `repeats`, after one that is not counted.
+
+    x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before. Raises UserError for a unit that fails.
+    """
+    found = []
+    with torch.random.fork_rng(), copied_buffers(Stage(units)):
+        for unit in units:
+            try:
+                passes = [_one_pass(unit, x) for _ in range(repeats + 1)]
+            except Exception as error:  # of the user's model
+                what = f"unit {unit.name} fails while it is timed: {type(error).__name__}: {first_line(error)}"
+                raise UserError(
+                    what, "parallel.balance", "units that train each by itself; a job with parallel.balance=operations"
+                ) from error
+            measured = [seconds for seconds, _ in passes[1:]]
+            found.append(Seconds(min(each.forward for each in measured), min(each.backward for each in measured)))
+            x = passes[-1][1]
+    return found
+
+
+def _one_pass(unit: Unit, x: torch.Tensor) -> tuple[Seconds, Any]:
+    """And the outputs."""
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    x = leaf.clone()  # a unit may work in place, as nn.ReLU(inplace=True): not on a leaf, nor on what the next pass takes
+    start = _now(x)
+    outputs = unit.call(x)
+    middle = _now(x)
+    inputs = [p for p in (leaf, *Stage([unit]).parameters()) if p.requires_grad]
+    differentiable = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
+    if inputs and differentiable:
+        torch.autograd.grad(differentiable, inputs, [torch.ones_like(y) for y in differentiable], allow_unused=True)
+    return Seconds(middle - start, _now(x) - middle), outputs
+
+
+def _now(x: torch.Tensor) -> float:
+    """Seconds, when the device has done what it was given."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()

@@ -1,0 +1,230 @@
+"""What a rank of a job takes and does before it starts: its own learner makes two steps on tensors without numbers; what is alive, what is
+computed and what is sent are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from hvdtrain.comm.counted import Moved
+from hvdtrain.comm.features import Feature
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError, first_line
+from hvdtrain.frameworks.footprint import Footprint, PlannedStep
+from hvdtrain.frameworks.planned_work import PlannedWork
+from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
+from hvdtrain.frameworks.torch.assemble import assemble
+from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
+from hvdtrain.frameworks.torch.flops import FlopCounter
+from hvdtrain.frameworks.torch.learner import TorchLearner
+from hvdtrain.frameworks.torch.live_storages import LiveStorages
+from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.strategy import HoldsGradients
+from hvdtrain.frameworks.torch.parallel.timed import timed
+from hvdtrain.frameworks.torch.planned_communicator import planned_mesh
+from hvdtrain.frameworks.torch.precision import Precision, pick_precision
+from hvdtrain.tasks.task import Task
+
+_PASSES = 2  # of a step that has more: the second one adds to the gradients of the first, as all others do
+_FUSION_MB = 4.0  # as comm.fusion_mb says
+
+
+def predict(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
+    """Of the rank that takes most of so many, with an engine of these features. Nothing is allocated; takes about a second for each stage
+    of a pipeline, and no rank's help.
+
+    Raises UserError where the model cannot be called with tensors that have no numbers, or cut.
+    """
+    most = _PASSES if config.parallel.pipeline == 1 else step.passes
+    return max((one.footprint for one in _works(config, task, step, ranks, features, most)), key=lambda found: found.total)
+
+
+def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
+    """Of the first rank of each stage of the pipeline, or of rank 0 without one: what it computes, sends and keeps in a step.
+
+    Raises UserError as predict() does.
+    """
+    return _works(config, task, step, ranks, features, step.passes)
+
+
+def _works(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature], most_passes: int) -> list[PlannedWork]:
+    try:
+        with _side_effects_undone():
+            plain = _without_libraries(config)
+            return [_count(plain, task, step, ranks, features, stage, most_passes) for stage in range(config.parallel.pipeline)]
+    except UserError:
+        raise
+    except Exception as error:  # of the user's model: it reads numbers, or calls what is not torch
+        what = f"the memory of {config.model.name} cannot be predicted: {type(error).__name__}: {first_line(error)}"
+        raise UserError(what, config.where("model.name"), "a model that needs no numbers to compute shapes") from error
+
+
+def _without_libraries(config: Config) -> Config:
+    """torch.compile keeps about what eager mode keeps; DDP's buckets are as large as ours."""
+    reduce = "auto" if config.comm.reduce == "ddp" else config.comm.reduce
+    return config.replace(speed=config.speed.replace(compile="none", device="cpu"), comm=config.comm.replace(tune=False, reduce=reduce))
+
+
+def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -> bool:
+    """Whether hvd.DistributedOptimizer does: in the memory of the gradients, through Horovod's fusion buffer."""
+    comm = config.comm
+    needs_buckets = comm.compression != "none" or comm.op == "adasum" or comm.local_steps > 1 or comm.reduce == "bucket"
+    needs_buckets |= config.parallel.cuts
+    return ranks > 1 and "horovod_api" in features and not config.shard.stage and not needs_buckets
+
+
+@contextmanager
+def _side_effects_undone() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _count(
+    config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature], stage: int, most_passes: int
+) -> PlannedWork:
+    """most_passes: of a step; memory needs two, of which the second adds to gradients, or those that a pipeline has under way."""
+    fuses, moved = _horovod_reduces(config, ranks, features), list[Moved]()
+    mesh = planned_mesh(config, 1 if fuses else ranks, features, stage, moved)
+    make = _sharded_learner if config.shard.stage == 3 else _learner
+    live = _FakeStorages()
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        learner = make(config, task, mesh, features)
+        inputs = learner.forward.inputs
+        micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
+        hyper = Hyper(1e-3, 0.9, config.optim.weight_decay, step.samples * mesh.data.size)
+        for p in learner.parameters:
+            p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
+        with learner.stopwatch.replaced_by(live):
+            for _ in range(2):  # the first may make optimizer state and buffers that the second has from the beginning
+                mark(learner, live)
+                live.reset_peak()
+                moved.clear()
+                with FlopCounter() as live.counter:
+                    learner.step(micro, hyper, 0)
+            of_step = tuple(moved)
+            mark(learner, live)
+            learner.sync_buffers(mesh.data)
+        step_peak = live.peak
+        live.reset_peak()
+        for _ in range(2):
+            learner.evaluate(inputs.zeros(step.evaluated))
+        state = state_bytes(learner)
+        sample = sum(array.nbytes for array in inputs.zeros(1).arrays.values())
+    if fuses:
+        gradients = sum(p.nbytes for p in learner.parameters)
+        of_step = (Moved("allreduce", "gradient", tuple(range(ranks)), gradients, 2 * gradients * (ranks - 1) // ranks),)
+        step_peak["communication"] += int((config.comm.fusion_mb or _FUSION_MB) * 2**20)
+    footprint = Footprint(
+        **step_peak,
+        evaluation=live.peak_bytes,
+        inputs=sample * step.samples * (1 + step.ahead),
+        checkpoint=state * step.writes_checkpoints,
+    )
+    updated = sum(p.nbytes for p in learner.updated)
+    return PlannedWork(footprint, float(live.counter.flops), float(live.touched_bytes), updated, len(micro), of_step)
+
+
+def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
+    device = torch.device("cpu")
+    precision = pick_precision(config, device, mesh.world)
+    model = normed_model(config, task, mesh.world)
+    _cast(model, precision.weights)
+    stopwatch = ReplaceableStopwatch(stopwatch_for(device))
+    world = mesh.world
+    if config.parallel.cuts:  # as build() does
+        world = timed(world, stopwatch)
+        mesh = mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
+    if config.parallel.ranks > 1:
+        return _divided_learner(config, task, mesh, model, precision, stopwatch)
+    hybrid = HybridModel(model, world, config.parallel.dense, config.where("parallel.dense")) if config.parallel.dense != "none" else None
+    return assemble(config, task, mesh, model, precision, device, hybrid=hybrid, stopwatch=stopwatch)
+
+
+def _divided_learner(
+    config: Config, task: Task, mesh: Mesh, model: torch.nn.Module, precision: Precision, stopwatch: ReplaceableStopwatch
+) -> TorchLearner:
+    """Of ranks that have one model together, as build() makes it."""
+    from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
+    from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units, planned_forms
+    from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
+
+    device, where = torch.device("cpu"), config.where("parallel.tensor")
+    plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
+    x = example(2, config, task, torch.empty(0, dtype=precision.weights))
+    first = planned_first_units(model, config, x) if config.parallel.pipeline > 1 else []
+    cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence) if plan else {}
+    pipelined = None
+    if first:
+        pipe: Any = mesh.pipe
+        pipe.messages.update(planned_forms(model, first, x, precision.autocast))
+        pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
+    return assemble(config, task, mesh, model, precision, device, None, cuts, None, pipelined, stopwatch)
+
+
+def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
+    """Of shard.stage=3, by FSDP2."""
+    from hvdtrain.frameworks.torch.parallel.fsdp import shard_model  # half a second
+    from hvdtrain.frameworks.torch.planned_mesh import PlannedMesh
+
+    device = torch.device("cpu")
+    precision = pick_precision(config, device, mesh.world)
+    with unset_fake_temporarily():  # torch reads the numbers of ranks
+        ranks = PlannedMesh(mesh.data, features)
+    sharded = shard_model(normed_model(config, task, mesh.world), None, config, mesh, ranks, device, precision.weights)
+    return assemble(config, task, mesh, sharded.model, precision, device, sharded, dict(sharded.cuts))
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What model.to(dtype) does, which fails for fake tensors."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
+def mark(learner: TorchLearner, live: LiveStorages) -> None:
+    """Tells what is known by name from what is known by the phase that made it; between two steps."""
+    live.mark([p.data for p in learner.model.parameters()], "weights")
+    live.mark(learner.model.buffers(), "buffers")
+    states = [learner.optimizer.state[p] for p in learner.updated if p in learner.optimizer.state]
+    live.mark([t for state in states for t in state.values() if isinstance(t, torch.Tensor)], "optimizer_state")
+    if isinstance(learner.strategy, HoldsGradients):
+        held = learner.strategy.held()
+        live.mark(held.gradients, "gradients")
+        live.mark(held.in_transit, "communication")
+
+
+def state_bytes(learner: TorchLearner) -> int:
+    """Of what rank 0 copies for a checkpoint: the weights, or its part of them, and its part of the optimizer's state."""
+    weights = [learner.strategy.part(p).parameter for p in learner.model.parameters()]
+    states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
+    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for t in [*weights, *learner.model.buffers(), *tensors])
+
+
+class _FakeStorages(LiveStorages):
+    """Of fake tensors; what the host asks for is false, no gradient was bad, or 1, the number of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = FlopCounter()  # of the step that is being made
+        self.touched_bytes = 0  # by its passes
+        self._in_passes = False
+
+    def enter(self, phase: str) -> None:
+        if phase in ("forward", "backward"):
+            self._in_passes = True
+        elif phase == "update" and self._in_passes:
+            self.touched_bytes, self._in_passes = self.counter.touched_bytes, False
+        super().enter(phase)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,122 @@
+"""Replay: asynchronous training again, in one process, from the log of its updates: servers and one worker as threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from hvdtrain.comm.communicator import PointToPoint
+from hvdtrain.comm.mesh import ALONE, Mesh, one_group
+from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
+from hvdtrain.config.schema import Config
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.progress import Hyper, Progress
+from hvdtrain.core.seeds import fold
+from hvdtrain.core.updates import Update
+from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.assemble import assemble
+from hvdtrain.frameworks.torch.device import pick_device
+from hvdtrain.frameworks.torch.learner import TorchLearner
+from hvdtrain.frameworks.torch.model import normed_model
+from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges
+from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import LEADER, NO_TICKET, TICKET, Read
+from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
+from hvdtrain.frameworks.torch.precision import pick_precision
+from hvdtrain.tasks.task import Task
+
+StepInput = tuple[Hyper, list[Any]]  # what Learner.step() takes
+
+
+class Replayed:
+    """Turns as they were: the one worker gets the weights that the worker of the log had, and its gradient is the next one."""
+
+    def __init__(self, updates: Sequence[Update], world: PointToPoint) -> None:
+        self._updates, self._world, self._worker = updates, world, world.size - 1
+        self._oldest = max(update.staleness for update in updates)
+        self._history: dict[int, torch.Tensor] = {}  # version -> this server's weights
+        self._first = 0
+
+    def begin(self, first: int, behind: int) -> None:
+        self._first = first
+        if self._world.rank == LEADER:
+            for ticket in (*(update.ticket for update in self._updates), NO_TICKET):
+                self._world.start_send(np.array([ticket]), self._worker, "ticket", TICKET)
+
+    def readers(self, own: torch.Tensor, version: int) -> Sequence[Read]:
+        self._history[version] = own.clone()
+        self._history.pop(version - self._oldest - 1, None)
+        read = version - self._updates[version - self._first].staleness
+        return [Read(self._worker, self._history[read], read)]
+
+    def chosen(self) -> Sequence[int]:
+        return [self._worker]
+
+    def read_updates(self) -> list[Update]:
+        return []
+
+
+def replay(
+    config: Config,
+    task: Task,
+    updates: Sequence[Update],
+    steps: Sequence[Progress],
+    input_of: Callable[[TorchLearner, Progress], StepInput],
+    threads: int,
+) -> Arrays:
+    """Learner.state() after these updates of a new job, update i being that of steps[i]: the same bits as on servers.count + any ranks.
+
+    threads: that each rank computed with. input_of: of the learner of a server, which reads no samples, or of the worker.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        servers = config.servers.count
+        world, group = ThreadRanks(servers + 1), ThreadRanks(servers)
+        learners = _learners(config, task, updates, world, group)
+
+        def train(learner: TorchLearner) -> Arrays:
+            for p in learner.own_steps(steps):
+                hyper, micro = input_of(learner, p)
+                learner.step(micro, hyper, fold(config.seed, p.step))
+            learner.sync_buffers(learner.mesh.world)
+            return learner.state()
+
+        return run_threads([world, group], [lambda learner=learner: train(learner) for learner in learners])[0]  # type: ignore[misc]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _learners(config: Config, task: Task, updates: Sequence[Update], world: ThreadRanks, group: ThreadRanks) -> list[TorchLearner]:
+    """Of the servers, and of the worker."""
+    device = pick_device(config, ALONE)
+    precision = pick_precision(config, device, ALONE)
+    torch.manual_seed(fold(config.seed) & (2**63 - 1))
+    model = normed_model(config, task, ALONE).to(device=device, dtype=precision.weights)
+    models = [model, *(copy.deepcopy(model) for _ in range(group.size))]
+    return [
+        assemble(config, task, _mesh(world, group, rank), models[rank], precision, device, strategy_of=_strategy_of(config, updates))
+        for rank in range(world.size)
+    ]
+
+
+def _mesh(world: ThreadRanks, group: ThreadRanks, rank: int) -> Mesh:
+    role: Any = ThreadCommunicator(group, rank) if rank < group.size else ALONE
+    everyone: Any = ThreadCommunicator(world, rank)
+    return one_group(everyone)._replace(servers=group.size, role=role)
+
+
+def _strategy_of(config: Config, updates: Sequence[Update]) -> Callable[[Mesh, NamedParameters, Stopwatch], Strategy]:
+    def make(mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Strategy:
+        servers, world = config.servers, cast(PointToPoint, mesh.world)
+        ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
+        if world.rank == servers.count:
+            return Worker(servers, ranges, world, stopwatch)
+        return Server(servers, ranges, world, mesh.role, Replayed(updates, world), stopwatch)
+
+    return make

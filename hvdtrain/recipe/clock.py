@@ -1,0 +1,96 @@
+"""Where a length of the recipe ends, and where the job does, in epochs: functions of the configuration and the size of the data alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hvdtrain.config.length import Length
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import ENDLESS
+from hvdtrain.errors import UserError
+from hvdtrain.recipe.batch_growth import Growth, samples_after, steps_before
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Converts lengths to epochs, in which every schedule counts.
+
+    Steps are those of the recipe's batches, counted from the beginning of the job, and a token is each of `context` in a sample. A share
+    of the job is one of its steps where stop.steps ends it, else one of its epochs: known before the first step, so that the rate of
+    each step is a function of its position alone. What ends by its time (stop.time) has no share.
+    """
+
+    dataset: int  # samples of an epoch
+    context: int | None  # tokens of a sample; None where samples have none
+    multiplier: int  # of counts of epochs: epoch_multiplier()
+    epochs: float | None  # of the job, None where their number does not end it
+    steps: int | None  # the same of steps
+
+    def after(self, begin: float, length: Length, growth: Growth, where: str) -> float:
+        """Epochs done at the end of `length` from `begin` on. where: of the key, for a message.
+
+        Raises UserError for tokens where samples have none.
+        """
+        amount = length.amount
+        match length.unit:
+            case "epochs":
+                return begin + amount * self.multiplier
+            case "samples":
+                return begin + amount / self.dataset
+            case "tokens":
+                if self.context is None:
+                    what = f"a length of {length.words()}, and the samples have no tokens"
+                    raise UserError(what, where, "epochs, steps, samples or a share of the job; or task.name=language")
+                return begin + amount / (self.context * self.dataset)
+            case "steps":
+                return self._after_steps(begin, amount, growth)
+        if self.steps is not None and self._steps_end_it(growth):
+            return self._after_steps(begin, self.steps * amount / 100, growth)
+        assert self.epochs is not None, "refused by recipe/conflicts.py"
+        return begin + self.epochs * amount / 100
+
+    def end(self, growth: Growth) -> float:
+        """Of the job; infinity where only its time ends it."""
+        if self.steps is not None and self._steps_end_it(growth):
+            return self._after_steps(0.0, self.steps, growth)
+        return math.inf if self.epochs is None else float(self.epochs)
+
+    def _steps_end_it(self, growth: Growth) -> bool:
+        assert self.steps is not None
+        return self.epochs is None or self._after_steps(0.0, self.steps, growth) < self.epochs
+
+    def _after_steps(self, begin: float, steps: float, growth: Growth) -> float:
+        return samples_after(steps_before(begin, growth, self.dataset) + steps, growth, self.dataset) / self.dataset
+
+
+def clock(config: Config, dataset: int, context: int | None = None) -> Clock:
+    """Of a job on `dataset` training samples of `context` tokens."""
+    return Clock(dataset, context, epoch_multiplier(config), total_epochs(config), config.stop.steps)
+
+
+def epoch_multiplier(config: Config) -> int:
+    """The factor on every count of epochs: with recipe.adapt_regime a job makes as many updates as it would with base_batch.
+
+    Hoffer et al. 2017, arXiv:1705.08741, section 5: every count of epochs times ceil(B / 128), here times ceil(B / base_batch).
+    """
+    if not config.recipe.adapt_regime:
+        return 1
+    return -(-config.batch.size // base_batch(config))
+
+
+def base_batch(config: Config) -> int:
+    """The global batch that optim.base_lr is meant for."""
+    return config.optim.base_batch or config.batch.size
+
+
+def total_epochs(config: Config) -> float | None:
+    """Epochs of the whole job; None where only stop.steps or stop.time ends it."""
+    return None if config.epochs is None else config.epochs * epoch_multiplier(config)
+
+
+def total_samples(config: Config, dataset: int) -> int:
+    """Samples of the whole job, or ENDLESS: it ends with the first step that has read so many, 0.7 of 10 samples are 7."""
+    epochs = total_epochs(config)
+    return ENDLESS if epochs is None else math.ceil(Fraction(repr(epochs)) * dataset)

@@ -1,0 +1,1 @@
+"""Images, each of one of several classes."""

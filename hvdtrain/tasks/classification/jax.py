@@ -1,0 +1,44 @@
+"""Classification in JAX: normalized images, and the loss of each, as in torch.py. What is here is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hvdtrain.tasks.task import Each, Place
+
+Arrays = Mapping[str, jax.Array]
+
+
+class JaxClassification:
+    """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for each class."""
+
+    def __init__(
+        self, mean: np.ndarray, std: np.ndarray, place: Place, *, squared_error: bool, smoothing: float, images: bool = True
+    ) -> None:
+        self._mean, self._std, self._dtype = mean, std, place.dtype
+        self._squared_error, self._smoothing, self._images = squared_error, smoothing, images
+
+    def inputs(self, batch: Arrays) -> jax.Array:
+        mean, std = jnp.asarray(self._mean, self._dtype), jnp.asarray(self._std, self._dtype)
+        if self._images:
+            return (batch["x"].astype(self._dtype) / 255.0 - mean) / std
+        x = (batch["x"].astype(self._dtype) - mean) / std
+        return x.transpose(0, 2, 3, 1) if x.ndim == 4 else x  # floats (n, C, H, W)
+
+    def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
+        loss = self._of_labels(outputs, batch["y"], training)
+        if "mixup_weight" in batch:
+            weight = batch["mixup_weight"]
+            loss = weight * loss + (1.0 - weight) * self._of_labels(outputs, batch["partner_y"], training)
+        return Each(loss, {"right": outputs.argmax(1) == batch["y"]})
+
+    def _of_labels(self, logits: jax.Array, labels: jax.Array, training: bool) -> jax.Array:
+        smoothing = self._smoothing if training else 0.0
+        target = jax.nn.one_hot(labels, logits.shape[1], dtype=logits.dtype)
+        target = target * (1.0 - smoothing) + smoothing / logits.shape[1]  # Szegedy et al. 2015, arXiv:1512.00567, section 7
+        each = 0.5 * jnp.square(logits - target) if self._squared_error else -target * jax.nn.log_softmax(logits)
+        return each.sum(1)

@@ -1,0 +1,127 @@
+"""A task whose loss is a function of the user's own: of what the model gives for x, and of all fields of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, ratio
+from hvdtrain.data.source import Field, Source, arrays_in_memory
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.columns import ColumnStats, column_stats
+from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
+from hvdtrain.tasks.task import Part, Place, find_field
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A field x in; the loss is a function of what the model gives and of the batch."""
+
+    name: str  # of the configuration
+    fields: Mapping[str, Field]
+    images: ColumnStats | None  # of x / 255 by channel, where x are images
+    loss: Loss
+    own_outputs: int | None  # numbers that a model of hvdtrain's gives, where that is known
+    examples: Batch  # some samples, to try the function with
+
+    objective = "loss"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"shape": self.fields["x"].shape or (1,), **({"outputs": self.own_outputs} if self.own_outputs else {})}
+
+    @property
+    def summary(self) -> str:
+        return ", ".join(f"{name} {field}" for name, field in self.fields.items())
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (Metric("loss", ratio("loss", "count" if self.loss.ignore is None else "targets"), "min"),)
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return {"loss": 0} if self.loss.ignore is None else {"loss": 0, "targets": 0}
+
+    @property
+    def sample_weight(self) -> int | None:
+        return 1 if self.loss.ignore is None else None
+
+    def weight(self, batch: Batch) -> int:
+        y = batch["x"] if self.loss.ignore is None else batch["y"]
+        return len(y) if self.loss.ignore is None else int(np.count_nonzero(y != self.loss.ignore))
+
+    def facts(self) -> dict[str, Any]:
+        fields = {name: [field.dtype, list(field.shape), field.values] for name, field in self.fields.items()}
+        images = {} if self.images is None else {"mean": self.images.mean.tolist(), "std": self.images.std.tolist()}
+        return {"fields": fields, "loss": self.loss.facts, **images}
+
+    def outputs(self, samples: int) -> str:
+        return f"outputs ({samples}, ...), a row for each sample"
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return len(found) >= 1 and found[0] == samples
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.functions.torch import TorchFunctions
+
+        _refuse_keys_of_classification(model)
+        return TorchFunctions(self.loss, self.images, place)
+
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.functions.jax import JaxFunctions
+
+        _refuse_keys_of_classification(model)
+        return JaxFunctions(self.loss, self.images, self.fields, place)
+
+
+def own_loss(name: str, train: Source, val: Source, where: str, loss: Any, outputs: int | None) -> OwnLoss:
+    """The task of a loss. Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is no mean."""
+    find_field(train, "x", name, where, "which the model is called with")
+    for field, kind in train.fields.items():
+        other = val.fields.get(field)
+        if other is None or other.shape != kind.shape or other.dtype != kind.dtype:
+            what = f"{field} is {kind} in the training set, {other or 'missing'} in the validation set"
+            raise UserError(what, where, "both sets need the same fields")
+    x, y = train.fields["x"], train.fields.get("y")
+    images = column_stats(train, "x") if x.dtype == "uint8" and len(x.shape) == 3 else None
+    if outputs is None and y is not None:
+        outputs = y.values or (math.prod(y.shape) if np.dtype(y.dtype).kind == "f" else None)
+    return OwnLoss(name, dict(train.fields), images, _loss(loss, (train, val), where), outputs, examples_of(train))
+
+
+def examples_of(source: Source) -> Batch:
+    """At most four samples, from the first to the last."""
+    return source.read(np.unique(np.linspace(0, len(source) - 1, 4).astype(np.int64)))
+
+
+def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
+    """Raises UserError for what is no loss of each sample."""
+    if is_torch_module(loss):
+        from hvdtrain.tasks.functions.torch_loss import of_torch_module
+
+        return of_torch_module(loss, where, sources[0].fields, lambda value: all(_never(source, value) for source in sources))
+    if not callable(loss):
+        raise UserError(f"loss is a {type(loss).__name__}", where, "a function loss(outputs, batch) -> (n,), or a loss of torch.nn")
+    return Loss(loss, {"function": getattr(loss, "__qualname__", type(loss).__qualname__)})
+
+
+def _never(source: Source, value: int) -> bool:
+    """Whether it is known that no target has this value: then every sample weighs the same."""
+    field = source.fields["y"]
+    if np.dtype(field.dtype).kind == "f" or (field.values and not 0 <= value < field.values):
+        return True
+    arrays = arrays_in_memory(source)
+    return arrays is not None and not (arrays["y"] == value).any()
+
+
+def _refuse_keys_of_classification(model: ModelConfig) -> None:
+    for key, default in (("label_smoothing", 0.0), ("loss", "cross_entropy")):
+        if getattr(model, key) != default:
+            what = f"model.{key} is of task.name=classification, and this job has a loss of its own"
+            raise UserError(what, model.where(key), f"leave model.{key} out, or loss= of hvdtrain.train()")

@@ -1,0 +1,1 @@
+"""The next token of each position of a window of tokens."""

@@ -1,0 +1,115 @@
+"""The next token of each position of a window of tokens: nats per token, perplexity, bits per token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.source import Field, Source
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.task import Part, Place, find_field
+
+_MOST = 2**26  # tokens of a window, and of a vocabulary
+_nats = ratio("loss", "tokens")
+
+
+def _perplexity(sums: Sums) -> float:
+    """exp(nats per token); infinite where that is no float64."""
+    return math.exp(nats) if (nats := _nats(sums)) < 700 else nats if math.isnan(nats) else math.inf
+
+
+@dataclass(frozen=True)
+class Language:
+    """Of a window of T + 1 tokens the first T are read, and the last T predicted, but for those that are `ignore`."""
+
+    tokens: Field  # (T + 1,), values: the vocabulary
+    ignore: int | None = None
+
+    name = "language"
+    metrics = (
+        Metric("loss", _nats, "min"),
+        Metric("perplexity", _perplexity, "min", column="ppl"),
+        Metric("bits", lambda sums: _nats(sums) / math.log(2), "min"),
+    )
+    objective = "loss"
+    sums = MappingProxyType({"loss": 0, "tokens": 0})
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {"tokens": self.tokens}
+
+    @property
+    def context(self) -> int:
+        """T"""
+        return self.tokens.shape[0] - 1
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"context": self.context, "vocabulary": self.tokens.values}
+
+    @property
+    def summary(self) -> str:
+        padding = "" if self.ignore is None else f", token {self.ignore} is padding"
+        return f"windows of {self.context:,} tokens below {self.tokens.values:,}{padding}"
+
+    @property
+    def sample_weight(self) -> int | None:
+        return self.context if self.ignore is None else None
+
+    def weight(self, batch: Batch) -> int:
+        """The tokens that are predicted."""
+        targets = batch["tokens"][:, 1:]
+        return int(targets.size if self.ignore is None else np.count_nonzero(targets != self.ignore))
+
+    def facts(self) -> dict[str, Any]:
+        return {"tokens": [self.tokens.dtype, list(self.tokens.shape), self.tokens.values], "ignore": self.ignore}
+
+    def outputs(self, samples: int) -> str:
+        return f"logits {(samples, self.context, self.tokens.values)}"
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        """A model may have more outputs than the vocabulary."""
+        return len(found) == 3 and found[:2] == (samples, self.context) and found[2] >= self.tokens.values
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.language.torch import TorchLanguage
+
+        return TorchLanguage(self.ignore, model.label_smoothing)
+
+
+def build(name: str, train: Source, val: Source, where: str, *, ignore: int | None = None) -> Language:
+    """Windows of tokens; model.label_smoothing applies.
+
+    ignore: token that is not predicted, as that of padding
+
+    Raises UserError where the data have no tokens, or the sets do not fit each other.
+    """
+    fields = [find_field(source, "tokens", name, where, "integers (T + 1,) below a vocabulary") for source in (train, val)]
+    for field in fields:
+        if len(field.shape) != 1 or field.shape[0] < 2 or not field.values or np.dtype(field.dtype).kind not in "iu":
+            raise UserError(f"tokens are {field}", where, "a row of 2 or more integers for each sample, below a vocabulary")
+    if fields[0].shape != fields[1].shape:
+        what = f"training windows have {fields[0].shape[0]} tokens, validation windows {fields[1].shape[0]}"
+        raise UserError(what, where, "both sets need windows of the same length")
+    vocabulary = max(field.values for field in fields)
+    if ignore is not None and not 0 <= ignore < vocabulary:
+        raise UserError(f"task.ignore={ignore} is no token: they are 0 to {vocabulary - 1}", where, "one of them, or leave it out")
+    return Language(fields[0]._replace(values=vocabulary), ignore)
+
+
+def restore(facts: dict[str, Any]) -> Language:
+    """The task of Language.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    dtype, (length,), vocabulary = facts["tokens"]
+    ignore = facts["ignore"]
+    if not all(type(size) is int and 1 <= size <= _MOST for size in (length - 1, vocabulary)):
+        raise ValueError("impossible windows or vocabulary")
+    if not (ignore is None or (type(ignore) is int and 0 <= ignore < vocabulary)):
+        raise ValueError("impossible ignore")
+    return Language(Field(np.dtype(dtype).name, (length,), vocabulary), ignore)

@@ -1,0 +1,1 @@
+"""Numbers to predict, one or several of each sample."""

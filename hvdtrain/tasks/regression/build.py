@@ -1,0 +1,167 @@
+"""Numbers to predict, one or several of each sample: mean squared error, mean absolute error, R2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdtrain.config.schema import ModelConfig
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.metrics import Metric, Sums, ratio
+from hvdtrain.data.source import Field, Source
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.columns import column_stats, scale
+from hvdtrain.tasks.task import NumpyPart, Part, Place, find_field
+
+Loss = Literal["squared_error", "absolute_error"]
+Objective = Literal["loss", "mse", "mae", "r2"]
+_MOST = 2**26  # numbers of a field: more than any data set has
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A field x in, the numbers of a field y out."""
+
+    x: Field
+    y: Field
+    mean: np.ndarray  # float64 (C,), over the last axis of x over the training set, of images / 255
+    std: np.ndarray  # float64 (C,), of the same; never 0
+    target_mean: np.ndarray  # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
+    loss: Loss = "squared_error"
+    objective: Objective = "loss"
+
+    name = "regression"
+    sample_weight = 1
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {"x": self.x, "y": self.y}
+
+    @property
+    def size(self) -> int:
+        """Numbers to predict of a sample."""
+        return math.prod(self.y.shape)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"shape": self.x.shape or (1,), "outputs": self.size}
+
+    @property
+    def summary(self) -> str:
+        shape = "x".join(map(str, self.x.shape)) or "1"
+        return f"{shape} {self.x.dtype}, {self.size:,} number{'s' * (self.size > 1)} to predict"
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (
+            Metric("loss", ratio("loss", "count"), "min"),
+            Metric("mse", ratio("squares", "count"), "min"),
+            Metric("mae", ratio("absolute", "count"), "min"),
+            Metric("r2", r2, "max"),
+        )
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return {"loss": 0, "squares": 0, "absolute": 0, "residual": self.size, "target": self.size, "target_square": self.size}
+
+    def weight(self, batch: Batch) -> int:
+        return len(batch["y"])
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "x": [self.x.dtype, list(self.x.shape)],
+            "y": [self.y.dtype, list(self.y.shape)],
+            "mean": self.mean.tolist(),
+            "std": self.std.tolist(),
+            "target_mean": self.target_mean.tolist(),
+            "loss": self.loss,
+            "objective": self.objective,
+        }
+
+    def outputs(self, samples: int) -> str:
+        return f"numbers ({samples}, {self.size})"
+
+    def fits(self, found: tuple[int, ...], samples: int) -> bool:
+        return found == (samples, self.size)
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.regression.torch import TorchRegression
+
+        return TorchRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.regression.jax import JaxRegression
+
+        return JaxRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+
+    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+        from hvdtrain.tasks.regression.numpy import NumpyRegression
+
+        return NumpyRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+
+    @property
+    def _scale(self) -> float:
+        return scale(self.x.dtype, self.x.shape)
+
+
+def r2(sums: Sums) -> float:
+    """1 - squared errors / squared distances of the targets from their mean, the mean over the outputs; NaN where targets are constant."""
+    residual, target, square = (np.asarray(sums[name], np.float64) for name in ("residual", "target", "target_square"))
+    if not sums["count"]:
+        return math.nan
+    spread = square - target**2 / sums["count"]
+    if not (spread > 0).all():
+        return math.nan
+    return float(np.mean(1.0 - residual / spread))
+
+
+def build(
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    *,
+    loss: Literal["squared_error", "absolute_error"] = "squared_error",
+    objective: Literal["loss", "mse", "mae", "r2"] = "loss",
+    standardize: bool = True,
+) -> Regression:
+    """From a field x of any shape to the numbers of a field y.
+
+    loss: squared_error or absolute_error, the mean over the outputs
+    objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, mse, mae (lower is better) or r2
+    standardize: inputs less their mean over the training set, over their deviation, by the last axis
+
+    Raises UserError where the data lack these fields, or the sets do not fit each other.
+    """
+    x = find_field(train, "x", name, where, "numbers of any shape")
+    y = find_field(train, "y", name, where, "the numbers to predict")
+    for field, kind in (("x", x), ("y", y)):
+        other = find_field(val, field, name, where, "as in the training set")
+        if other.shape != kind.shape or other.dtype != kind.dtype:
+            raise UserError(
+                f"{field} is {kind} in the training set, {other} in the validation set", where, "both sets need the same fields"
+            )
+    stats = column_stats(train, "x")
+    mean, std = stats if standardize else (np.zeros_like(stats.mean), np.ones_like(stats.std))
+    of_targets = column_stats(train, "y").mean  # by the last axis
+    target_mean = np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(-1)
+    return Regression(x._replace(values=0), y._replace(values=0), mean, std, target_mean, loss, objective)
+
+
+def restore(facts: dict[str, Any]) -> Regression:
+    """The task of Regression.facts(). Raises KeyError, TypeError, ValueError or OverflowError where they are missing or impossible."""
+    x, y = (Field(np.dtype(dtype).name, tuple(shape)) for dtype, shape in (facts["x"], facts["y"]))
+    if any(not all(type(size) is int and size >= 1 for size in field.shape) or math.prod(field.shape) > _MOST for field in (x, y)):
+        raise ValueError("impossible shape")
+    mean, std, target_mean = (np.array(facts[name], np.float64) for name in ("mean", "std", "target_mean"))
+    columns = x.shape[-1:] or (1,)
+    if mean.shape != columns or std.shape != columns or target_mean.shape != (math.prod(y.shape),):
+        raise ValueError("impossible mean or deviation")
+    if not np.isfinite([*mean, *target_mean]).all() or not (np.isfinite(std) & (std > 0)).all():
+        raise ValueError("impossible mean or deviation")
+    if facts["loss"] not in ("squared_error", "absolute_error") or facts["objective"] not in ("loss", "mse", "mae", "r2"):
+        raise ValueError("impossible loss or objective")
+    return Regression(x, y, mean, std, target_mean, facts["loss"], facts["objective"])

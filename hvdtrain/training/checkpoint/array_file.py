@@ -1,0 +1,85 @@
+"""Arrays as a safetensors file, which is written from where they lie in memory, with the checksum of exactly these bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from io import BufferedReader
+from typing import BinaryIO
+
+import numpy as np
+
+from hvdtrain.core.arrays import Arrays
+
+_NAMES = {  # of number types in a safetensors file
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "int64": "I64",
+    "uint64": "U64",
+    "int32": "I32",
+    "uint32": "U32",
+    "int16": "I16",
+    "uint16": "U16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()}
+_ALIGNMENT = 8  # of the first array
+PIECE_BYTES = 2**22  # that are hashed and then written, while they are in the processor's cache
+
+
+def write_arrays(file: BinaryIO, arrays: Arrays, metadata: dict[str, str] | None = None) -> str:
+    """Writes them without a second copy in memory; returns the SHA-256 of what was written, as sha256sum prints it.
+
+    Raises OSError, and ValueError for an array that the format does not have.
+    """
+    checksum = hashlib.sha256()
+    ordered = in_order(arrays)
+    for data in (memoryview(make_header(ordered, metadata)), *map(to_bytes, ordered.values())):
+        for begin in range(0, len(data), PIECE_BYTES):
+            piece = data[begin : begin + PIECE_BYTES]
+            checksum.update(piece)
+            file.write(piece)
+    return checksum.hexdigest()
+
+
+def map_arrays(file: BufferedReader) -> Arrays:
+    """Views of the arrays of a file that was checked, read-only: they count towards no limit of the process (ulimit -d)."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    tree = json.loads(file.read(length))
+    data = np.memmap(file, np.uint8, mode="r", offset=8 + length) if any(of["shape"] for of in tree.values()) else np.zeros(0, np.uint8)
+    arrays = {}
+    for name, of in tree.items():
+        if name != "__metadata__":
+            begin, end = of["data_offsets"]
+            arrays[name] = data[begin:end].view(_TYPES[of["dtype"]]).reshape(of["shape"])
+    return arrays
+
+
+def in_order(arrays: Arrays) -> Arrays:
+    """As they are in the file: each begins at a multiple of its item."""
+    return dict(sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+
+
+def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes:
+    """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64], "data_offsets": [0, 2560]}, ...}."""
+    tree: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, array in arrays.items():
+        if array.dtype.name not in _NAMES:
+            raise ValueError(f"{name} has numbers of type {array.dtype}, which safetensors does not have")
+        begin, end = end, end + array.nbytes
+        tree[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def to_bytes(array: np.ndarray) -> memoryview:
+    """Of the numbers in the order of C, low byte first; an array that has them otherwise is copied."""
+    numbers: np.ndarray = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    return numbers.reshape(-1).view(np.uint8).data

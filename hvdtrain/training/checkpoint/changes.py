@@ -1,0 +1,137 @@
+"""What a command changes in the configuration of the run that it goes on from, and which changes it has to ask for with resume=RUN."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdtrain.config import options, plugins
+from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.read import read_run_config, resolve
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, short
+from hvdtrain.events import redaction
+from hvdtrain.training.checkpoint.resume_command import further, resume_command
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.progress.triggers import stop_reason
+
+PLACE = ("run", "resume")  # where a job is, not what it is: neither saved nor compared
+
+# With other values of these a job is the same job: where it runs, how fast, what it writes. What it learns is equal up to rounding.
+_SAME_JOB = (
+    *(
+        "framework",
+        "data.root",
+        "data.stage",
+        "data.resident",
+        "data.ahead",
+        "data.readers",
+        "data.workers",
+        "data.cache",
+        "data.class_names",
+        "batch.micro",
+        "batch.evaluate",
+        "evaluate.every_steps",
+    ),
+    *("comm.engine", "comm.address", "comm.timeout_s", "comm.reduce", "comm.bucket_mb", "comm.tune", "comm.hierarchical", "comm.cycle_ms"),
+    *("comm.fusion_mb", "speed.device", "speed.channels_last", "speed.compile", "checkpoint.", "guard.", "log.", "profile."),
+)
+_SYNC_POINTS = ("log.every_steps", "checkpoint.every_steps", "evaluate.every_steps")  # where comm.local_steps averages the weights, too
+_LENGTH = ("epochs", "stop.")  # when it is over
+_FORM = "form"  # an option of lars: its momentum has the learning rate inside, or outside
+_MOST_SHOWN = 6  # changes in a message
+
+
+class Change(NamedTuple):
+    """A key that has another value than in the run's config.yaml; secrets are hidden."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"changed {self.key}: {self.before} -> {self.now}"
+
+
+def changes(run: Path, config: Config) -> list[Change]:
+    """By key. Raises UserError where the run's config.yaml cannot be read."""
+    former = resolve(list(read_run_config(run)))
+    before, after = flat(former.model_dump()), flat(config.model_dump())
+    shown_before, shown_after = redaction.redact(before), redaction.redact(after)
+    return [
+        Change(key, shown_before.get(key), shown_after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in PLACE
+    ]
+
+
+def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> None:
+    """Raises UserError where the optimizer's state in the run's checkpoints means something else to the optimizer of this job.
+
+    Two classes of torch.optim are compared where the state is loaded: one class may have several import paths.
+    """
+    changed = {key: (before, now) for key, before, now in found}
+    for key in ("optim.name", f"optim.{_FORM}"):
+        before, now = changed.get(key, (None, None))
+        if key == "optim.name" and before != now and is_dotted(before) and is_dotted(now):
+            return
+        if key != "optim.name":
+            before, now = (_default_form(config) if form is None else form for form in (before, now))
+        if before != now:
+            what = f"the checkpoint was made with {key}={before}, this job has {key}={now}: the optimizer's state would mean something else"
+            raise UserError(what, str(run), f"{key}={before}; or run=ANOTHER resume=no for a new job")
+
+
+def _default_form(config: Config) -> Any:
+    """Of the job's optimizer, where it has forms."""
+    if is_dotted(config.optim.name):
+        return None
+    field = options.options_of(plugins.find("optim", config.optim.name, config.where("optim.name"))).model_fields.get(_FORM)
+    return field and field.default
+
+
+def refuse_another_job(found: list[Change], config: Config, run: Path, now: TrainState) -> None:
+    """Raises UserError where the run's weights would stand under a configuration that they were not trained with.
+
+    That is a job that is over, with any change in what it learns or how long; and one that is not over, with a change in what it
+    learns that resume=RUN does not ask for. A secret is no such change.
+    """
+    over = stop_reason(config, now)
+    averaged = _SYNC_POINTS if config.comm.local_steps > 1 else ()
+    same = [change for change in found if _is_one_of(change.key, _SAME_JOB) and change.key not in averaged]
+    relevant = [change for change in found if change.before != change.now and change not in same]
+    learned = [change for change in relevant if not _is_one_of(change.key, _LENGTH)]
+    if over and relevant:
+        what = f"{run} is over ({over}), and nothing would be trained with the change: {_differences(relevant)}"
+        then, arguments = "train on with it", [*map(_argument, learned), *further(config, now)]
+    elif learned and config.resume in ("auto", "no"):
+        what = f"{run} holds another job: {_differences(learned)}"
+        then, arguments = f"go on from step {now.progress.step} with the change", [_argument(change) for change in relevant]
+    else:
+        return
+    fix = f"run=ANOTHER for a new job; to {then}: {resume_command(config, run, *arguments)}"
+    raise UserError(what, str(run / "config.yaml"), fix)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"data.name": ..., "model.widths": ...}"""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _is_one_of(key: str, keys: Sequence[str]) -> bool:
+    """Whether a key is one of these, or in a section of these, as "log." is one."""
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in keys)
+
+
+def _differences(found: list[Change]) -> str:
+    shown = [f"{key} is {short(before, 60)} there, {short(now, 60)} here" for key, before, now in found[:_MOST_SHOWN]]
+    return "; ".join(shown) + (f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else "")
+
+
+def _argument(change: Change) -> str:
+    return f"{change.key}={change.now if isinstance(change.now, str) else json.dumps(change.now)}"

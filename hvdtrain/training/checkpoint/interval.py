@@ -1,0 +1,119 @@
+"""checkpoint.every=auto: the time between two checkpoints that costs a job least, from what one costs and how often the job is lost."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.core.folder import Folder
+
+UNKNOWN_MTBF_S = 24 * 3600.0  # assumed before the run has told anything: counts as one fault in that time
+LONGEST_S = 24 * 3600.0  # where checkpoint.every_minutes sets no bound
+SHORTEST_S = 10.0
+SHORTEST = 10.0  # times what a checkpoint takes, the write in the background included: the disk has nine tenths of the time for others
+_TOLD = 1.5  # a line tells of an interval that has changed by so much
+
+_EVENT = re.compile(rb'\{"time": ?([0-9.]+), ?"kind": ?"(\w+)"')
+_STREAM_BYTES = 2**22
+
+
+def optimal_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Seconds of training between two checkpoints, of which each stops it for cost_s, where faults are mtbf_s apart on average.
+
+    Young 1974 (Comm. ACM 17(9)): sqrt(2 C M); with the higher order of Daly 2006 (Future Gener. Comput. Syst. 22(3), eq. 37), which is M
+    where a checkpoint costs 2 M or more.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+class Faults(NamedTuple):
+    """What a run has met so far."""
+
+    faults: int = 0
+    seconds: float = 0.0  # that its ranks have run
+
+    @property
+    def mtbf_s(self) -> float:
+        """With one fault in UNKNOWN_MTBF_S added, so that a run without faults has a value, too."""
+        return (self.seconds + UNKNOWN_MTBF_S) / (self.faults + 1)
+
+
+def faults_of(run: Path) -> Faults:
+    """Of the starts in events.jsonl: ranks that were lost, starts that failed, and starts without an end before the next one."""
+    count, seconds, open_since, last_s = 0, 0.0, math.nan, 0.0
+    try:
+        with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
+            while line := file.readline(_STREAM_BYTES):
+                match = _EVENT.match(line[max(0, line.rfind(b'{"time":')) :])
+                if match is None:
+                    continue
+                time_s, kind = float(match[1]), match[2].decode()
+                if kind == "start":
+                    count += not math.isnan(open_since)  # the one before was killed
+                    seconds += 0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)
+                    open_since = time_s
+                elif kind in ("end", "stop", "failed") and not math.isnan(open_since):
+                    count += kind == "failed"
+                    seconds += max(0.0, time_s - open_since)
+                    open_since = math.nan
+                count += kind == "lost"
+                last_s = time_s
+    except (OSError, ValueError):
+        return Faults()
+    return Faults(count, seconds + (0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)))
+
+
+class AutoInterval:
+    """Of rank 0, which decides for all ranks at a sync point.
+
+    mtbf_hours: guard.mtbf_hours; without it what the run's events tell. longest_s: checkpoint.every_minutes. A checkpoint that is not
+    written yet is taken to cost guessed_s.
+    """
+
+    def __init__(self, run: Path, mtbf_hours: float | None, longest_s: float | None, guessed_s: float) -> None:
+        self._run, self._mtbf_hours = run, mtbf_hours
+        self._longest_s = LONGEST_S if longest_s is None else longest_s
+        self._faults = Faults()
+        self._told_s = 0.0
+        self.seconds = 0.0
+        self._set(guessed_s, guessed_s)
+
+    def measured(self, pause_s: float, write_s: float) -> str:
+        """After a checkpoint for which training paused, and which a thread wrote; returns a line where the interval has changed."""
+        self._set(pause_s, pause_s + write_s)
+        changed = max(self.seconds, self._told_s) > _TOLD * min(self.seconds, self._told_s)
+        if not changed:
+            return ""
+        self._told_s = self.seconds
+        return f"checkpoint every {_text(self.seconds)}{self._bound}: it stops training for {pause_s:.3g} s, a fault every {self._why}"
+
+    def _set(self, pause_s: float, whole_s: float) -> None:
+        mtbf_s = self._mtbf_s()
+        best_s = optimal_interval_s(pause_s, mtbf_s)
+        shortest_s = max(SHORTEST_S, SHORTEST * whole_s)
+        self.seconds = min(max(best_s, shortest_s), self._longest_s)
+        self._bound = ""
+        if self.seconds == self._longest_s < best_s:
+            self._bound = " (checkpoint.every_minutes)"
+        elif self.seconds > best_s:
+            self._bound = " (the shortest)" if self.seconds == SHORTEST_S else f" ({SHORTEST:g} times what its write takes)"
+
+    def _mtbf_s(self) -> float:
+        if self._mtbf_hours is not None:
+            self._why = f"{_text(3600 * self._mtbf_hours)} (guard.mtbf_hours)"
+            return 3600 * self._mtbf_hours
+        self._faults = faults_of(self._run)
+        self._why = f"{_text(self._faults.mtbf_s)} ({self._faults.faults} so far)"
+        return self._faults.mtbf_s
+
+
+def _text(seconds: float) -> str:
+    """90 s, 12 min, 3.5 h"""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

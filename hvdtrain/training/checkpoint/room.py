@@ -1,0 +1,88 @@
+"""Room on the disk for a checkpoint: what is missing, in words, and which older checkpoint the last one of a job may replace."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint.files import Damaged
+
+NO_ROOM = "no room on the disk"
+NO_MEMORY = "out of memory"
+_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_BESIDE_ARRAYS_BYTES = 2**14  # headers, progress.json, SHA256SUMS
+
+
+def needed_bytes(array_bytes: int) -> int:
+    """Of a checkpoint with so many bytes of arrays."""
+    return array_bytes + _BESIDE_ARRAYS_BYTES
+
+
+def describe(error: OSError, run: Path, needed: int) -> str:
+    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.4 MB, 0.3 MB free"."""
+    if error.errno not in _ERRORS:
+        return f"{error.strerror or error}"
+    free = free_bytes(run)
+    quota = "" if free is None or free < needed else ", of which a quota leaves less"
+    return f"{NO_ROOM}: needs {needed / 1e6:.1f} MB" + ("" if free is None else f", {free / 1e6:.1f} MB free{quota}")
+
+
+def free_bytes(run: Path) -> int | None:
+    """On the disk of a folder; None where its file system does not tell."""
+    try:
+        usage = shutil.disk_usage(run)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+def cannot_write(error: OSError, where: str) -> UserError:
+    """The error for a run folder that does not take its first files."""
+    if error.errno in _ERRORS:
+        return UserError(f"cannot write the run folder: {NO_ROOM}", where, "make room, or give run= a folder on another disk")
+    return UserError(f"cannot write the run folder: {error}", where, "give run= a folder that can be written")
+
+
+def check_room(run: Path, needed: int) -> None:
+    """Raises UserError where a checkpoint of so many bytes does not fit beside what is there."""
+    free = free_bytes(run)
+    if free is not None and free < needed:
+        fix = "make room, or give run= a folder on another disk"
+        raise UserError(f"{NO_ROOM} for a checkpoint: needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free", str(run), fix)
+
+
+def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int | None:
+    """Removes the oldest checkpoint before the newest good one, the best ones last; returns its step.
+
+    None where nothing is removed: there is none before it, or all of them together are not enough. limit_bytes: as read_arrays().
+    """
+    older = _before_the_newest_good(run, limit_bytes)
+    free = free_bytes(run)
+    if not older or free is None or free + sum(map(_size, older)) < needed - _BESIDE_ARRAYS_BYTES:
+        return None
+    best = files.best(older, keep_best)
+    given_up = next((folder for folder in older if folder not in best), older[0])
+    files.remove(given_up)
+    return int(given_up.name.removeprefix("step-").removesuffix(files.ASIDE))
+
+
+def _before_the_newest_good(run: Path, limit_bytes: int) -> list[Path]:
+    """By step; empty where none is good."""
+    folders = files.finished(run)
+    for place in reversed(range(len(folders))):
+        try:
+            files.read_numbers(folders[place])
+            files.read_arrays(folders[place], limit_bytes, names=())  # their checksums
+            return folders[:place]
+        except Damaged:
+            continue
+    return []
+
+
+def _size(folder: Path) -> int:
+    """On the disk."""
+    return sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder))

@@ -1,0 +1,215 @@
+"""A checkpoint of which every rank writes its own byte ranges: the bytes of its files are the same for any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.pieces import Piece
+from hvdtrain.errors import Diverged
+from hvdtrain.training.checkpoint.array_file import PIECE_BYTES, in_order, make_header, to_bytes
+
+WAIT_S = 300.0  # of rank 0 for the last of the others; of the others for the folder
+LOOK_S = 0.05
+_REPORT_BYTES = 2**30  # of a rank: 120 for each stretch, and of columns each row of a matrix is one
+
+
+class Range(NamedTuple):
+    """Bytes begin ... end - 1 of a file, with the SHA-256 of what was in memory."""
+
+    file: str
+    begin: int
+    end: int
+    checksum: str
+
+
+class Layout:
+    """Where the numbers of each array lie: known to every rank from the names, shapes and dtypes alone."""
+
+    def __init__(self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str]) -> None:
+        self.headers: dict[str, bytes] = {}
+        self.sizes: dict[str, int] = {}  # of the files, in bytes
+        self._begins: dict[str, int] = {}
+        self._file_of = file_of
+        self.names = [piece.name for piece in pieces]
+        for file in files:
+            ordered = in_order({p.name: np.broadcast_to(np.empty((), p.array.dtype), p.shape) for p in pieces if file_of(p.name) == file})
+            self.headers[file] = make_header(ordered)
+            end = len(self.headers[file])
+            for name, array in ordered.items():
+                self._begins[name], end = end, end + array.nbytes
+            self.sizes[file] = end
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def file(self, piece: Piece) -> str:
+        return self._file_of(piece.name)
+
+    def places(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+        """Where the bytes of each stretch of a piece begin in its file, and the bytes."""
+        data, size, done = to_bytes(piece.array), piece.array.itemsize, 0
+        for first, behind in piece.runs():
+            length = (behind - first) * size
+            yield self._begins[piece.name] + first * size, data[done : done + length]
+            done += length
+
+
+class Parts:
+    """What one rank writes of a checkpoint: a host copy of its own pieces."""
+
+    def __init__(self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str], rank: int) -> None:
+        self.rank = rank
+        self.layout = Layout(pieces, files, file_of)
+        self._own = [piece._replace(array=piece.array.copy()) for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
+
+    def check_finite(self) -> None:
+        """Raises Diverged where a weight or optimizer state is not finite."""
+        for piece in self._own:
+            if not piece.name.startswith("b.") and piece.array.dtype.kind == "f" and not np.isfinite(piece.array).all():
+                raise Diverged(f"{piece.name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+
+    def write(self, folder: Folder) -> list[Range]:
+        """Writes them into the files of the folder, which have their sizes. Raises OSError."""
+        ranges = []
+        for file in self.layout.sizes:
+            with folder.update(file) as opened:
+                for piece in self._own:
+                    if self.layout.file(piece) == file:
+                        ranges += [_write(opened.fileno(), file, begin, data) for begin, data in self.layout.places(piece)]
+                os.fsync(opened.fileno())
+        return ranges
+
+
+def _write(handle: int, file: str, begin: int, data: memoryview) -> Range:
+    checksum, end = hashlib.sha256(), begin
+    while data:
+        piece = data[:PIECE_BYTES]
+        checksum.update(piece)
+        while piece:
+            written = os.pwrite(handle, piece, end)
+            piece, end = piece[written:], end + written
+        data = data[PIECE_BYTES:]
+    return Range(file, begin, end, checksum.hexdigest())
+
+
+def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], bool]) -> None:
+    """On a rank other than 0, in a thread: writes this rank's part of a checkpoint into the folder that rank 0 makes, and a report.
+
+    is_over: whether nobody waits for it any more.
+    """
+    folder = _wait_for_folder(run, unfinished, is_over)
+    if folder is None:
+        return
+    report: dict[str, Any]
+    with folder:
+        try:
+            parts.check_finite()
+            report = {"ranges": parts.write(folder)}
+        except Diverged as error:
+            report = {"diverged": error.what}
+        except OSError as error:
+            report = {"errno": error.errno, "failure": error.strerror or str(error)}
+        try:
+            folder.replace(_report(parts.rank), json.dumps(report).encode())
+        except OSError:  # rank 0 gives up in time
+            return
+
+
+def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) -> Folder | None:
+    began_s = time.monotonic()
+    while not is_over() and time.monotonic() - began_s < WAIT_S:
+        try:
+            return Folder.open(run, "checkpoints", unfinished)
+        except FileNotFoundError:
+            time.sleep(LOOK_S)
+    return None
+
+
+class WrittenByAll:
+    """On rank 0: the arrays of a checkpoint as files.write() takes them."""
+
+    def __init__(self, parts: Parts, ranks: Sequence[int], hosts: Sequence[str], unfinished: str) -> None:
+        """ranks: the others, which write, too."""
+        self.unfinished = unfinished
+        self._parts, self._ranks, self._hosts = parts, ranks, hosts
+
+    @property
+    def nbytes(self) -> int:
+        return self._parts.layout.nbytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts.layout.names)
+
+    def prepare(self, folder: Folder) -> None:
+        """Makes the files in their sizes, before the folder has the name that the others wait for."""
+        for file, header in self._parts.layout.headers.items():
+            with folder.create(file) as opened:
+                opened.write(header)
+                opened.truncate(self._parts.layout.sizes[file])
+
+    def fill(self, folder: Folder) -> dict[str, str]:
+        """Returns once all ranks have written and it is all on the disk: the SHA-256 of each file, by the bytes that were in memory.
+
+        Raises OSError where a rank cannot write or does not report in time, Diverged where it has a number that is not finite.
+        """
+        self._parts.check_finite()
+        ranges = self._parts.write(folder)
+        for rank in self._ranks:
+            ranges += self._wait_for(folder, rank)
+        checksums = {file: self._checked(folder, file, [of for of in ranges if of.file == file]) for file in self._parts.layout.sizes}
+        for rank in self._ranks:
+            folder.remove(_report(rank))
+        return checksums
+
+    def _wait_for(self, folder: Folder, rank: int) -> list[Range]:
+        began_s = time.monotonic()
+        while True:
+            try:
+                report = json.loads(folder.read(_report(rank), _REPORT_BYTES))
+                break
+            except FileNotFoundError:
+                if time.monotonic() - began_s > WAIT_S:
+                    raise OSError(None, f"rank {rank} on {self._hosts[rank]} did not write its part within {WAIT_S:.0f} s") from None
+                time.sleep(LOOK_S)
+        if "diverged" in report:
+            raise Diverged(report["diverged"], "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
+        if "failure" in report:
+            raise OSError(report["errno"], f"{report['failure']} (rank {rank} on {self._hosts[rank]})")
+        return [Range(*each) for each in report["ranges"]]
+
+    def _checked(self, folder: Folder, file: str, ranges: list[Range]) -> str:
+        """The SHA-256 of a file. Raises OSError where a range is not what its rank had in memory, or nobody wrote it."""
+        header = self._parts.layout.headers[file]
+        ranges = [Range(file, 0, len(header), hashlib.sha256(header).hexdigest()), *sorted(ranges)]
+        whole, end = hashlib.sha256(), 0
+        with folder.open_file(file) as opened:
+            for each in ranges:
+                if each.begin != end:
+                    raise OSError(None, f"bytes {min(end, each.begin)} to {max(end, each.begin)} of {file} were not written by one rank")
+                part = hashlib.sha256()
+                while end < each.end:
+                    data = opened.read(min(PIECE_BYTES, each.end - end))
+                    if not data:
+                        break
+                    whole.update(data)
+                    part.update(data)
+                    end += len(data)
+                if end != each.end or part.hexdigest() != each.checksum:
+                    raise OSError(None, f"bytes {each.begin} to {each.end} of {file} are not what was written")
+        if end != self._parts.layout.sizes[file]:
+            raise OSError(None, f"bytes {end} to {self._parts.layout.sizes[file]} of {file} were not written")
+        return whole.hexdigest()
+
+
+def _report(rank: int) -> str:
+    return f"rank-{rank:05d}.json"

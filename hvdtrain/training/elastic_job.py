@@ -1,0 +1,130 @@
+"""The one place where the loss of a rank is caught: the living ranks go on as a smaller job, from the newest sync point."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from hvdtrain.comm.communicator import Communicator, Elastic, elastic
+from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import LOST, UserError
+from hvdtrain.training.health.stall_report import ranks_summary
+from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.job import Job, on_other_ranks
+from hvdtrain.training.memory_copy import MemoryCopy
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.successor import Successor
+
+T = TypeVar("T")
+
+
+def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | None:
+    """The communicator, where this job outlives the loss of a rank. Every rank calls it.
+
+    Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with restart the job then ends without a last
+    checkpoint, and so it does where ranks have parts of the state.
+    """
+    in_parts = config.shard.stage > 0 or config.parallel.cuts
+    if config.guard.lost == "stop" or communicator.size == 1 or in_parts:
+        return None
+    try:
+        ranks = elastic(communicator, config.where("guard.lost"))
+        ranks.be_ready_to_shrink()
+    except UserError:
+        if config.guard.lost == "shrink":
+            raise
+        return None
+    return ranks
+
+
+class Loss(NamedTuple):
+    """What a loss costs."""
+
+    ranks: list[int]  # as the launcher numbered them
+    hosts: list[str]
+    step: int  # that a living rank had come to
+    detect_s: float  # on this rank, from the error of a collective until every living rank knew of it
+    go_on_s: float  # from the same error until training goes on
+
+
+class ElasticJob:
+    """The job of this rank, which changes when ranks are lost."""
+
+    def __init__(self, job: Job, ranks: Elastic | None, successor: Successor, watchdog: Watchdog | None, now: TrainState) -> None:
+        """ranks: of ready_for_losses(). Every rank calls it, in the state `now`."""
+        self.job = job
+        self._ranks, self._successor, self._watchdog = ranks, successor, watchdog
+        self._hosts = list(job.hosts)  # by the numbers of the launcher
+        if ranks is not None:
+            job.memory_copy = MemoryCopy(job.learner, now)
+            successor.share_lock(job.communicator)
+
+    def run(self, work: Callable[[Job, TrainState], T], now: TrainState) -> T:
+        """What work(job, state) returns. It is called again, from the newest sync point, where ranks are lost meanwhile."""
+        while True:
+            try:
+                return work(self.job, now)
+            except Exception as error:
+                if self._ranks is None or not self._ranks.is_loss(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # collectives of the step that failed: their connections stay open with them
+            now = self._go_on(self._ranks)
+
+    def _go_on(self, ranks: Elastic) -> TrainState:
+        """The state of the newest sync point, on every living rank."""
+        began_s, job, lost = time.perf_counter(), self.job, list[int]()
+        step = job.heartbeat.step
+        while True:
+            try:
+                job.heartbeat.beat("going on without lost ranks", job.heartbeat.epoch, step)
+                lost += ranks.shrink()
+                detect_s = time.perf_counter() - began_s
+                now = self._restore(ranks)
+                steps = job.communicator.allgather_object(step)
+                break
+            except Exception as error:
+                if not ranks.is_loss(error):
+                    raise
+        loss = Loss(lost, [self._hosts[rank] for rank in lost], max(steps), detect_s, time.perf_counter() - began_s)
+        self._tell(loss, now)
+        return now
+
+    def _restore(self, ranks: Elastic) -> TrainState:
+        """Everything that depends on which ranks there are. A collective."""
+        job = self.job
+        assert job.memory_copy is not None
+        if self._watchdog is not None:
+            self._watchdog.attach(ranks)
+        job.warnings.renumber(ranks.rank, ranks.size)
+        job.prefetcher.discard()
+        job.learner.stopwatch.read()
+        now = job.memory_copy.restore(ranks)
+        on_rank_0_only(ranks, lambda: self._successor.take_over(job, now))
+        self._successor.share_lock(ranks)
+        self.job = on_other_ranks(job, now)
+        return now
+
+    def _tell(self, loss: Loss, now: TrainState) -> None:
+        job, p = self.job, now.progress
+        again = loss.step - p.step
+        who = f"{ranks_summary(loss.ranks)} on {', '.join(dict.fromkeys(loss.hosts))}"
+        then = f"{job.communicator.size} go on"
+        if job.config.guard.lost == "restart":
+            then = "the job ends, to be started again (guard.lost=restart)"
+            job.health.stop_request, job.health.stop_code = f"{who} lost", LOST
+        line = f"lost    {who}, after step {loss.step}: {then} from step {p.step}, after {loss.go_on_s:.3g} s"
+        job.log.emit(
+            "lost",
+            p.step,
+            ranks=loss.ranks,
+            hosts=loss.hosts,
+            left=job.communicator.size,
+            detect_s=round(loss.detect_s, 6),
+            go_on_s=round(loss.go_on_s, 6),
+            steps_lost=again,
+            evaluated=now.evaluated,
+            lines=[line],
+        )

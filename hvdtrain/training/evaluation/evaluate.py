@@ -1,0 +1,108 @@
+"""The metrics of a model on a data set, and of classes what it takes each for: exact sums over all ranks, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.config.schema import Config
+from hvdtrain.core.metrics import Sums, add_sums, zero_sums
+from hvdtrain.data.sampler import evaluation_batches
+from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.frameworks.learner import Learner, Predictions
+from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.input.prefetch import device_batches, read_ahead_of
+
+MOST_CONFUSED = 1000  # classes of a confusion matrix: 8 MB that are reduced over ranks
+
+
+class ClassCounts(NamedTuple):
+    """Over all samples of a data set of classes, the same on all ranks."""
+
+    samples: np.ndarray  # int64 (classes,), how many there are of each class
+    right: np.ndarray  # int64 (classes,), and how many of them the model says
+    confusion: np.ndarray | None  # int64 (classes, classes), [label, what the model says]; None for more than MOST_CONFUSED classes
+
+
+class Evaluation(NamedTuple):
+    """Over all samples of a data set, the same on all ranks."""
+
+    samples: int
+    metrics: dict[str, float]  # of the task, by name
+    classes: ClassCounts | None  # of task.name=classification
+
+
+def evaluate(config: Config, learner: Learner, source: Source, task: Task, communicator: Communicator, heartbeat: Heartbeat) -> Evaluation:
+    """Evaluates every sample of `source` once. Every rank calls it."""
+    sums, counter = zero_sums(task.sums), None
+    if isinstance(task, Classification) and isinstance(source, LabelledImages):
+        counter = _ClassCounter(task.classes)
+    for indices, predictions in predict(config, learner, source, communicator, heartbeat):
+        sums = add_sums(sums, predictions.sums)
+        if counter is not None and isinstance(source, LabelledImages):
+            counter.add(source.labels()[indices], predictions.outputs.argmax(1))
+    counts = counter.counts() if counter is not None else {}
+    total = allreduce_sums(communicator, sums | counts, "evaluation.sums", task.sums)
+    assert total["count"] == len(source), (total["count"], len(source))
+    return Evaluation(
+        len(source),
+        {metric.name: metric.of(total) for metric in task.metrics},
+        None if counter is None else counter.of_all_ranks(total),
+    )
+
+
+class _ClassCounter:
+    """How often this rank's samples of each class are taken for which class."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.samples, self.right = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+        self.confusion = np.zeros((classes, classes), np.int64) if classes <= MOST_CONFUSED else None
+
+    def add(self, labels: np.ndarray, said: np.ndarray) -> None:
+        self.samples += np.bincount(labels, minlength=self.classes)
+        self.right += np.bincount(labels[labels == said], minlength=self.classes)
+        if self.confusion is not None:
+            known = said < self.classes  # a model may have more outputs than there are classes
+            np.add.at(self.confusion, (labels[known], said[known]), 1)
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """To add up over ranks, float64 (n,) each."""
+        counts = {"classes.samples": self.samples, "classes.right": self.right}
+        counts |= {} if self.confusion is None else {"classes.confusion": self.confusion.ravel()}
+        return {name: array.astype(np.float64) for name, array in counts.items()}
+
+    def of_all_ranks(self, total: Sums) -> ClassCounts:
+        """From the sums of counts()."""
+        whole = {name: np.rint(total[name]).astype(np.int64) for name in self.counts()}  # exact: float64 has whole numbers up to 2**53
+        confusion = None if self.confusion is None else whole["classes.confusion"].reshape(self.classes, self.classes)
+        return ClassCounts(whole["classes.samples"], whole["classes.right"], confusion)
+
+
+def predict(
+    config: Config, learner: Learner, source: Source, communicator: Communicator, heartbeat: Heartbeat
+) -> Iterator[tuple[np.ndarray, Predictions]]:
+    """This rank's share of the samples, in order: the indices of a batch, int64 (n,), and what the model says about it.
+
+    A collective where the learner is sharded: then the model is called for an empty batch too, which is not yielded.
+    """
+    ahead, readers = read_ahead_of(config.data, source, communicator.local_size)
+    batches = evaluation_batches(len(source), config.batch.evaluate, communicator.rank, communicator.size)
+    pool = ThreadPoolExecutor(readers, "hvdtrain-reader") if ahead else None
+    try:
+        for indices, batch in zip(batches, device_batches(source, batches, learner, pool, ahead), strict=True):
+            heartbeat.beat("evaluation", 0, 0)
+            if batch is not None:
+                predictions = learner.predict(batch)
+                if len(indices):
+                    yield indices, predictions
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,75 @@
+"""What hvdtrain.train() is given as objects, as the configuration and the job take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.config.given import Given, name_of
+from hvdtrain.config.schema import Config
+from hvdtrain.data.source import Source, Split
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.functions.loss import OwnLoss, examples_of, own_loss
+from hvdtrain.tasks.functions.measured import measured
+from hvdtrain.tasks.functions.own_metric import read_metrics
+from hvdtrain.tasks.functions.sample_loss import is_torch_module
+from hvdtrain.tasks.task import Task
+
+Makers = Mapping[str, Given]  # by section
+
+
+def given_model(model: Any) -> Given:
+    """A torch module, a pair (init, apply) of JAX, or a function without a name to import. Raises UserError for all else."""
+    if is_torch_module(model):
+        from hvdtrain.frameworks.torch.given_model import GivenModel
+
+        return Given(name_of(model), GivenModel(model), {"model": model})
+    if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
+        return Given(name_of(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
+    if callable(model):
+        return Given(name_of(model), model, {"model": model})
+    what = f"model is a {type(model).__name__}"
+    raise UserError(what, "hvdtrain.train()", "a torch.nn.Module, its class, a function that makes it, or a pair (init, apply) of JAX")
+
+
+def given_data(train: Any, val: Any) -> Given:
+    """Two sets, or one that data.val_share divides."""
+
+    def of(split: Split) -> Any:
+        found = train if split == "train" else val
+        if found is None:
+            fix = "val_data= of the same kind, or data.val_share=0.1"
+            raise UserError("val_data is missing", "hvdtrain.train()", fix)
+        return found
+
+    if train is None:
+        raise UserError("val_data without train_data", "hvdtrain.train()", "both")
+    return Given(name_of(train), of, {"train_data": type(train), "val_data": type(val)})
+
+
+def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | None) -> Given:
+    """A loss, whose task has the name of its function; or metrics alone, of the task that task.name means."""
+    own = read_metrics(metrics)
+    objects = {f"metric {name}": one.function for name, one in own.items()} | {f"metric {name}, of": one.of for name, one in own.items()}
+
+    def with_metrics(task: Task, train: Source) -> Task:
+        examples = task.examples if isinstance(task, OwnLoss) else examples_of(train)
+        return measured(task, own, objective, examples)
+
+    if loss is None:
+        return Given(None, with_metrics, objects)
+
+    def task(train: Source, val: Source, outputs: int | None = None) -> Task:
+        return with_metrics(own_loss(name, train, val, "hvdtrain.train(), loss", loss, outputs), train)
+
+    name = name_of(loss)
+    return Given(name, task, {"loss": loss, **objects})
+
+
+def with_given(config: Config, given: Makers) -> Config:
+    """The configuration of a job whose script gives these objects. Raises UserError where it says otherwise."""
+    if "data" in given and config.data.val_share is not None and given["data"].objects["val_data"] is not type(None):
+        what = f"val_data and data.val_share={config.data.val_share:g} are both given"
+        raise UserError(what, config.where("data.val_share"), "one of them")
+    sections = {section: getattr(config, section).with_given(one) for section, one in given.items()}
+    return config.replace(**sections)

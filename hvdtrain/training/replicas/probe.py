@@ -1,0 +1,106 @@
+"""Whether the model gives the same outputs on all ranks: its loss for one fixed batch, before the first step and at the first sync point.
+
+It finds what no digest of weights shows: a forward that reads another file, another library or the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import BatchConfig, Config
+from hvdtrain.core.arrays import Batch
+from hvdtrain.core.seeds import fold
+from hvdtrain.data.source import Field
+from hvdtrain.errors import Diverged
+from hvdtrain.frameworks.learner import Learner
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.replicas.compare import describe_minority
+
+# Relative difference of the loss that is taken as rounding: ranks may have other GPUs, cores or numbers of threads. TensorFloat-32, which
+# one GPU has and another has not, is worth 1e-3; bfloat16 keeps 8 bits.
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-3}
+_TOLERANCE_16 = 2e-2
+_SAMPLES = 8  # at most; fewer where a pass of the job has fewer, so that the probe takes no more memory than training
+_VALUES = 2**24  # of a field, at most
+_FIX = "give every rank the same model: its code and the files, variables and libraries that its forward uses must not differ"
+
+
+class Probe:
+    """A fixed batch for the model of a job; without speed.compile, whose kernels for another shape could change those of training."""
+
+    def __init__(self, config: Config, task: Task) -> None:
+        self._task = task
+        self._tolerance = TOLERANCE.get(config.speed.precision, _TOLERANCE_16)
+        has_parts = config.parallel.ranks > 1  # of one model: not each of the ranks has its outputs
+        self._off = config.speed.compile != "none" or not config.guard.equal_steps or has_parts
+        self._batch = config.batch
+
+    def compare(self, communicator: Communicator, learner: Learner, hosts: Sequence[str], when: str) -> None:
+        """A collective. Raises the same Diverged on all ranks where the losses differ by more than rounding.
+
+        The model is called twice, in evaluation mode: losses that draw random numbers there are not compared.
+        """
+        if self._off or communicator.size == 1:
+            return
+        batch = probe_batch(self._task, largest_pass(self._batch, communicator.size))
+        own = np.array([[_loss(learner, batch), _loss(learner, batch)]])
+        of_all = communicator.allgather(own, "probe")  # (ranks, 2)
+        if not np.array_equal(of_all[:, 0], of_all[:, 1], equal_nan=True):
+            return
+        groups = group_close(of_all[:, 0].tolist(), self._tolerance)
+        if len(set(groups)) > 1:
+            minority = describe_minority(groups, hosts)
+            usual, other = (of_all[ranks[0], 0] for ranks in (minority.majority, minority.ranks))
+            what = f"the model gives other outputs on some ranks {when}: its loss for a fixed batch is {usual:.9g} on "
+            what += f"rank {minority.majority[0]}, {other:.9g} on rank {minority.ranks[0]}"
+            raise Diverged(what, minority.where, _FIX)
+
+
+def largest_pass(batch: BatchConfig, ranks: int) -> int:
+    """Samples of a forward pass of a rank."""
+    micro = batch.micro if isinstance(batch.micro, int) else batch.size
+    return min(batch.evaluate, micro, -(-batch.size // ranks))
+
+
+def _loss(learner: Learner, batch: Batch) -> float:
+    return float(learner.evaluate(learner.to_device(batch))["loss"])
+
+
+def probe_batch(task: Task, most: int = _SAMPLES) -> Batch:
+    """Random numbers, made of counters; labels are 0, so that the loss shows each image's logits and not only their mean.
+
+    Of a task with functions of the user's own, which may take no others, samples of the data.
+    """
+    if hasattr(task, "examples"):
+        return dict(task.examples)
+    largest = max(math.prod(field.shape) for field in task.fields.values())
+    samples = max(1, min(_SAMPLES, most, _VALUES // largest))
+    return {name: _probe_field(field, samples) for name, field in task.fields.items()}
+
+
+def _probe_field(field: Field, samples: int) -> np.ndarray:
+    """(samples, *shape): bytes; integers of its range, 0 where a sample has one; floats of -1 to 1."""
+    values, dtype = samples * math.prod(field.shape), np.dtype(field.dtype)
+    if dtype == np.uint8 and not field.values:
+        words = fold(np.arange(-(-values // 8), dtype=np.uint64)).astype("<u8")
+        return words.view(np.uint8)[:values].reshape(samples, *field.shape)
+    words = fold(np.arange(values, dtype=np.uint64)).reshape(samples, *field.shape)
+    if dtype.kind == "f":
+        return ((words >> np.uint64(40)).astype(np.float64) / 2**23 - 1.0).astype(dtype)
+    return (words % np.uint64(field.values or 2) * np.uint64(bool(field.shape))).astype(dtype)
+
+
+def group_close(losses: Sequence[float], tolerance: float) -> list[int]:
+    """For each rank 0 where its loss is that of most ranks, else a number of its own or of equal ones; no number equals no number."""
+    values = np.array(losses)
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        close = np.abs(values[:, None] - values) <= tolerance * np.abs(values)  # (ranks, ranks)
+    close |= ~finite[:, None] & ~finite
+    usual = close[int(close.sum(1).argmax())]
+    _, numbers = np.unique(np.where(finite, values, np.inf), return_inverse=True)
+    return np.where(usual, 0, numbers + 1).tolist()

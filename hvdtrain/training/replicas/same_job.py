@@ -1,0 +1,75 @@
+"""Whether every rank runs the same job, compared before the first step: versions, code, environment, configuration and data."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, short
+from hvdtrain.events import redaction
+from hvdtrain.training.replicas import software
+from hvdtrain.training.replicas.compare import describe_minority
+from hvdtrain.training.replicas.given_objects import object_digests
+from hvdtrain.training.replicas.user_code import module_digests, named_modules
+
+Facts = dict[str, dict[str, Any]]  # kind, a key of software.FIXES -> name of a fact -> its value
+
+
+def facts(config: Config, data: dict[str, Any], engine: str) -> Facts:
+    """What must be equal on all ranks, by kind and by the name that a message gives it. Reads no clock and asks no other rank.
+
+    data: the facts of that kind.
+    """
+    packages = {"numpy": None, **dict.fromkeys((*software.USED_BY[config.framework], *software.USED_BY[engine]))}
+    modules = module_digests(named_modules(config))
+    return {
+        "versions": {f"the version of {name}": version for name, version in software.versions(packages).items()},
+        "code": {"hvdtrain's code": software.digest(software.code_digests())}
+        | {f"the code of {module}": code for module, code in modules.items()},
+        "objects": object_digests(config),
+        "environment": software.variables(os.environ),
+        "configuration": by_key(config),
+        "data": data,
+    }
+
+
+def by_key(config: Config) -> dict[str, Any]:
+    """ "batch.size" -> 64, for every key of the configuration."""
+    values: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return values
+
+
+def check_same_facts(communicator: Communicator, facts: Facts) -> None:
+    """Compares the facts of all ranks. A collective; raises the same UserError on all ranks where one differs."""
+    of_all = communicator.allgather_object((socket.gethostname(), facts))
+    hosts = [host for host, _ in of_all]
+    first: tuple[str, str, list[str | None]] | None = None
+    others = 0
+    for kind in facts:
+        for name in dict.fromkeys(name for _, theirs in of_all for name in theirs.get(kind, {})):
+            values = [_text(theirs, kind, name) for _, theirs in of_all]
+            if len(set(values)) > 1:
+                others += first is not None
+                first = first or (kind, name, values)
+    if first is None:
+        return
+    kind, name, values = first
+    minority = describe_minority(values, hosts)
+    more = f"; {others} more differ" if others else ""
+    what = f"{name} differs between ranks: {_shown(name, minority.usual)} on rank {minority.majority[0]}, "
+    raise UserError(f"{what}{_shown(name, minority.value)} on rank {minority.ranks[0]}{more}", minority.where, software.FIXES[kind])
+
+
+def _text(theirs: Facts, kind: str, name: str) -> str | None:
+    value = theirs.get(kind, {}).get(name)
+    return None if value is None else str(value)
+
+
+def _shown(name: str, value: str | None) -> str:
+    """As a message shows it; a secret of the configuration stays one."""
+    return "nothing" if value is None else short(redaction.redact({name: value})[name])

@@ -1,0 +1,291 @@
+"""The lock of a run folder: taken by rank 0 before it reads a checkpoint, kept alive by a thread, looked at with every event."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from hvdtrain.core.folder import Folder, WrongKind
+from hvdtrain.errors import UserError
+from hvdtrain.events.terminal import warn
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.signals import Signals
+from hvdtrain.training.run_lock.holder import LENGTH, Holder, from_bytes, is_gone, this_process, to_bytes
+from hvdtrain.training.run_lock.lost import GONE, UNWRITABLE, lost_folder, unwritable_folder
+
+LOCK = "lock.json"
+BEAT_S = 5.0  # between two signs of life
+STALE_S = 60.0  # without one, after which a process that cannot be seen from here counts as gone
+WAIT_S = 300.0  # for a job that writes its last checkpoint, and for signs of life
+LOOK_S = 0.2  # between two looks at the lock of another
+CLAIM_S = 3.0  # after which a process that removes a lock counts as gone
+SAY_S = 30.0  # between two lines that tell of the waiting
+
+
+class Sign(NamedTuple):
+    """What was seen of the holder of a lock up to now."""
+
+    holder: Holder
+    alive: bool | None  # None while that is not known
+    silent_s: float  # that nothing changed
+
+
+class Watch:
+    """Looks at a lock from time to time: whether its holder lives, by its process where that can be seen, else by its signs of life.
+
+    No clocks of two hosts are compared: a sign of life is a change of the file.
+    """
+
+    def __init__(self, stale_s: float = STALE_S) -> None:
+        self._stale_s = stale_s
+        self._seen: Holder | None = None
+        self._since_s = 0.0
+        self._signs = 0
+
+    def look(self, holder: Holder) -> Sign:
+        now_s = time.monotonic()
+        if self._seen is None or holder != self._seen:
+            self._signs = self._signs + 1 if self._seen is not None and holder.token == self._seen.token else 0
+            self._seen, self._since_s = holder, now_s
+        silent_s = now_s - self._since_s
+        gone = is_gone(holder)
+        if gone is None and silent_s > self._stale_s:
+            gone = True
+        elif gone is None and self._signs:
+            gone = False
+        return Sign(holder, None if gone is None else not gone, silent_s)
+
+
+class RunLock:
+    """A context manager, which gives the lock back. Only rank 0 acquires it; without that all methods do nothing.
+
+    start_s: guard.start_s, for which the other ranks wait; stale_s: STALE_S.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, signals: Signals, start_s: float | None = None, stale_s: float = STALE_S) -> None:
+        self._heartbeat, self._signals, self._stale_s = heartbeat, signals, stale_s
+        self._wait_s = WAIT_S if start_s is None else min(WAIT_S, start_s / 2)
+        self._folder: Folder | None = None  # open while the lock is held
+        self._run = Path()
+        self._mine = this_process()
+        self._writing = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def acquire(self, run: Path) -> list[str]:
+        """Takes the lock of an existing run folder; returns lines for the user. Raises OSError where that cannot be written.
+
+        Raises UserError where a living job has it. One that writes its last checkpoint is waited for, and one that cannot be seen
+        until it shows a sign of life; one that is gone loses its lock.
+        """
+        return self._acquire(run, "")
+
+    def take_over(self, run: Path, token: str) -> None:
+        """As acquire(), after the loss of the rank that had the lock with this token: it is gone, wherever it ran."""
+        self._acquire(run, token)
+
+    @property
+    def token(self) -> str:
+        """By which another rank may take the lock over."""
+        return self._mine.token
+
+    def _acquire(self, run: Path, gone: str) -> list[str]:
+        folder, notes = Folder.open(run), list[str]()
+        try:
+            waiting = Waiting(run, self._wait_s, self._stale_s)
+            while not self._create(folder):
+                holder = read_holder(folder)
+                if holder is not None and holder.token == gone:
+                    remove_lock(folder, gone)
+                    continue
+                self._heartbeat.beat("waiting for the run folder", 0, 0)
+                if holder is not None and waiting.is_gone(holder) and remove_lock(folder, holder.token):
+                    notes.append(f"the lock of a job that ended without giving it back is taken over: {holder}")
+        except BaseException:
+            folder.close()
+            raise
+        self._folder, self._run = folder, run
+        self._thread = threading.Thread(target=self._stay_alive, name="run lock", daemon=True)
+        self._thread.start()
+        return notes
+
+    def ending(self) -> None:
+        """The job writes its last checkpoint now: the next one may wait for it."""
+        self._write(ending=True)
+
+    def check(self) -> None:
+        """Raises UserError where this job has lost the run folder that it has locked: deleted, renamed, or taken by another job."""
+        if self._folder is None:
+            return
+        try:
+            with self._writing, Folder.open(self._run) as now:  # not while it is written
+                holder = read_holder(now)
+        except OSError as error:
+            if error.errno in GONE or isinstance(error, WrongKind):
+                raise lost_folder(self._run, self._folder) from None
+            return  # such as no more open files: what is written next will tell
+        if holder is None or holder.token != self._mine.token:
+            raise lost_folder(self._run, self._folder, holder)
+
+    def open(self, run: Path) -> Folder:
+        """The run folder. Once it is locked, that very folder: what takes its path after the look at it gets no file.
+
+        Raises what check() raises, and OSError.
+        """
+        self.check()
+        with self._writing:
+            return self._folder.again() if self._folder else Folder.open(run)
+
+    def refuse(self, error: OSError) -> None:
+        """After a write into the run folder that failed: raises UserError where the next one would fail, too."""
+        if self._folder is not None and error.errno in (*GONE, *UNWRITABLE):
+            self.check()
+            raise unwritable_folder(self._run, error)
+
+    def release(self) -> None:
+        """Gives the lock back; a second call does nothing. From any thread."""
+        self._over.set()
+        with self._writing:
+            folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        with folder, contextlib.suppress(OSError):
+            remove_lock(folder, self._mine.token)
+
+    def _create(self, folder: Folder) -> bool:
+        """Raises OSError where the folder cannot be written or has no room."""
+        try:
+            file = folder.create(LOCK)
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(to_bytes(self._mine))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # a full disk
+            folder.remove(LOCK)
+            raise
+        return True
+
+    def _stay_alive(self) -> None:
+        """A thread of its own: on a file system that hangs, the watchdog has to go on."""
+        written_s = time.monotonic()
+        while not self._over.wait(1.0):
+            ending = bool(self._signals.received) and not self._mine.ending
+            if ending or time.monotonic() - written_s >= BEAT_S:
+                self._write(ending=ending)
+                written_s = time.monotonic()
+
+    def _write(self, *, ending: bool) -> None:
+        """The file as it is now, where it is still mine; a file system that does not take it is found with the next event."""
+        with self._writing:
+            if self._folder is None:
+                return
+            self._mine = self._mine._replace(beats=self._mine.beats + 1, ending=self._mine.ending or ending)
+            with contextlib.suppress(OSError), self._folder.update(LOCK) as file:
+                if from_bytes(file.read(LENGTH)).token == self._mine.token:  # of this very file: another job's is another file
+                    file.seek(0)
+                    file.write(to_bytes(self._mine))
+
+
+class Waiting:
+    """A job that finds the lock of another: whether it waits on, takes the lock over, or is refused."""
+
+    def __init__(self, run: Path, wait_s: float, stale_s: float) -> None:
+        self._run, self._wait_s, self._stale_s = run, wait_s, stale_s
+        self._watch = Watch(stale_s)
+        self._began_s = time.monotonic()
+        self._said_s = -SAY_S
+
+    def is_gone(self, holder: Holder) -> bool:
+        """Whether the holder has left its lock behind; waits a moment where it may give it back. Raises UserError where it will not."""
+        sign = self._watch.look(holder)
+        waited_s = time.monotonic() - self._began_s
+        if sign.alive is False:
+            return True
+        if (sign.alive and not holder.ending) or waited_s > self._wait_s:
+            raise in_use(self._run, sign)
+        if waited_s - self._said_s >= SAY_S and waited_s > 2 * LOOK_S:
+            self._said_s = waited_s
+            why = f"which ends: this job waits for its last checkpoint ({waited_s:.0f} of {self._wait_s:.0f} s)"
+            if sign.alive is None:
+                why = f"not seen from here: no sign of life for {sign.silent_s:.0f} s, after {self._stale_s:.0f} s it counts as gone"
+            warn(f"{self._run} belongs to {holder}, {why}")
+        time.sleep(LOOK_S)
+        return False
+
+
+def find_holder(run: Path, look_s: float) -> Sign | None:
+    """Who has a run folder; None for nobody. It takes look_s where the process cannot be seen from here and gives no sign of life.
+
+    Raises OSError.
+    """
+    watch, end_s, sign = Watch(), time.monotonic() + look_s, None
+    with Folder.open(run) as folder:
+        while (holder := read_holder(folder)) is not None:
+            sign = watch.look(holder)
+            if sign.alive is not None or time.monotonic() > end_s:
+                return sign
+            time.sleep(LOOK_S)
+    return None
+
+
+def in_use(run: Path, sign: Sign) -> UserError:
+    """The error of a job that finds a living one in its run folder."""
+    seen = "" if sign.alive else f", without a sign of life for {sign.silent_s:.0f} s"
+    fix = f"wait for it or stop it; or give another run=; if no such job runs any more, remove {run / LOCK}"
+    return UserError(f"{run} is in use by another job: {sign.holder}{seen}", str(run / LOCK), fix)
+
+
+def read_holder(folder: Folder) -> Holder | None:
+    """None where there is no lock. Raises OSError."""
+    try:
+        with folder.open_file(LOCK) as file:
+            return from_bytes(file.read(LENGTH))
+    except FileNotFoundError:
+        return None
+
+
+def remove_lock(folder: Folder, token: str) -> bool:
+    """Removes the lock with this token, and no other; False where it is not there, or another process removes it just now.
+
+    Two processes that find one lock stale could remove it, and then the new one of each other: only the one that makes a file with
+    this token's name may remove the lock. Raises OSError.
+    """
+    claim = f".lock-{token}"
+    try:
+        folder.create(claim).close()
+    except FileExistsError:
+        _wait_for_claim(folder, claim)
+        return False
+    try:
+        holder = read_holder(folder)
+        if holder is None or holder.token != token:
+            return False
+        folder.remove(LOCK)
+        return True
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            folder.remove(claim)
+
+
+def _wait_for_claim(folder: Folder, claim: str) -> None:
+    """A claim lasts a millisecond, unless its process dies in that: then it is removed after CLAIM_S."""
+    began_s = time.monotonic()
+    while folder.status(claim) is not None:
+        if time.monotonic() - began_s > CLAIM_S:
+            with contextlib.suppress(FileNotFoundError):
+                folder.remove(claim)
+        time.sleep(LOOK_S / 10)

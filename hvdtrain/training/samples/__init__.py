@@ -1,0 +1,1 @@
+"""Sequences that a model with task.name=language draws: by all ranks together, and from time to time in a job."""

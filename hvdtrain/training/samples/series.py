@@ -1,0 +1,117 @@
+"""What the model of a job draws at each evaluation, from the same random numbers each time: files in the run folder, for the report."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.read import expand
+from hvdtrain.config.schema import Config
+from hvdtrain.data.images.grid import grid, png
+from hvdtrain.data.source import Source
+from hvdtrain.data.tokens.images import codebook_of
+from hvdtrain.data.tokens.text import decode, read_tokenizer
+from hvdtrain.errors import UserError
+from hvdtrain.events.log import Log
+from hvdtrain.events.terminal import warn
+from hvdtrain.frameworks.learner import Learner, Sampler
+from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.checkpoint.files import OpenFolder
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.monitor import HealthMonitor
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.samples.draw import draw_on_all_ranks
+
+FOLDER = "samples"  # of a run folder
+COLUMNS = 16  # images side by side
+STOP_CHECK_TOKENS = 64  # between two checks whether to stop: each costs one small allreduce
+
+
+class _Stopped(Exception):
+    """The job stops while it draws; raised on every rank at the same position."""
+
+
+@dataclass
+class SampleSeries:
+    """Draws log.samples sequences at an evaluation. Their random numbers are those of the seed alone, apart from all that training uses.
+
+    Each begins with the first token of the validation set: for images the start token. Nothing is drawn without log.samples.
+    """
+
+    config: Config
+    task: Task
+    val: Source
+    communicator: Communicator
+    learner: Learner
+    heartbeat: Heartbeat
+    health: HealthMonitor
+    log: Log
+    run: Path | None
+    open_run: OpenFolder
+
+    def draw(self, now: TrainState) -> None:
+        """Draws from the weights as they are, and writes a file on rank 0. A collective. Raises UserError where the model cannot draw."""
+        if not self.config.log.samples or self.run is None:
+            return
+        if not isinstance(self.learner, Sampler) or not isinstance(self.task, Language):
+            what = f"log.samples={self.config.log.samples} draws tokens, and the job has task.name={self.task.name}"
+            raise UserError(what, self.config.where("log.samples"), "task.name=language with framework=torch, or leave it out")
+        began_s = time.perf_counter()
+        codebook = codebook_of(self.val)
+        try:
+            drawn = draw_on_all_ranks(
+                self.learner.data,  # the ranks of a tensor group draw the same sequences together
+                self.learner,
+                np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (self.config.log.samples, 1)),
+                self.task.context + 1,
+                tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
+                temperature=1.0,
+                seed=self.config.seed,
+                at_once=self.config.batch.evaluate,
+                before_each=self._keep_up(now),
+            )
+        except _Stopped:
+            return
+        if self.communicator.rank == 0:
+            name = f"step-{now.progress.step:08d}"
+            if codebook is None:
+                self._write(f"{name}.txt", self._texts(drawn).encode())
+            else:
+                side = math.isqrt(self.task.context)
+                images = codebook.decode(drawn[:, 1:]).reshape(len(drawn), side, side, -1)
+                self._write(f"{name}.png", png(grid(images, COLUMNS)))
+            self.log.emit("samples", now.progress.step, count=len(drawn), draw_s=round(time.perf_counter() - began_s, 3))
+
+    def _keep_up(self, now: TrainState) -> Callable[[], None]:
+        """A sign of life at each position, on ranks without sequences too; now and then all ranks agree whether to stop."""
+        positions = itertools.count(1)
+
+        def before_each() -> None:
+            self.heartbeat.beat("drawing samples", now.progress.epoch, now.progress.step)
+            if next(positions) % STOP_CHECK_TOKENS == 0 and self.health.agree_to_stop():
+                raise _Stopped
+
+        return before_each
+
+    def _texts(self, drawn: np.ndarray) -> str:
+        path: Any = self.config.data.options.get("tokenizer")
+        tokenizer = read_tokenizer(expand(path, "data.tokenizer")) if path else None
+        return "\n".join(f"--- {number}\n{decode(tokens, tokenizer)}" for number, tokens in enumerate(drawn, start=1)) + "\n"
+
+    def _write(self, name: str, content: bytes) -> None:
+        """A file that cannot be written is told of, and the job goes on."""
+        assert self.run is not None
+        try:
+            with self.open_run(self.run) as run, run.make_folder(FOLDER) as folder:
+                folder.replace(name, content)
+        except OSError as error:
+            warn(f"no samples of this step: {self.run / FOLDER / name}: {error.strerror or error}")

@@ -1,0 +1,107 @@
+"""updates.bin of a run folder: in which order asynchronous updates were made, 8 bytes for each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.core.updates import Update
+from hvdtrain.errors import UserError
+
+NAME = "updates.bin"
+VERSION = 1
+_MAGIC = b"hvdtrain"
+_HEADER = struct.Struct("<8sIIIIQ")  # magic, version, servers, workers, threads of a rank, first update
+_RECORD = np.dtype([("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")])  # ahead: ticket - number of the update
+MOST_STALE = 2**16 - 1
+MOST_BYTES = 2**32
+
+
+class Header(NamedTuple):
+    """Of the job that wrote the log."""
+
+    servers: int
+    workers: int
+    threads: int  # that each rank computed with: sums of floating-point numbers depend on it
+    first: int  # number of the first update in the log
+
+    def to_bytes(self) -> bytes:
+        return _HEADER.pack(_MAGIC, VERSION, self.servers, self.workers, self.threads, self.first)
+
+
+class UpdateLog:
+    """Of rank 0. Update n is in a place that n gives, so that a job which goes on from a checkpoint replaces what came after it."""
+
+    def __init__(self, run: Path, header: Header) -> None:
+        """header.first: updates done by now; a log in the folder that reaches up to there goes on."""
+        self._run = run
+        self._next = header.first
+        with Folder.open(run) as folder:
+            former = read_header(folder) if folder.status(NAME) else None
+            goes_on = former is not None and former._replace(first=0) == header._replace(first=0) and former.first <= header.first
+            if goes_on and former is not None:
+                end = _HEADER.size + (header.first - former.first) * _RECORD.itemsize
+                with folder.update(NAME) as file:
+                    goes_on = file.seek(0, 2) >= end
+                    file.truncate(end)
+            if not goes_on:
+                folder.replace(NAME, header.to_bytes())
+
+    def append(self, updates: Sequence[Update]) -> None:
+        """Raises UserError where the disk does not take them."""
+        records = np.empty(len(updates), _RECORD)
+        for i, update in enumerate(updates):
+            assert update.staleness <= MOST_STALE, update
+            records[i] = (update.ticket - self._next - i, update.staleness, update.worker)
+        try:
+            with Folder.open(self._run) as folder, folder.append(NAME) as file:
+                file.write(records.tobytes())
+        except OSError as error:
+            raise _cannot_write(self._run, error) from None
+        self._next += len(updates)
+
+
+def open_update_log(run: Path, header: Header) -> UpdateLog:
+    """Raises UserError where it cannot be written."""
+    try:
+        return UpdateLog(run, header)
+    except WrongKind as error:
+        raise UserError(f"{NAME} is {error.strerror}", str(run / NAME), NO_LINKS) from None
+    except OSError as error:
+        raise _cannot_write(run, error) from None
+
+
+def _cannot_write(run: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {NAME}: {error.strerror}", str(run), "make room; or servers.log=false")
+
+
+def read_header(folder: Folder) -> Header | None:
+    """None where the file is no log of this version."""
+    with folder.open_file(NAME) as file:
+        found = file.read(_HEADER.size)
+    if len(found) < _HEADER.size:
+        return None
+    magic, version, *fields = _HEADER.unpack(found)
+    return Header(*fields) if (magic, version) == (_MAGIC, VERSION) else None
+
+
+def read_updates(run: Path) -> tuple[Header, list[Update]]:
+    """The whole log. Raises UserError where there is none, or another version's."""
+    where = str(run / NAME)
+    try:
+        with Folder.open(run) as folder:
+            header, data = read_header(folder), folder.read(NAME, MOST_BYTES)
+    except FileNotFoundError:
+        raise UserError("the run folder has no log of updates", where, "a run that was trained with servers.log=true") from None
+    except WrongKind as error:
+        raise UserError(f"{NAME} is {error.strerror}", where, NO_LINKS) from None
+    if header is None:
+        raise UserError(f"{NAME} is no log of version {VERSION}", where, "replay it with the hvdtrain that wrote it")
+    whole = (len(data) - _HEADER.size) // _RECORD.itemsize  # a job that was killed may have written a part of the last one
+    records = np.frombuffer(data, _RECORD, whole, _HEADER.size)
+    return header, [Update(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]

@@ -1,0 +1,152 @@
+"""python install.py --extras NAME ...: installs this clone in the Python that runs it, from files that constraints.txt lists; make runs it.
+
+pip chooses packages from the indexes that it is set up for. Each file is compared with the sha256 in constraints.txt before anything of it
+runs; only wheels are taken, but for --source. `python install.py --lock` (make lock) writes constraints.txt anew. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent
+LOCK = ROOT / "constraints.txt"
+HEADER = """\
+# The versions and files that `make` installs and the tests ran with, as install.py reads them; `make lock` writes this file from setup.cfg.
+# It keeps hashes of unchanged versions that PyPI does not list: of torch 2.13.0, the CPU build for Python 3.11 and x86_64.
+"""
+
+
+class Locked(NamedTuple):
+    """A package in constraints.txt."""
+
+    requirement: str  # "triton==3.7.1 ; sys_platform == 'linux'"
+    hashes: tuple[str, ...]  # "sha256:..."
+
+    @property
+    def name(self) -> str:
+        return canonical(re.split(r"[=\s]", self.requirement)[0])
+
+    @property
+    def version(self) -> str:
+        return self.requirement.split(";")[0].partition("==")[2].strip()
+
+
+def canonical(name: str) -> str:
+    """One spelling of a package's name for Jinja2, ruamel.yaml, typing_extensions."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_lock(text: str) -> list[Locked]:
+    """The packages of a constraints file with hashes."""
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return [Locked(line.partition("--hash=")[0].strip(), tuple(re.findall(r"--hash=(\S+)", line))) for line in lines]
+
+
+def lock_text(packages: Sequence[Locked]) -> str:
+    """The text of a constraints file."""
+    return HEADER + "".join(
+        " \\\n    ".join([locked.requirement, *(f"--hash={digest}" for digest in locked.hashes)]) + "\n" for locked in packages
+    )
+
+
+def requirements(extras: Sequence[str]) -> list[str]:
+    """What setup.cfg requires, with these extras."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
+    return [line.strip() for line in "\n".join(lines).splitlines() if line.strip()]
+
+
+def pip(*arguments: str) -> None:
+    """Runs pip of this Python, which prints its own errors; exits with its status where it fails."""
+    if status := subprocess.run([sys.executable, "-m", "pip", *arguments], check=False).returncode:
+        sys.exit(status)
+
+
+def chosen(wanted: Sequence[str], packages: Sequence[Locked], accepted: Sequence[str], folder: Path) -> list[tuple[str, str]]:
+    """Name and version of each package that pip would install, in the versions of constraints.txt. Nothing of a package runs."""
+    pins, report = folder / "pins.txt", folder / "report.json"
+    pins.write_text("\n".join(locked.requirement for locked in packages if not matches(locked.name, accepted)))
+    pip("install", "--quiet", "--dry-run", "--report", str(report), "--only-binary", ":all:", "-c", str(pins), *wanted)
+    found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    return [(canonical(metadata["name"]), metadata["version"]) for metadata in found]
+
+
+def install_locked(wanted: Sequence[str], accepted: Sequence[str] = (), source: Sequence[str] = ()) -> None:
+    """Installs requirements and what they need: each file has a sha256 that constraints.txt lists, but for accepted packages."""
+    packages = read_lock(LOCK.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        files = chosen(wanted, packages, accepted, Path(folder))
+        checked = Path(folder) / "requirements.txt"
+        checked.write_text("".join(hashed(name, version, packages) for name, version in files if not matches(name, accepted)))
+        as_it_is = [f"{name}=={version}" for name, version in files if matches(name, accepted)]
+        kinds = ["--only-binary", ":all:", *(word for name in source for word in ("--no-binary", name)), "--no-build-isolation"]
+        if checked.read_text():
+            pip("install", "--no-deps", "--require-hashes", *kinds, "-r", str(checked))
+        if as_it_is:
+            print("not compared with constraints.txt:", *as_it_is, flush=True)
+            pip("install", "--no-deps", *kinds, *as_it_is)
+
+
+def hashed(name: str, version: str, packages: Sequence[Locked]) -> str:
+    """The requirement of one exact version with its hashes; exits where constraints.txt does not have it."""
+    known = [locked for locked in packages if locked.name == name and locked.version == version.partition("+")[0]]
+    if not known:
+        sys.exit(f"{name} {version} is not in constraints.txt\n  where: {LOCK}\n  fix: make lock, or ACCEPT={name} to install it unchecked")
+    return " ".join([f"{name}=={version}", *(f"--hash={digest}" for digest in known[0].hashes)]) + "\n"
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, canonical(pattern)) for pattern in patterns)
+
+
+def write_lock(uv_arguments: Sequence[str]) -> None:
+    """Writes constraints.txt for all extras, every system and every Python; versions stay unless the arguments upgrade them."""
+    old = {(locked.name, locked.version): locked.hashes for locked in read_lock(LOCK.read_text())}
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / "constraints.txt"
+        fresh.write_text(LOCK.read_text())  # uv keeps the versions that it finds here
+        uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", str(ROOT / "setup.cfg"), "--all-extras"]
+        uv += ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest", "--generate-hashes", "--no-annotate", "--no-header"]
+        if status := subprocess.run([*uv, "-o", str(fresh), *uv_arguments], check=False, stdout=subprocess.DEVNULL).returncode:
+            sys.exit(status)
+        packages = read_lock(fresh.read_text())
+    kept = [locked._replace(hashes=tuple(sorted({*locked.hashes, *old.get((locked.name, locked.version), ())}))) for locked in packages]
+    LOCK.write_text(lock_text(kept))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python install.py", description=__doc__.partition("\n")[0])
+    for name, meaning in (
+        ("--extras", "of setup.cfg: horovod mpi test ..."),
+        ("--accept", "take what pip's index has, unchecked: torch torchvision 'nvidia-*'"),
+        ("--source", "compile from the source archive"),
+    ):
+        parser.add_argument(name, nargs="*", default=[], metavar="NAME", help=meaning)
+    parser.add_argument("--packages-only", action="store_true", help="not this clone itself")
+    parser.add_argument("--copy", action="store_true", help="install a copy of this clone instead of a link to it")
+    parser.add_argument(
+        "--lock", nargs=argparse.REMAINDER, metavar="UV", help="write constraints.txt; options of `uv pip compile` may follow"
+    )
+    options = parser.parse_args()
+    if options.lock is not None:
+        write_lock(options.lock)
+        return
+    install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])])
+    install_locked(requirements(options.extras), options.accept, options.source)
+    if not options.packages_only:
+        pip("install", "--quiet", "--no-deps", "--no-build-isolation", *([] if options.copy else ["-e"]), str(ROOT))
+
+
+if __name__ == "__main__":
+    main()

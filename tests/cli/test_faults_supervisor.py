@@ -1,0 +1,136 @@
+"""A job under `launch --elastic` on this machine: killed, grown, stopped, and one that fails by its own error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from faults import events, reached, same_end, supervisor, told, wait_for
+from ranks import Job, Result, needs_mpirun
+
+from hvdtrain.errors import DIVERGED, DONE, REQUEUE
+
+pytestmark = [pytest.mark.faults, needs_mpirun]
+EPOCHS = 1000  # of 60 steps; no job comes that far
+WORDS = [
+    "data.name=synthetic",
+    "data.shape=[16,16,3]",
+    "data.samples=960",
+    "data.val_samples=64",
+    "batch.size=16",
+    "batch.evaluate=8",
+    f"epochs={EPOCHS}",
+    "checkpoint.every_steps=50",
+    "model.name=linear",
+    "comm.engine=mpi",
+    "framework=numpy",
+    "speed.precision=fp64",
+]
+
+
+def supervise(hosts: Path, run: Path, *words: str) -> Job:
+    options = ["--elastic", "--max", "2", "--every", "1", "--hostfile", str(hosts)]
+    return Job(0, ["-m", "hvdtrain", "launch", *options, "--", f"run={run}", *WORDS, *words], timeout_s=150)
+
+
+def slots(hosts: Path, count: int) -> None:
+    """For a supervisor that reads the file meanwhile."""
+    (hosts.parent / "new").write_text(f"localhost slots={count}\n")
+    (hosts.parent / "new").rename(hosts)
+
+
+def kinds(run: Path) -> list[object]:
+    return [event["kind"] for event in told(run)]
+
+
+def ranks_of_starts(run: Path) -> list[int]:
+    return [event["ranks"] for event in events(run) if event["kind"] == "start"]
+
+
+def test_a_job_is_killed_grows_and_shrinks(tmp_path: Path) -> None:
+    """On one rank, which is killed; then on two, and on one again: the curve of a job that nobody disturbed."""
+    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    slots(hosts, 1)
+    with supervise(hosts, run) as job:
+        wait_for(job, lambda: reached(run) >= 100)
+        killed_s, before = time.time(), len(events(run))
+        os.kill(job.pids()[0], signal.SIGKILL)
+        wait_for(job, lambda: kinds(run)[-2:] == ["start", "trains"] and len(ranks_of_starts(run)) == 2)
+        again = next(number for number, event in enumerate(events(run)) if number >= before and event["kind"] == "start")
+        step_s = next(event["time"] for event in events(run)[again:] if event["kind"] == "step")
+        slots(hosts, 2)
+        wait_for(job, lambda: ranks_of_starts(run)[-1] == 2 and kinds(run)[-1] == "trains")
+        slots(hosts, 1)
+        wait_for(job, lambda: ranks_of_starts(run)[-1] == 1 and kinds(run)[-1] == "trains")
+        os.kill(supervisor(job), signal.SIGUSR2)
+        result = job.wait()
+    print(f"{step_s - killed_s:.1f} s from the kill of a rank to the next sync point")
+    assert result.returncode == REQUEUE and step_s - killed_s < 30, result
+    assert ranks_of_starts(run) == [1, 1, 2, 1] and events(run)[-1]["kind"] == "stop"
+    again = ["start", "trains"]
+    assert kinds(run) == [*again, "failed", *again, "change", *again, "change", *again, "end"]
+    with Job(0, ["-m", "hvdtrain", f"run={tmp_path / 'straight'}", *WORDS, f"stop.steps={reached(run)}"], timeout_s=60) as straight:
+        assert straight.wait().returncode == DONE
+    same_end(run, tmp_path / "straight", reached(run))
+
+
+def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
+    """A signal to the supervisor stops the job, which then goes on; a job that is over; and one that fails twice at the same step."""
+    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    slots(hosts, 1)
+    with supervise(hosts, run) as job:
+        wait_for(job, lambda: reached(run) >= 50)
+        os.kill(supervisor(job), signal.SIGTERM)
+        result = job.wait()
+    assert (result.returncode, events(run)[-1]["kind"], kinds(run)[-1]) == (REQUEUE, "stop", "end"), result
+    words = [f"stop.steps={max(100, 100 * (1 + reached(run) // 100))}"]
+    first, second = (end_of(hosts, run, *words) for _ in range(2))
+    assert (first.returncode, second.returncode) == (DONE, DONE), (first, second)
+    assert events(run)[-1]["kind"] == "end" and first.stderr.count("start 1") == second.stderr.count("start 1") == 1
+    assert "start 2" not in first.stderr + second.stderr
+
+    bad = tmp_path / "bad"
+    result = end_of(hosts, bad, "optim.base_lr=1e6", "optim.weight_decay=1")
+    assert result.returncode == DIVERGED and kinds(bad).count("start") == 2, result
+    assert "not started again, it failed twice at step" in result.stderr and "by its own error" in result.stderr
+
+
+def test_a_drill(tmp_path: Path) -> None:
+    """It kills rank 1, then whatever the seed says; the job lives."""
+    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    slots(hosts, 2)
+    with supervise(hosts, run) as job:
+        wait_for(job, lambda: reached(run) >= 100)
+        options = ["--kill", "rank", "--every", "1s", "--times", "2", "--wait", "30s", "--json", str(tmp_path / "drill.json")]
+        with Job(0, ["-m", "hvdtrain", "drill", str(run), *options], timeout_s=90) as drill:
+            result = drill.wait()
+        os.kill(supervisor(job), signal.SIGTERM)
+        assert job.wait().returncode == REQUEUE
+    assert result.returncode == DONE, result
+    harms = json.loads((tmp_path / "drill.json").read_text())["harms"]
+    assert [harm["ranks"] for harm in harms] == [[1], [1]] and kinds(run).count("failed") == 2
+    assert all(0 < harm["detect_s"] < harm["go_on_s"] < 30 and 0 <= harm["steps_lost"] <= 300 for harm in harms), harms
+    print(result.stdout)
+
+
+def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
+    """After the kill of one; run= goes on from the newest checkpoint."""
+    run = tmp_path / "run"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "-m", "hvdtrain"]
+    words = [word for word in WORDS if not word.startswith("comm.engine")]
+    with Job(0, [*torchrun, f"run={run}", *words, "stop.steps=1500"], timeout_s=120) as job:
+        wait_for(job, lambda: reached(run) >= 100)
+        os.kill(job.pids()[1], signal.SIGKILL)
+        result = job.wait()
+    starts = [event for event in events(run) if event["kind"] == "start"]
+    assert result.returncode == DONE and events(run)[-1]["kind"] == "end", result
+    assert [event["ranks"] for event in starts] == [2, 2] and starts[1]["step"] >= 100
+
+
+def end_of(hosts: Path, run: Path, *words: str) -> Result:
+    with supervise(hosts, run, *words) as job:
+        return job.wait()

@@ -1,0 +1,137 @@
+"""The scripts of jobs/ where they cannot start a job: each says what it lacks. Batch systems are faked at their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from ranks import ROOT
+
+from hvdtrain.cli.launch.command import launch
+from hvdtrain.errors import UserError
+
+JOBS = ROOT / "jobs"
+WRAPPER = JOBS / "srun-wrapper.sh"
+OPEN_MPI = "echo 'Open MPI v5.0.11, package'"
+PMI = "echo 'MPI plugin types are... none pmi2 pmix'"
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def run(script: Path, *arguments: str, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script without the variables of a batch system but for these; programs of `path` come first."""
+    batch = ("SLURM_", "PBS_", "CONTAINER", "PYTHON", "RUN", "CUDA_VISIBLE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(batch)} | variables
+    env["PATH"] = f"{path or '/nowhere'}:/usr/bin:/bin"
+    return subprocess.run(["bash", str(script), *arguments], env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "apptainer.sbatch", "elastic.sbatch", "pbs.sh"])
+def test_a_job_script_outside_of_a_batch_job_says_how_it_is_submitted(name: str) -> None:
+    done = run(JOBS / name, "epochs=1")
+    first, fix = done.stderr.splitlines()
+    assert done.returncode == 2 and first.startswith(f"{name}: this is no {'PBS' if name == 'pbs.sh' else 'SLURM'} job: ")
+    assert re.match(rf"  fix: .*(sbatch|qsub) .*jobs/{name} .*key=value", fix.replace("jobs/pbs.sh;", "jobs/pbs.sh key=value;"))
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "apptainer.sbatch", "elastic.sbatch", "pbs.sh"])
+def test_a_job_script_has_one_place_for_the_site(name: str) -> None:
+    """Account, partition, modules and the environment, all comments, before the first command of the script."""
+    lines = (JOBS / name).read_text().splitlines()
+    marks = [number for number, line in enumerate(lines) if line.startswith("# ---")]
+    assert len(marks) == 2 and lines[marks[0]].startswith("# ---- your site")
+    block = "\n".join(lines[marks[0] : marks[1]])
+    assert all(word in block for word in (("-A", "-q") if name == "pbs.sh" else ("--account", "--partition"))) and "#module load" in block
+    assert all(line.startswith("#") for line in lines[: marks[1] + 1])  # a directive after a command is not read
+
+
+def test_the_wrapper_must_be_where_the_job_was_submitted(tmp_path: Path) -> None:
+    done = run(JOBS / "slurm.sbatch", SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))
+    wanted = f"slurm.sbatch: no program {tmp_path}/jobs/srun-wrapper.sh; submit from the folder that contains jobs/, or set WRAPPER=\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def test_the_pbs_script_refuses_run_among_its_words(tmp_path: Path) -> None:
+    """It looks in RUN for the end of the job: with run= among the words every end would look like a lost node."""
+    job = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/dev/null"}
+    done = run(JOBS / "pbs.sh", **job, ARGUMENTS="epochs=1 run=mine")
+    assert (done.returncode, done.stderr) == (2, "pbs.sh: the run folder is RUN=mine, not an argument in ARGUMENTS\n")
+
+
+def test_the_wrapper_finds_the_pmi_of_the_mpi(tmp_path: Path) -> None:
+    program(tmp_path / "srun", PMI)
+    done = run(WRAPPER, "--pmi", path=tmp_path, PYTHON=program(tmp_path / "python", OPEN_MPI))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "pmix\n", "")
+    done = run(WRAPPER, "--pmi", path=tmp_path, PYTHON=program(tmp_path / "python", "echo Intel MPI"))
+    assert done.stdout == "pmi2\n"
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so.40')")
+    done = run(WRAPPER, "--pmi", path=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "none\n" and re.match(r"srun-wrapper.sh: no MPI in .*python3\S* \(libmpi.so.40\), so --mpi=none", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("srun", "python", "arguments", "message"),
+    [
+        (None, OPEN_MPI, ["--pmi"], "srun --mpi=list failed on .*, which must be a node of SLURM: .*srun: "),
+        ("echo slurm is down; exit 1", OPEN_MPI, ["--pmi"], "srun --mpi=list failed on .*: slurm is down"),
+        (PMI, None, ["--pmi"], "python does not run on .*: set PYTHON="),
+        (PMI, "exit 3", ["--pmi"], "python does not run on .*: set PYTHON="),
+        ("echo none", OPEN_MPI, ["--pmi"], "Open MPI v5.0.11, package needs srun --mpi=pmix, which this SLURM lacks"),
+        (PMI, OPEN_MPI, [], "no program to run, as in: srun --mpi=pmix"),
+    ],
+)
+def test_the_wrapper_never_fails_silently(tmp_path: Path, srun: str | None, python: str | None, arguments: list[str], message: str) -> None:
+    if srun is not None:
+        program(tmp_path / "srun", srun)
+    if python is not None:
+        program(tmp_path / "python", python)
+    done = run(WRAPPER, *arguments, path=tmp_path, PYTHON=str(tmp_path / "python"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.search(rf"^srun-wrapper.sh: .*{message}", done.stderr, re.MULTILINE | re.DOTALL), done.stderr
+
+
+def test_a_command_of_the_wrapper_that_fails_is_named(tmp_path: Path) -> None:
+    """taskset here, which a container may forbid; the program that it starts keeps its own exit code."""
+    cores = len(os.sched_getaffinity(0))
+    job = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_CPUS_ON_NODE": str(cores), "CUDA_VISIBLE_DEVICES": ""}
+    program(tmp_path / "taskset", "exit 1")
+    done = run(WRAPPER, "true", path=tmp_path, **job)
+    if cores > 1:
+        assert done.returncode == 1 and re.match(r"srun-wrapper.sh: failed on \S+, line \d+: taskset -cp", done.stderr)
+    program(tmp_path / "taskset", "exit 0")
+    assert run(WRAPPER, "sh", "-c", "exit 75", path=tmp_path, **job).returncode == 75
+    assert run(WRAPPER, "no-such-program", path=tmp_path).stderr.rstrip().endswith("not found")
+
+
+def test_a_container_that_is_not_there(tmp_path: Path) -> None:
+    assert "CONTAINER=x.sif, but " in run(WRAPPER, "--pmi", CONTAINER="x.sif").stderr
+    program(tmp_path / "apptainer", "exit 0")
+    done = run(WRAPPER, "--pmi", path=tmp_path, CONTAINER="x.sif")
+    assert done.returncode == 2 and done.stderr.startswith("srun-wrapper.sh: no image x.sif on ")
+
+
+def test_the_nodes_that_are_up(tmp_path: Path) -> None:
+    """What sinfo printed in SLURM 22.05 for two nodes that run, a drained, a lost and an idle one; each line for every partition."""
+    program(tmp_path / "sinfo", "printf '%s\\n' 'n1 mix' 'n1 mix' 'n2 alloc' 'n3 drng' 'n4 down*' 'n5 alloc*' 'n6 idle'")
+    done = run(JOBS / "slurm-hosts.sh", path=tmp_path, SLURM_JOB_NODELIST="n[1-6]", SLURM_NTASKS_PER_NODE="4")
+    assert (done.returncode, done.stdout.split()) == (0, ["n1:4", "n2:4", "n6:4"])
+    assert run(JOBS / "slurm-hosts.sh", path=tmp_path).returncode == 1
+
+
+def test_the_example_for_kubernetes_is_a_command_of_launch() -> None:
+    """Only the options are checked: no Kubernetes is here."""
+    job = yaml.safe_load((JOBS / "mpijob.yaml").read_text())
+    container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    python, m, package, command, *arguments = container["command"] + container["args"]
+    assert (python, m, package, command, job["spec"]["slotsPerWorker"]) == ("python3", "-m", "hvdtrain", "launch", 1)
+    arguments[arguments.index("/etc/mpi/discover_hosts.sh")] = "/bin/true"
+    with pytest.raises(UserError, match="no host is offered"):
+        launch([*arguments[: arguments.index("--")], "--dry-run", *arguments[arguments.index("--") :]])

@@ -1,0 +1,221 @@
+"""What a supervisor decides: when a job is started again, on which hosts, and when it is given up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.launch.command import launch
+from hvdtrain.cli.launch.decision_record import Record
+from hvdtrain.cli.launch.decisions import (
+    NO_PROGRESS,
+    Decision,
+    Ended,
+    Failure,
+    choose,
+    decide,
+    reason_to_change,
+    reason_to_give_up,
+)
+from hvdtrain.cli.launch.host_book import FORGOTTEN_S, HostBook, left_out_s
+from hvdtrain.cli.launch.job_events import JobEvents
+from hvdtrain.cli.launch.launcher_commands import Host
+from hvdtrain.cli.launch.offers import of_file, of_script
+from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
+
+KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV
+N1, N2, N3 = Host("n1", 2), Host("n2", 2), Host("n3", 4)
+
+
+@pytest.mark.parametrize(
+    ("ended", "decision"),
+    [
+        (Ended(DONE, "end", 300), Decision("finish", DONE)),
+        (Ended(DONE, "", 40), Decision("failed", DONE)),  # mpirun has lost a host
+        (Ended(DONE, "end", -1), Decision("failed", DONE)),  # the end is that of an earlier start
+        (Ended(REQUEUE, "stop", 40), Decision("finish", REQUEUE)),  # its time limit
+        (Ended(REQUEUE, "stop", 40, asked=True), Decision("change", DONE)),
+        (Ended(128 + signal.SIGUSR2, "", 40, asked=True), Decision("change", DONE)),
+        (Ended(DONE, "end", 300, asked=True), Decision("finish", DONE)),  # it was faster
+        (Ended(KILLED, "", 40, asked=True), Decision("failed", KILLED)),
+        (Ended(REQUEUE, "stop", 40, stopped=True), Decision("finish", REQUEUE)),
+        (Ended(REQUEUE, "stop", 40, stopped=True, asked=True), Decision("finish", REQUEUE)),
+        (Ended(TERMINATED, "", 40, stopped=True), Decision("finish", TERMINATED)),  # a second signal
+        (Ended(DONE, "", 40, stopped=True), Decision("finish", REQUEUE)),
+        (Ended(LOST, "stop", 40), Decision("failed", LOST)),  # guard.lost=restart
+        (Ended(DIVERGED, "failed", 40), Decision("failed", DIVERGED)),
+    ],
+)
+def test_what_the_end_of_a_start_means(ended: Ended, decision: Decision) -> None:
+    assert decide(ended) == decision
+
+
+@pytest.mark.parametrize("code", [BUG, USER, DIVERGED, MEMORY, STALLED, CRASHED])
+def test_a_job_that_fails_twice_at_the_same_step_is_not_started_a_third_time(code: int) -> None:
+    again = Failure(code, 40)
+    assert not reason_to_give_up([again], is_first_start=code != USER)
+    assert reason_to_give_up([again, again], False) == "it failed twice at step 40 by its own error"
+    assert reason_to_give_up([again, Failure(KILLED, 40), Failure(BUG, 40)], False) == "it failed twice at step 40 by its own error"
+    assert not reason_to_give_up([again, Failure(code, 60)], False)
+    assert reason_to_give_up([Failure(code, -1)] * 2, False) == "it failed twice before its first step by its own error"
+
+
+def test_a_mistake_in_the_command_is_not_started_again() -> None:
+    assert reason_to_give_up([Failure(USER, -1)], True) == "it ended by an error that you can fix"
+
+
+@pytest.mark.parametrize("code", [DONE, LOST, KILLED, TERMINATED])
+def test_a_rank_that_is_lost_again_and_again(code: int) -> None:
+    """It is no error of the job, as long as there is a new step now and then."""
+    same = [Failure(code, 40)] * NO_PROGRESS
+    assert not reason_to_give_up(same[1:], False)
+    assert reason_to_give_up(same, False) == f"it failed {NO_PROGRESS} times without a new step"
+    assert not reason_to_give_up([*same[1:], Failure(code, 41)], False)
+    assert reason_to_give_up([Failure(code, 50), *same[1:]], False)
+
+
+def test_hosts_of_a_start() -> None:
+    assert choose([N1, N2], None) == (N1, N2)
+    assert choose([N1, N2, N3], 5) == (N1, N2, Host("n3", 1))
+    assert choose([N1, N2, N3], 4) == (N1, N2)
+    assert choose([], 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("running", "ranks", "offered", "chosen", "why"),
+    [
+        ([N1, N2], 4, [N1, N2], [N1, N2], ""),
+        ([N1], 2, [N1, N2], [N1, N2], "2 ranks could be 4"),
+        ([N1], 2, [N1, N2], [N1], ""),  # n2 does not answer
+        ([N1, N2], 3, [N1, N2], [N1, N2], "3 ranks could be 4"),  # guard.lost=shrink has lost one
+        ([N1, N2], 4, [N1], [N1], "n2 is no longer offered"),
+        ([N2, N3], 6, [N1], [N1], "n2, n3 are no longer offered"),
+        ([N1, N2], 4, [], [], ""),  # fewer than --min: it keeps what it has
+        ([N1, Host("n3", 4)], 6, [N1, Host("n3", 1)], [N1, Host("n3", 1)], "3 slots are offered"),
+    ],
+)
+def test_when_the_hosts_of_a_running_job_change(running: list[Host], ranks: int, offered: list[Host], chosen: list[Host], why: str) -> None:
+    assert reason_to_change(running, ranks, offered, chosen, least=2) == why
+
+
+def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
+    assert [left_out_s(failures, 15) for failures in (1, 2, 3, 6, 7, 99)] == [15, 30, 60, 480, 900, 900]
+    book = HostBook(15.0)
+    book.offer([N1, N2])
+    assert (book.unknown(0.0), book.usable()) == (["n1", "n2"], ())
+    book.answered("n1")
+    assert book.failed("n2", 0.0) == 15
+    assert (book.usable(), book.unknown(14.9), book.unknown(15.0)) == ((N1,), [], ["n2"])
+    assert book.failed("n2", 20.0) == 30
+    book.answered("n2")
+    assert book.usable() == (N1, N2)
+    book.offer([N1])
+    assert book.usable() == (N1,)
+    book.offer([N1, N2])
+    book.doubt(["n1", "n2"])
+    assert (book.usable(), book.unknown(21.0)) == ((), ["n1", "n2"])  # at once, after a job on it has failed
+    book.worked(["n2"], FORGOTTEN_S - 1)
+    assert book.failed("n2", 30.0) == 60
+    book.worked(["n2"], FORGOTTEN_S)
+    assert book.failed("n2", 100.0) == 15
+
+
+def test_what_a_job_tells(tmp_path: Path) -> None:
+    def tell(*events: dict[str, object], end: str = "\n") -> None:
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps({"time": 1.0, **event}) + end for event in events)
+
+    job = JobEvents(tmp_path)
+    job.begin()
+    assert (job.ending, job.step, job.ranks, job.trains) == ("", -1, 0, False)
+    tell({"kind": "start", "step": 0, "ranks": 4}, {"kind": "step", "step": 10}, {"kind": "lost", "step": 10, "left": 3})
+    job.poll()
+    assert (job.ending, job.step, job.ranks, job.trains) == ("", 10, 3, True)
+    tell({"kind": "stop", "step": 20})
+    job.begin()
+    assert (job.ending, job.step, job.trains) == ("stop", -1, False)
+    tell({"kind": "step", "step": 7}, end="")
+    job.poll()
+    assert job.step == -1  # half a line
+    tell({"kind": "start", "step": 20, "ranks": 2}, {"kind": "end", "step": 30})  # after half a line of a job that was killed
+    job.poll()
+    assert (job.ending, job.step, job.ranks, job.trains) == ("end", 30, 2, False)
+    later = JobEvents(tmp_path)
+    later.begin()
+    assert (later.ending, later.step, later.ranks, later.trains) == ("end", -1, 0, False)
+
+
+def test_hosts_from_a_program_and_a_file(tmp_path: Path) -> None:
+    """No shell reads what the program is named, or what it prints."""
+    program = tmp_path / "hosts; touch stolen"
+    program.write_text("#!/bin/sh\necho '# now'\necho n1:2\necho n2:2\n")
+    with pytest.raises(UserError, match="(?s)there is no program .*chmod"):
+        of_script(program)
+    program.chmod(0o755)
+    offer = of_script(program)
+    assert offer.read() == (N1, N2)
+    program.write_text("#!/bin/sh\n")
+    assert offer.read() == ()
+    program.write_text("#!/bin/sh\necho 'n1;touch stolen'\n")
+    with pytest.raises(UserError, match="cannot read the host"):
+        offer.read()
+    program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
+    with pytest.raises(UserError, match="the program ended with 3: no cloud\n  where: --hosts-from"):
+        offer.read()
+    assert not list(tmp_path.glob("stolen")) and not Path("stolen").exists()
+    (tmp_path / "F").write_text("n1 slots=2\n")
+    assert of_file(tmp_path / "F").read() == (N1,)
+    with pytest.raises(UserError, match="cannot read the hosts: .*No such file"):
+        of_file(tmp_path / "none").read()
+
+
+def test_the_record_waits_for_the_run_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    record = Record(run)
+    record.add("start", "start 1: 2 ranks", ranks=2)
+    assert not run.exists() and capfd.readouterr().err == "hvdtrain launch: start 1: 2 ranks\n"
+    run.mkdir()
+    (run / "events.jsonl").touch()
+    record.add("end", "over")
+    kinds = [json.loads(line)["kind"] for line in (run / "launch.jsonl").read_text().splitlines()]
+    assert kinds == ["start", "end"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--min", "2", "--", "run=r"], "--min needs --elastic"),
+        (["--elastic", "--", "epochs=1"], "the job needs a run folder"),
+        (["--elastic", "--", "check", "run=r"], "check runs once"),
+        (["--elastic", "--", "run=r", "resume=no"], "with resume=no each start would begin anew"),
+        (["--elastic", "-np", "2", "--", "run=r"], "-np does not go with --elastic\n.*\n  fix: --max 2"),
+        (["--elastic", "--slurm", "--", "run=r"], "--slurm does not go with --elastic"),
+        (["--elastic", "--min", "4", "--max", "2", "--", "run=r"], "--min 4 is more than --max 2"),
+        (["--elastic", "--min", "0", "--", "run=r"], "--min 0 is no number of ranks"),
+        (["--elastic", "--patience", "soon", "--", "run=r"], "'soon' is not a length of time\n  where: --patience"),
+        (["--elastic", "-H", "n1", "--hosts-from", "p", "--", "run=r"], "more than one option names hosts"),
+        (["--elastic", "--hosts-from", "/none", "--", "run=r"], "there is no program /none"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        launch(arguments)
+
+
+def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No rank is started; the signal handlers are the former ones afterwards."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    before = signal.getsignal(signal.SIGTERM)
+    code = launch(["--elastic", "--min", "2", "--patience", "1", "--hostfile", str(hosts), "--", f"run={tmp_path / 'run'}"])
+    assert code == LOST and signal.getsignal(signal.SIGTERM) is before
+    told = capfd.readouterr().err.splitlines()
+    assert told == [
+        "hvdtrain launch: 1 slots, at least 2 are needed: waits for up to 1 s",
+        "hvdtrain launch: 1 slots for 1 s, at least 2 are needed: given up, exit code 84; the same command resumes the job",
+    ]
+    assert os.listdir(tmp_path) == ["hosts"]

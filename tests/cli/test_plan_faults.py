@@ -1,0 +1,78 @@
+"""plan --faults: the simulation against the closed formulas, and the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hvdtrain.cli.plan.command import plan
+from hvdtrain.cli.plan.faults import (
+    RANKS,
+    FaultTimes,
+    goodputs,
+    mtbf_of,
+    read_fault_times,
+    restarts_formula,
+    shrink_formula,
+    simulate_restarts,
+    simulate_shrink,
+)
+from hvdtrain.errors import UserError
+from hvdtrain.training.checkpoint.interval import optimal_interval_s
+
+DATA = ["--samples", "1000", "--image", "8x8x1", "--classes", "10", "framework=numpy", "model.name=linear"]
+
+
+@pytest.mark.parametrize(("every_s", "cost_s", "mtbf_s", "down_s"), [(100, 5, 3600, 60), (600, 60, 3600, 900), (3600, 60, 1800, 60)])
+@pytest.mark.parametrize("seed", range(3))
+def test_restarts_are_as_the_formula_says(every_s: float, cost_s: float, mtbf_s: float, down_s: float, seed: int) -> None:
+    """Exact in expectation; four standard errors of ten groups of 2,000 faults."""
+    random = Random(seed)
+    groups = [simulate_restarts(every_s, cost_s, mtbf_s, down_s, random, 2000) for _ in range(10)]
+    mean = sum(groups) / 10
+    error = (sum((group - mean) ** 2 for group in groups) / 90) ** 0.5
+    assert abs(mean - restarts_formula(every_s, cost_s, mtbf_s, down_s)) < 4 * error < 0.02
+
+
+@pytest.mark.parametrize("ranks", [8, 512, 8192])
+def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
+    times = FaultTimes(repair_s=36000.0)
+    every_s = optimal_interval_s(times.checkpoint_s, mtbf_of(times, ranks))
+    simulated = simulate_shrink(times, ranks, every_s, Random(1))
+    assert simulated == pytest.approx(shrink_formula(times, ranks, every_s), abs=5e-4)
+    assert shrink_formula(times._replace(repair_s=0.0), ranks, every_s) - simulated > 1e-4  # ten hours without a rank are seen
+
+
+def test_what_helps_when() -> None:
+    """The same seed gives the same table; more ranks lose more, and each way is better than the one before it."""
+    rows = goodputs(FaultTimes())
+    assert rows == goodputs(FaultTimes()) and [row.ranks for row in rows] == list(RANKS)
+    for row in rows:
+        assert 0 < row.stop < row.restart < row.shrink < 1
+    assert [row.restart for row in rows] == sorted((row.restart for row in rows), reverse=True)
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan([*DATA, "--faults", "restart_s=60,seed=2", "--json", str(tmp_path / "plan.json"), "--ranks", "8", "epochs=1"]) == 0
+    out = capsys.readouterr().out
+    assert "share of time that moves the job" in out and "restart_s=60" in out and " 8,192 " in out
+    found = json.loads((tmp_path / "plan.json").read_text())["faults"]
+    assert found["times"]["restart_s"] == 60 and [row["ranks"] for row in found["rows"]] == list(RANKS)
+    assert plan([*DATA, "--ranks", "8", "--faults", "epochs=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("restrat_s=3", "--faults has no 'restrat_s'\n  where: --faults\n  fix: did you mean restart_s"),
+        ("restart_s=soon", "restart_s=soon is no number"),
+        ("rank_mtbf_hours=0", "rank_mtbf_hours=0 is out of range"),
+        ("detect_s=-1", "detect_s=-1 is out of range"),
+    ],
+)
+def test_bad_times(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_fault_times(text)

@@ -1,0 +1,60 @@
+"""plan --memory: its rows against arithmetic by hand, what fits, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvdtrain.__main__ import main
+from hvdtrain.cli.plan.memory import read_size
+
+MLP = ["data.name=digits", "model.name=mlp", "model.widths=[500]", "optim.name=adam"]
+BYTES = 4 * (64 * 500 + 500 + 500 * 10 + 10)
+
+
+def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Adam: P of weights, P of gradients and 2 P of state; on 4 ranks a quarter of what is cut. Without blocks nothing is recomputed."""
+    assert main(["plan", *MLP, "comm.engine=mpi", "--memory=8GiB", "--ranks", "2,4", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]
+    rows = {(row["ranks"], row["stage"]): row for row in found["rows"]}
+    assert rows.keys() == {(ranks, stage) for ranks in (2, 4) for stage in range(4)}
+    assert {row["recompute"] for row in found["rows"]} == {"none"}
+    kinds = ("weights", "gradients", "optimizer_state")
+    assert [rows[2, 0]["bytes"][kind] for kind in kinds] == [BYTES, BYTES, 2 * BYTES]
+    assert [rows[4, 2]["bytes"][kind] for kind in kinds] == pytest.approx([BYTES, BYTES / 4, BYTES / 2], abs=16)
+    assert rows[4, 3]["bytes"]["optimizer_state"] == pytest.approx(BYTES / 2, abs=16)
+    assert all(row["fits"] and row["largest_micro"] == row["micro"] for row in found["rows"])
+    assert found["advice"].startswith("shard.stage=0 fits in 8.0 GiB on 4 ranks, with ")
+
+
+def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MLP, "--memory", "1MB", "--ranks", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing fits in 1 MiB on 1 rank: shard.stage=0 needs " in out and out.count(" none\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("convnet model.norm=false model.dense=[8]", "parallel.dense=a"), ("mlp", "parallel.pipeline=2")]
+)
+def test_stages_that_are_refused_in_training_have_no_row(model: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan data.name=digits model.name={model} {key} comm.engine=mpi --memory --ranks 2 --json -"
+    assert main(words.split()) == 0
+    assert [row["stage"] for row in json.loads(capsys.readouterr().out)["memory"]["rows"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("text", "size"), [("16GiB", 16 * 2**30), ("1.5g", 1_500_000_000), ("500 MB", 500_000_000), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--memory", "much"], "cannot read the size 'much'"),
+        (["framework=numpy", "model.name=linear", "--memory"], "the memory of framework=numpy is not predicted"),
+    ],
+)
+def test_refusals(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "data.name=digits", *arguments]) == 2
+    assert expected in capsys.readouterr().err

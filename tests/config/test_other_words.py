@@ -1,0 +1,103 @@
+"""Words of other tools: each is answered with the key, the value or the option that it means here."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.__main__ import run_command
+from hvdtrain.config import plugins
+from hvdtrain.config.other_words import KEYS, NO_KEYS, VALUES
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import SECTIONS, known_keys
+from hvdtrain.errors import UserError
+
+
+def fix_of(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        run_command([*arguments, "--print-config"])
+    return caught.value.fix
+
+
+def is_right(*arguments: str) -> bool:
+    """Raises UserError where hvdtrain does not take them."""
+    plugins.check_names(configure(None, arguments))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["lr=0.1"], "did you mean optim.base_lr?"),
+        (["optim.lr=0.1"], "did you mean optim.base_lr? options of sgd: nesterov=false"),
+        (["learning_rate=0.1"], "did you mean optim.base_lr?"),
+        (["--learning-rate=0.1"], "did you mean optim.base_lr?"),
+        (["batch_size=32"], "did you mean batch.size?"),
+        (
+            ["workers=4"],
+            "data.readers=N sets threads that read, data.workers=N processes; ranks are started by mpirun -np N, or launch -np N",
+        ),
+        (["loss=mse"], "did you mean model.loss?"),
+        (["criterion=mse"], "did you mean model.loss=squared_error?"),
+        (["model.loss=mse"], "model.loss takes one of 'cross_entropy', 'squared_error'; did you mean squared_error?"),
+        (["train", "mse"], "write model.loss=squared_error"),
+        (["optim.name=RMSprop"], "did you mean torch.optim.RMSprop?"),
+        (["optim.name=SGD"], "did you mean sgd?"),
+        (["--epochs", "2"], "write epochs=2"),
+        (["--epoch", "2"], "write epochs=2"),
+        (["--lr", "0.1"], "write optim.base_lr=0.1"),
+        (["--batch-size", "32", "--lr", "0.1"], "write batch.size=32"),
+        (["--batch-size"], "write batch.size=VALUE"),
+        (["--no-cuda"], "write speed.device=cpu"),
+        (["-np", "2"], "ranks are started by mpirun -np N, or launch -np N; each takes a GPU of its own"),
+        (["x.yaml"], "write --config x.yaml"),
+        (["train", "configs/x.yml"], "write --config configs/x.yml"),
+        (["--cofig", "x.yaml"], "did you mean --config?"),
+        (["trian"], "did you mean train? commands: train, report"),
+        (["lsit"], "did you mean list? commands: train, report"),
+        (["list", "models"], "hvdtrain list"),
+        (["model=resnet"], "model is a section: write model.name=resnet18; --help model lists its keys"),
+        (["optim.name=torch.optim.RMSprop", "comm.wire=same"], "did you mean comm.compression=none?"),
+    ],
+)
+def test_words_that_people_try(arguments: list[str], fix: str) -> None:
+    assert fix_of(*arguments).startswith(fix)
+
+
+@pytest.mark.parametrize("word", KEYS)
+def test_each_key_of_other_tools_means_one_that_is_known(word: str) -> None:
+    right = KEYS[word]
+    assert word not in known_keys() and word == word.lower().replace("-", "_")
+    assert right in known_keys() or is_right(right.replace("'", ""))
+    answer = fix_of(f"{word}=[]")
+    assert answer.startswith(f"{word} is a section: write {right}" if word in SECTIONS else f"did you mean {right}?")
+
+
+@pytest.mark.parametrize("word", NO_KEYS)
+def test_what_no_key_sets_is_answered_with_what_does(word: str) -> None:
+    assert fix_of(f"{word}=3") == fix_of(f"--{word}", "3") == NO_KEYS[word]
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in VALUES.items() for word in words])
+def test_each_value_of_other_tools_means_one_that_is_known(key: str, word: str) -> None:
+    right = VALUES[key][word]
+    wrong_one, right_one = (f"{key}=[{each}]" if key == "log.trackers" else f"{key}={each}" for each in (word, right))
+    assert is_right("model.name=linear", right_one)  # linear is a model of every framework
+    assert word == word.lower() and f"did you mean {right}?" in fix_of(wrong_one)
+
+
+def test_an_option_of_an_own_class_is_answered_with_its_parameter() -> None:
+    from hvdtrain.frameworks.build_model import build_model
+    from hvdtrain.tasks.classification.build import Classification
+
+    task = Classification((8, 8, 1), 10, None, None)  # type: ignore[arg-type]
+    for words, fix in (
+        (
+            ["model.name=torch.nn:Linear", "model.in_feature=3"],
+            "did you mean model.in_features? give its parameters as model.<name>=<value>",
+        ),
+        (["model.name=torch.nn:Linear", "model.in_features=3"], "give its parameters as model.<name>=<value>"),
+        (["model.name=torch.nn:Linear", "model.lss=3"], "did you mean model.loss?"),
+    ):
+        with pytest.raises(UserError, match="does not fit") as caught:
+            build_model(configure(None, words), task, "frameworks/torch/models")
+        assert caught.value.fix.startswith(fix)

@@ -1,0 +1,134 @@
+"""Dense layers cut over ranks: schemes a, b and c give the losses and gradients of one process, to rounding."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from ranks import FULL, needs_horovod, needs_mpirun
+from torch import nn
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.models import mlp
+from hvdtrain.frameworks.torch.parallel.dense.cut import CutLayers
+from hvdtrain.frameworks.torch.parallel.dense.exchange import Exchange
+from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.dense.turns import Turn, rows_of_turns, rows_of_updates, turn_learning_rate
+
+slow = pytest.mark.slow
+STARTS = [
+    pytest.param("mpi", 4, marks=[needs_mpirun, slow, pytest.mark.ranks4]),
+    *[
+        pytest.param("mpi", 2, marks=[needs_mpirun, slow]),
+        pytest.param("horovod", 2, marks=[needs_mpirun, needs_horovod, slow]),
+        pytest.param("torchdist", 2, marks=[needs_mpirun, slow]),
+    ]
+    * FULL,
+]
+
+
+@functools.cache
+def found(engine: str, size: int) -> list[dict[str, float]]:
+    """By rank; one start of the ranks for all that is asked."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "out.json")
+        result = ranks.mpirun(size, ["tests/support/dense_on_ranks.py", engine, str(out)], timeout_s=200)
+        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+        return list(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("scheme", ["a", "b", "c"])
+@pytest.mark.parametrize(("engine", "size"), STARTS)
+def test_every_scheme_gives_the_losses_and_gradients_of_one_process(engine: str, size: int, scheme: str) -> None:
+    """With uneven and empty shares, and with neurons that the number of ranks does not divide, or that are fewer."""
+    for rank in found(engine, size):
+        gaps = [gap for case, gap in rank.items() if case.endswith(f" {scheme}") and not case.startswith("faulty")]
+        assert len(gaps) == 7 and max(gaps) < 1e-12, rank
+        assert rank[f"faulty {scheme}"] > 1e-3, "gradients that are not summed over ranks must be noticed"
+
+
+def test_rows_of_turns_by_hand() -> None:
+    def lists(turns: list[Turn]) -> list[list[list[int]]]:
+        return [[list(own) for own in turn] for turn in turns]
+
+    first, none = [0, 1, 2, 3, 4], list[int]()
+    assert lists(rows_of_turns("a", [3, 0, 5])) == [[[0, 1, 2], none, first]]
+    assert lists(rows_of_turns("b", [3, 0, 5])) == [[[0, 1, 2], none, none], [none, none, first]]
+    assert lists(rows_of_turns("c", [3, 0, 5])) == [[[0], none, [0, 1]], [[1], none, [2, 3]], [[2], none, [4]]]
+    assert lists(rows_of_turns("c", [1, 0, 1])) == [[[0], none, [0]]]
+    assert rows_of_turns("a", [0, 0]) == rows_of_turns("b", [0, 0]) == rows_of_turns("c", [0, 0]) == []
+
+
+def test_a_turn_with_an_update_has_the_same_samples_on_any_number_of_ranks() -> None:
+    """By hand for 8 samples in 3 turns: in b neighbours, the first turns one more; in c each third."""
+    expected = {"b": [[0, 1, 2], [3, 4, 5], [6, 7]], "c": [[0, 3, 6], [1, 4, 7], [2, 5]]}
+    for shares in ([8], [4, 4], [3, 0, 5], [2, 2, 2, 2], [1, 6, 1]):
+        firsts = [sum(shares[:rank]) for rank in range(len(shares))]
+        for scheme in ("b", "c"):
+            turns = rows_of_updates(scheme, shares, 3)
+            assert [[first + row for first, own in zip(firsts, turn, strict=True) for row in own] for turn in turns] == expected[scheme]
+    assert rows_of_updates("b", [2, 2], 2) == rows_of_turns("b", [2, 2]), "the paper's scheme"
+    assert [list(map(len, turn)) for turn in rows_of_updates("c", [4, 4], 2)] == [
+        list(map(len, turn)) for turn in rows_of_turns("c", [4, 4])
+    ]
+    assert len(rows_of_updates("c", [1, 1], 3)) == 2
+
+
+def test_turn_learning_rate_is_in_proportion() -> None:
+    assert turn_learning_rate(0.08, 128, 1024) == pytest.approx(0.01, rel=1e-15)
+
+
+def test_one_process_has_the_model_as_it_was() -> None:
+    """What is in front of the first linear layer works on own rows; without samples the output is empty, and all gradients are 0."""
+    torch.manual_seed(2)
+    whole = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    torch.manual_seed(2)
+    cut = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    holder, x = nn.Sequential(cut), torch.randn(4, 2, 3)
+    holder.dense_part = "0"
+    hybrid = HybridModel(holder, SingleProcessCommunicator(), "c")
+    torch.testing.assert_close(hybrid(x), whole(x), rtol=0, atol=0)
+    assert [name for name, _ in holder.named_parameters()] == ["0.1.weight", "0.1.bias", "0.3.weight", "0.3.bias"]
+    empty = hybrid(x[:0])
+    assert empty.shape == (0, 3)
+    empty.sum().backward()
+    assert all(torch.count_nonzero(p.grad) == 0 for p in hybrid.dense_parameters())
+    for p in hybrid.dense_parameters():
+        p.requires_grad_(False)
+    hybrid(x[:0]).sum().backward()  # a part of the backward pass of the other ranks, whose convolutions learn
+
+
+def test_dense_parts_that_cannot_be_cut_are_refused() -> None:
+    class Own(nn.Module):
+        dense_part = "head"
+
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__()
+            self.head = head
+
+    twice, act = nn.Linear(2, 2), nn.ReLU()
+
+    class Scaled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.1 * super().forward(x)
+
+    chain = Own(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
+    x = torch.rand(3, 2)
+    expected = chain.head(x)
+    assert torch.equal(CutLayers(chain.head, Exchange(SingleProcessCommunicator()), "head", "")(x), expected)  # `act` is there twice
+    refused = {
+        "a linear layer of 'head' is there twice": Own(nn.Sequential(twice, act, twice)),
+        "'head', which is to be cut over ranks, has no linear layer": Own(Scaled(nn.Linear(2, 2))),
+        "MLP has no attribute `dense_part`": mlp.build("mlp", (2, 2, 1), 3),
+        "head.1 is BatchNorm1d, which cannot be computed neuron by neuron": Own(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    }
+    for message, model in refused.items():
+        with pytest.raises(UserError) as error:
+            HybridModel(model, SingleProcessCommunicator(), "a", "job.yaml:3")
+        assert message in str(error.value) and "where: job.yaml:3" in str(error.value) and "fix:" in str(error.value)

@@ -1,0 +1,251 @@
+"""Pipeline parallelism: cuts, schedules and passes by themselves; and on ranks, against the whole model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import FULL, mpirun, needs_mpirun
+from torch import nn
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.models import gpt, mlp
+from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
+from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent, measured_bubble
+from hvdtrain.frameworks.torch.parallel.pipeline.passes import Passes
+from hvdtrain.frameworks.torch.parallel.pipeline.schedule import Action, Schedule, Seconds, formula, of_stages, timeline
+from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage, Unit, measured_seconds, stages_of, tied_parameters, units_of
+
+SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+def slowest(costs: Sequence[float], cuts: Sequence[int]) -> float:
+    return max(sum(costs[start:stop]) for start, stop in zip(cuts, [*cuts[1:], len(costs)], strict=True))
+
+
+def test_cuts_make_the_slowest_stage_as_fast_as_can_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for units, stages in itertools.product(range(1, 9), range(1, 6)):
+        if stages <= units:
+            costs = torch.randint(0, 20, (units,), generator=generator).tolist()
+            cuts, all_cuts = balanced_cuts(costs, stages), itertools.combinations(range(1, units), stages - 1)
+            assert len(cuts) == stages and cuts == sorted(set(cuts)) and cuts[0] == 0
+            assert slowest(costs, cuts) == min(slowest(costs, [0, *others]) for others in all_cuts), (costs, cuts)
+    assert balanced_cuts([1, 1, 1, 1, 4], 2) == [0, 4]
+    with pytest.raises(UserError, match="a model of 3 units makes no 4 stages"):
+        balanced_cuts([1, 1, 1], 4)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_every_pass_is_made_once_and_behind_those_that_it_needs(schedule: Schedule, virtual: int, ranks: int) -> None:
+    last = ranks * virtual - 1
+    for micro in range(20):
+        found = timeline(schedule, ranks, micro, virtual)
+        stops: dict[Action, float] = {each.action: each.stop for rank in found.ranks for each in rank}
+        assert len(stops) == sum(map(len, found.ranks)) and len({a for a in stops if a.kind == "forward"}) == micro * (last + 1)
+        gradients = {(a.stage, a.micro): a for a in stops if a.kind in ("backward", "input gradient")}
+        assert len(gradients) == micro * (last + 1)
+        split = {(a.stage, a.micro) for a in stops if a.kind == "input gradient"}
+        assert split == {(a.stage, a.micro) for a in stops if a.kind == "weight gradient"} and bool(split) == (
+            schedule == "zero_bubble" and ranks > 1 and micro > 0
+        )
+        for rank, row in enumerate(found.ranks):
+            assert all(a.stop <= b.start for a, b in itertools.pairwise(row))
+            for (kind, stage, number), start, _ in row:
+                assert stage % ranks == rank
+                needed = [Action("forward", stage - 1, number)] if kind == "forward" and stage else []
+                if kind in ("backward", "input gradient"):
+                    needed = [Action("forward", stage, number), *([gradients[stage + 1, number]] if stage < last else [])]
+                if kind == "weight gradient":
+                    needed = [Action("input gradient", stage, number)]
+                assert all(stops[each] <= start for each in needed), (kind, stage, number)
+        alone = timeline(schedule, ranks, micro, virtual, backward=False)
+        assert {a for rank in range(ranks) for a in alone.order(rank)} == {a for a in stops if a.kind == "forward"}
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+def test_the_bubble_is_that_of_the_papers(schedule: Schedule, virtual: int) -> None:
+    """(p - 1) / (v m + p - 1); zero_bubble, whose rank waits for one of the three parts of a pass instead of all: 3 m."""
+    parts = 3 if schedule == "zero_bubble" else virtual
+    for ranks, rounds in itertools.product((1, 2, 3, 4, 8), (1, 2, 5)):
+        found = timeline(schedule, ranks, rounds * ranks, virtual)
+        assert found.bubble == pytest.approx((ranks - 1) / (parts * rounds * ranks + ranks - 1), abs=1e-12)
+        assert formula(schedule, ranks, rounds * ranks, virtual) == pytest.approx(found.bubble, abs=1e-12)
+    uneven = timeline(schedule, 2, 1, virtual, [Seconds(1, 1), *[Seconds(3, 5)] * (2 * virtual - 1)])
+    longest = 9 if schedule == "zero_bubble" else 2 + 8 * (2 * virtual - 1)  # 1 + 3 + 2.5, then the weights of the second stage
+    assert uneven.seconds == longest and (virtual > 1 or uneven.bubble == pytest.approx(1 - 10 / (2 * longest)))
+
+
+def test_the_bubble_of_cut_units() -> None:
+    """Two stages of 3 and 6 s: with 2 micro-batches the ranks are busy for 6 and 12 of 1.5 + 1 + 0.5 + 1 + 10 + 1.5 s."""
+    units = [Seconds(1, 1), Seconds(0.5, 0.5), Seconds(1, 5)]
+    assert of_stages(units, [0, 2]) == [Seconds(1.5, 1.5), Seconds(1, 5)]
+    assert timeline("gpipe", 2, 2, seconds=of_stages(units, [0, 2])).bubble == pytest.approx(1 - 18 / (2 * 15.5))
+
+
+def held(order: Sequence[Action]) -> int:
+    """The most micro-batches whose activations a rank holds."""
+    changes = [{"forward": 1, "input gradient": 0}.get(action.kind, -1) for action in order]
+    return max(itertools.accumulate(changes))
+
+
+def test_what_a_rank_holds() -> None:
+    ranks, micro = 4, 12
+    for schedule, most in {"gpipe": [12] * 4, "1f1b": [4, 3, 2, 1]}.items():
+        assert [held(timeline(schedule, ranks, micro).order(rank)) for rank in range(ranks)] == most
+    assert max(held(timeline("zero_bubble", ranks, micro).order(rank)) for rank in range(ranks)) <= ranks
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_stage_may_begin_in_place(split: bool) -> None:
+    """A ReLU that changes what comes from the stage before, then a matrix: the gradient of x is that of positive x."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)).double()
+    stage, x = stages_of(model, [0, 1], "test")[1], torch.tensor([[-1.0, 2.0, -3.0], [4.0, -5.0, 6.0]], dtype=torch.float64)
+    positive = (x > 0).double()
+    passes = Passes(stage, x.clone(), is_first=False)
+    ones = torch.ones_like(passes.outputs)
+    found = passes.input_gradient(ones) if split else passes.backward(ones)
+    if split:
+        passes.weight_gradient()
+    torch.testing.assert_close(found, ones @ model[2].weight.detach() * positive, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model[2].weight.grad, ones.T @ (x * positive), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["plain", "frozen", "dropout"])
+def test_a_backward_pass_in_two_parts_is_the_same(how: str) -> None:
+    """The gradient of the input, then those of the weights, which may be left for later."""
+    found: list[dict[str, torch.Tensor]] = []
+    for split in (False, True):
+        torch.manual_seed(1)
+        model = gpt.build("gpt", 4, 9, layers=2, heads=2, width=8, residual_dropout=0.3 * (how == "dropout")).double()
+        if how == "frozen":
+            model.blocks[0].requires_grad_(False)  # type: ignore[index]
+        stage = stages_of(model, [0, 1], "test")[1]
+        inputs = torch.randn(2, 3, 4, 8, dtype=torch.float64)  # two micro-batches
+        passes = [Passes(stage, x, is_first=False) for x in inputs]
+        if split:
+            gradients = [one.input_gradient(torch.ones_like(one.outputs)) for one in passes]
+            for one in reversed(passes):
+                one.weight_gradient()
+        else:
+            gradients = [one.backward(torch.ones_like(one.outputs)) for one in passes]
+        gradients_of = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        found.append(gradients_of | {f"x{i}": gradient for i, gradient in enumerate(gradients)})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == (17 if how == "frozen" else 29)
+    for name, gradient in found[0].items():
+        assert gradient.abs().max() > 0 or name.endswith("x0.bias")
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_units_make_the_model() -> None:
+    models = {(2, 3, 3, 1): mlp.build("mlp", (3, 3, 1), 4, widths=(6, 5)), (2, 4): gpt.build("gpt", 6, 9, layers=3, heads=2, width=8)}
+    for shape, model in models.items():
+        x = torch.randn(shape) if len(shape) > 2 else torch.randint(9, shape)
+        y = x
+        for stage in stages_of(model, [0, 2, 3], "test"):
+            y = stage(y)
+        assert torch.equal(y, model(x))
+
+
+def test_a_tied_parameter_is_found() -> None:
+    tied = gpt.build("gpt", 6, 9, layers=2, heads=2, width=8, tied=True)
+    assert [(each.name, each.stages) for each in tied_parameters(tied, stages_of(tied, [0, 1, 3], "test"))] == [("tokens.weight", (0, 2))]
+    assert tied_parameters(tied, stages_of(tied, [0], "test")) == []
+
+
+class Outside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+
+    def pipeline_units(self) -> list[Unit]:
+        return [Unit("layer", (self.layer,), lambda x: self.layer(x) * self.gain)]
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(UserError, match="Linear does not say where it may be cut into stages / parallel.pipeline|Linear does not say"):
+        units_of(nn.Linear(2, 2), "parallel.pipeline")
+    with pytest.raises(UserError, match="gain of Outside is in no unit, so that no stage would have it"):
+        stages_of(Outside(), [0], "parallel.pipeline")
+
+
+def test_an_engine_without_messages_is_refused() -> None:
+    with pytest.raises(UserError, match="the single engine has no messages from one rank to another"):
+        Pipeline({0: Stage([])}, SingleProcessCommunicator(), "gpipe", torch.device("cpu"), "parallel.pipeline")
+
+
+class Sleeps(torch.autograd.Function):
+    """The identity, in 50 ms forward and 100 ms backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.1)
+        return gradient
+
+
+class SleepingLayer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleeps.apply(super().forward(x))
+
+
+def test_units_are_timed() -> None:
+    """Each by itself; gradients, statistics and generators are as before."""
+    model, before = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), SleepingLayer(8, 8), nn.Dropout(0.1)), torch.get_rng_state()
+    found = measured_seconds(units_of(model, "test"), torch.randn(64, 8, generator=torch.Generator()), repeats=2)
+    assert len(found) == 4 and all(each.forward > 0 and each.backward > 0 for each in found)
+    assert found[2].forward > 0.05 and found[2].backward > 0.1 and min(sum(each) for each in found) < 0.1
+    assert all(p.grad is None for p in model.parameters()) and model[1].num_batches_tracked == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_units_that_work_in_place_are_timed() -> None:
+    """What they take is as before: the fastest of several passes is of one x."""
+    x = torch.randn(4, 8, generator=torch.Generator())
+    before = x.clone()
+    found = measured_seconds(units_of(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)), "test"), x, repeats=1)
+    assert len(found) == 3 and torch.equal(x, before)
+    with pytest.raises(UserError, match="unit 1 fails while it is timed: RuntimeError: mat1 and mat2"):
+        measured_seconds(units_of(nn.Sequential(nn.ReLU(), nn.Linear(7, 8)), "test"), x, repeats=1)
+
+
+def test_the_measured_bubble() -> None:
+    assert measured_bubble([Spent(4.0, 1.0), Spent(3.0, 2.0)]) == 0.5  # 3 and 1 of 4 seconds
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "stages"),
+    [
+        pytest.param("mpi", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
+        pytest.param("torchdist", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
+        pytest.param("mpi", 4, 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
+        *[
+            pytest.param("mpi", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
+            pytest.param("torchdist", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
+        ]
+        * FULL,
+    ],
+)
+def test_a_pipeline_is_the_whole_model(tmp_path: Path, engine: str, size: int, stages: int) -> None:
+    """`stages` ranks are a pipeline, of which there are size / stages with samples of their own."""
+    out = tmp_path / "out.json"
+    result = mpirun(size, ["tests/support/pipeline_on_ranks.py", engine, str(stages), str(out)], timeout_s=240)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    for name, (measured, predicted) in found.pop("bubbles").items():
+        assert measured == pytest.approx(predicted, abs=0.2), name
+    faulty = {name: found.pop(name) for name in ("faulty: doubled", "faulty: not tied")}
+    assert min(faulty.values()) > 0.1, faulty
+    assert len(found) >= 30 and max(found.values()) < 1e-12, found

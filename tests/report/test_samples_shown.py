@@ -1,0 +1,63 @@
+"""The report's rows of samples: in the order of the steps, escaped, and only of what is a picture or a text."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+from test_report import SCRIPT, PageParser
+from test_report_run import COMPLETE, CONFIG, write
+
+from hvdtrain.data.images.grid import png
+from hvdtrain.report.page import render_page
+from hvdtrain.report.run import read_run
+from hvdtrain.report.samples import MOST_BYTES, MOST_SHOWN, evenly, read_samples
+
+PICTURE = png(np.zeros((4, 4, 3), np.uint8))
+
+
+def run_with(folder: Path, files: dict[str, bytes]) -> Path:
+    write(folder, COMPLETE, CONFIG)
+    (folder / "samples").mkdir()
+    for name, data in files.items():
+        (folder / "samples" / name).write_bytes(data)
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    return render_page([read_run(folder)], ["r0"], [], "command")
+
+
+def test_a_row_for_each_step(tmp_path: Path) -> None:
+    files = {"step-00000020.png": PICTURE, "step-00000000.png": PICTURE, "step-00000010.txt": f"{SCRIPT}\nab".encode()}
+    page = page_of(run_with(tmp_path / "run", files))
+    seen = PageParser(page)
+    rows = [seen.text.index(row) for row in ("step 0", "step 10: validation accuracy 70.00%", "step 20: validation accuracy 60.00%")]
+    assert rows == sorted(rows) and "What the model draws" in seen.text
+    pictures = [attrs for tag, attrs in seen.tags if tag == "img"]
+    assert [attrs["src"] for attrs in pictures] == [f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}"] * 2
+    assert SCRIPT not in page and SCRIPT in seen.text
+
+
+def test_what_is_no_sample_is_left_out(tmp_path: Path) -> None:
+    files = {
+        "step-00000001.png": b"<svg onload=alert(1)>",
+        "step-00000002.txt": b"x" * (MOST_BYTES + 1),
+        "step-2.png": PICTURE,
+        "other.png": PICTURE,
+        "step-00000003.txt": b"\xff",
+    }
+    run = run_with(tmp_path / "run", files)
+    (run / "samples" / "step-00000004.txt").symlink_to("/etc/hostname")
+    assert [(row.title, row.url, row.text) for row in read_samples(read_run(run))] == [("step 3", "", "\N{REPLACEMENT CHARACTER}")]
+    assert "What the model draws" not in page_of(write(tmp_path / "none", COMPLETE, CONFIG))
+
+
+def test_of_many_steps_the_first_the_last_and_some_between() -> None:
+    items = [(step, f"{step}") for step in range(100)]
+    steps = [step for step, _ in evenly(items, MOST_SHOWN)]
+    assert len(steps) == MOST_SHOWN and steps[0] == 0 and steps[-1] == 99
+    gaps = np.diff(steps)
+    assert gaps.min() >= 8 and gaps.max() <= 10
+    assert evenly(items[:3], MOST_SHOWN) == items[:3]

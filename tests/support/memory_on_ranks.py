@@ -1,0 +1,99 @@
+"""Counts on the ranks the tensors of real steps, and what they send, and writes {case: {"counted": ..., "predicted": ...}}.
+
+python tests/support/memory_on_ranks.py ENGINE OUT.json CASE ...     a case: "stage recompute passes", as "2 all 1", of a small image GPT;
+or SAMPLES:MODEL WORDS, as "4:wide_resnet model.widths=[16,160,320,640] shard.stage=1", of images of 32x32 or of 256 tokens
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.counted import Moved, counted
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.read import configure
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import Hyper
+from hvdtrain.data.source import Field
+from hvdtrain.frameworks.footprint import PlannedStep
+from hvdtrain.frameworks.torch.live_storages import LiveStorages
+from hvdtrain.frameworks.torch.predict_memory import mark, planned_work
+from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.language.build import Language
+from hvdtrain.tasks.task import Task
+from hvdtrain.training.build import build_learner, connect
+
+SAMPLES = 8
+
+
+def measured(
+    config: Config, task: Task, communicator: Communicator, moved: list[Moved], passes: int, samples: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by kind. `moved`: where they are counted."""
+    live = LiveStorages()
+    with live:
+        learner: Any = build_learner(config, task, communicator)
+        for p in learner.parameters:
+            p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
+        zeros = {name: np.zeros((samples // passes, *field.shape), field.dtype) for name, field in task.fields.items()}
+        with learner.stopwatch.replaced_by(live):
+            for step in range(2):
+                mark(learner, live)
+                live.reset_peak()
+                moved.clear()
+                micro = [learner.to_device({name: array.copy() for name, array in zeros.items()}) for _ in range(passes)]
+                learner.step(micro, Hyper(1e-3, 0.9, 0.0, samples * learner.data.size, step), step)
+            sent = by_kind(moved)
+            learner.sync_buffers(communicator)
+    return dict(live.peak), sent
+
+
+def by_kind(moved: Iterable[Moved]) -> dict[str, int]:
+    found = Counter[str]()
+    for each in moved:
+        found[each.kind] += each.sent_bytes
+    return dict(found)
+
+
+def main(engine: str, out: str, cases: list[str]) -> None:
+    communicator, _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
+    found, moved = {}, list[Moved]()
+    communicator = counted(communicator, moved)  # once: torch keeps the first one that it makes process groups of
+    for case in cases:
+        if ":" in case:
+            words, task, passes = case.partition(":")[2].split(), without_statistics((32, 32, 3), 10), 1
+            samples = int(case.partition(":")[0])
+            words[0] = f"model.name={words[0]}"
+            if words[0] == "model.name=gpt":
+                words, task = [*words, "task.name=language"], Language(Field("int64", (257,), 512))
+        else:
+            stage, recompute, passes, samples = case.split()[0], case.split()[1], int(case.split()[2]), SAMPLES
+            task = Language(Field("int64", (65,), 64))
+            words = ["model.name=gpt", "model.layers=3", "model.width=64", f"shard.stage={stage}", f"model.recompute={recompute}"]
+            words += ["task.name=language", "optim.name=adamw", "optim.clip_norm=1", "comm.bucket_mb=0.2"]
+        config = configure(None, words)
+        if config.parallel.pipeline > 1:
+            passes = 2 * config.parallel.pipeline
+        real, sent = measured(config, task, communicator, moved, passes, samples)
+        step = PlannedStep(samples, passes, 1, 0, writes_checkpoints=False)
+        works = planned_work(config, task, step, communicator.size, communicator.features)
+        planned = max((work.footprint for work in works), key=lambda footprint: footprint.total)
+        ranks = communicator.allgather_object((sum(real.values()), sent))
+        found[case] = {"counted": real, "sum": max(size for size, _ in ranks), "predicted": planned.named(), "step": planned.step}
+        found[case]["sent"] = [sent for _, sent in ranks][: len(works)]  # by the first rank of each stage
+        found[case]["planned to send"] = [by_kind(work.moved) for work in works]
+        if communicator.rank == 0:
+            Path(out).write_text(json.dumps(found))
+    communicator.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,46 @@
+"""Runs on the ranks: programs of new users, one after the other, each in a folder of its own; what each ended with, as JSON from rank 0.
+
+python tests/support/programs_on_ranks.py FOLDER PROGRAM.py ... [resumed]
+resumed: the job of FOLDER/resumed goes on, with a worker on each rank
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import hvdtrain
+
+RESUMED = {
+    "data.name": "own_datasets:noisy",
+    "task.name": "regression",
+    "model.name": "linear",
+    "optim.base_lr": 0.02,
+    "batch.size": 31,
+    "epochs": 2,
+    "log.every_steps": 3,
+    "speed.precision": "fp64",
+}
+
+
+def main() -> None:
+    folder, *programs = map(Path, sys.argv[1:])
+    ended = {}
+    for program in programs:
+        here = folder / program.stem
+        here.mkdir(parents=True, exist_ok=True)
+        os.chdir(here)
+        if program.stem == "resumed":
+            run = hvdtrain.train(RESUMED, f"run={here}", "data.workers=1")
+        else:
+            run = runpy.run_path(str(program), run_name="__main__")["run"]
+        ended[program.stem] = {"rank": run.rank, "code": run.code, "why": run.why, "objective": run.objective, "best": run.best}
+    if run.rank == 0:
+        (folder / "ended.json").write_text(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Runs on the ranks: the loss curves of other tasks than classification on one engine, as JSON from rank 0.
+
+python tests/support/task_invariance.py ENGINE OUT.json [no_jax] [no_torch_workers] [datasets_alone] [own_weights]
+no_jax: without the jobs of JAX; no_torch_workers: without workers that import torch; datasets_alone: users' Datasets; own_weights: no
+rank asks for the tokens of the others, of jobs with padding alone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from invariance import losses
+
+from hvdtrain.comm.communicator import Buffer, Op
+from hvdtrain.comm.placement import placement
+from hvdtrain.config.read import configure
+from hvdtrain.training.build import connect
+
+NUMBERS = "data.name=own_data:numbers task.name=regression model.name=linear optim.base_lr=0.02 max_steps=12"
+CLASSES = "data.name=own_data:classes model.name=linear optim.base_lr=0.5 max_steps=12"
+TOKENS = (  # SGD, since Adam hides wrong scales of gradients
+    "data.name=own_data:tokens task.name=language model.name=gpt model.layers=1 model.width=8 model.heads=2 optim.base_lr=0.5 max_steps=12"
+)
+IMAGES = (
+    "data.name=image_tokens data.source=synthetic data.colours=6 data.side=4 task.name=language model.name=gpt model.layers=3 "
+    'model.width=8 model.heads=2 data.source_options={"samples":131,"val_samples":47,"shape":[8,8,3]} optim.base_lr=0.5 max_steps=12'
+)
+JOBS = {
+    "numpy": f"{NUMBERS} framework=numpy",
+    "jax": f"{NUMBERS} framework=jax",
+    "torch": NUMBERS,
+    "torch, micro-batches": f"{NUMBERS} batch.micro=3 data.sampling=partition",
+    "numpy, absolute": f"{NUMBERS} framework=numpy task.loss=absolute_error optim.base_lr=0.2",
+    "jax, absolute": f"{NUMBERS} framework=jax task.loss=absolute_error optim.base_lr=0.2",
+    "torch, absolute": f"{NUMBERS} task.loss=absolute_error optim.base_lr=0.2",
+    "numpy, classes": f"{CLASSES} framework=numpy",
+    "jax, classes": f"{CLASSES} framework=jax",
+    "torch, classes": CLASSES,
+    "padded": f"{TOKENS} task.ignore=0",
+    "padded, micro-batches and buckets": f"{TOKENS} task.ignore=0 batch.micro=2 comm.reduce=bucket comm.bucket_mb=0.001",
+    "padded, evaluated within epochs": f"{TOKENS} task.ignore=0 batch.micro=2 recipe.warmup=300tokens recipe.schedule=cosine "
+    "recipe.floor=0.1 epochs=3 evaluate.every_steps=3 evaluate.samples=13",
+    "whole": TOKENS,
+    "whole, micro-batches": f"{TOKENS} batch.micro=4",
+    "a Dataset with random augmentation": f"{NUMBERS} data.name=own_datasets:noisy",
+    "the Dataset, its workers": f"{NUMBERS} data.name=own_datasets:noisy data.workers=1 batch.micro=3",
+    "torch's Dataset with random augmentation": f"{NUMBERS} data.name=own_datasets:noisy_in_torch",
+    "torch's Dataset, its workers": f"{NUMBERS} data.name=own_datasets:noisy_in_torch data.workers=2 data.sampling=partition",
+    "image gpt": IMAGES,
+    "image gpt, recomputed": f"{IMAGES} model.recompute=all",
+    "image gpt, every second block recomputed, micro-batches": f"{IMAGES} model.recompute=2 batch.micro=4",
+    "the user's own": f"{NUMBERS} data.outputs=1 task.name=own_data:quantile optim.base_lr=0.3",
+}
+
+
+WITHOUT = {
+    "no_jax": {job for job in JOBS if "jax" in job},
+    "no_torch_workers": {"torch's Dataset, its workers"},
+    "datasets_alone": {job for job in JOBS if "Dataset" not in job},
+}
+
+
+class OwnWeights:
+    """A communicator whose allreduce of the weights of a step returns what it is given; all else is the real communicator's."""
+
+    def __init__(self, communicator: object) -> None:
+        self._communicator = communicator
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._communicator, name)
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        return x if name == "step.weight" else self._communicator.allreduce(x, name, op)
+
+
+def main() -> None:
+    name, out, *words = sys.argv[1:]
+    own = "own_weights" in words
+    communicator, _ = connect(configure(None, [f"comm.engine={name}"]), placement(os.environ))
+    jobs = {
+        job: options
+        for job, options in JOBS.items()
+        if (not own or "padded" in job) and not any(job in WITHOUT.get(word, ()) for word in words)
+    }
+    if name == "torchdist":
+        jobs = {job: options.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, options in jobs.items()}
+    results = {job: losses(options, OwnWeights(communicator) if own else communicator) for job, options in jobs.items()}
+    if communicator.rank == 0:
+        Path(out).write_text(json.dumps(results))
+    communicator.close()
+
+
+if __name__ == "__main__":
+    main()

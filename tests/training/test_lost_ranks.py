@@ -1,0 +1,88 @@
+"""guard.lost: the living ranks go on without those that are killed, and the end is that of one process that nothing happened to."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+from faults import events
+from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, undisturbed
+from ranks import needs_mpirun
+
+from hvdtrain.errors import DONE, LOST, MEMORY, USER
+from hvdtrain.report.run import read_run
+
+pytestmark = pytest.mark.faults
+
+# rank, call of a function of its process: killed_ranks.py
+IN_STEP_IN_EVALUATION_AND_AGAIN = "2 step 7, 0 loop.py:evaluate 2, 1 step 25"
+TWO_AT_ONCE_AND_RANK_0_IN_THE_REFORM = "1 step 5, 3 step 5, 0 shrink 1"
+IN_A_CHECKPOINT_AND_WHILE_STATE_IS_GIVEN_BACK = "0 saver.py:_write 2, 3 step 20, 1 memory_copy.py:restore 2"
+THE_SUCCESSOR_AND_AT_THE_END = "2 step 14, 0 _restore 1, 1 successor.py:take_over 2, 3 train_job.py:finish 1"
+CASES = [
+    ("torch", 3, IN_STEP_IN_EVALUATION_AND_AGAIN.rpartition(",")[0], {0, 2}),
+    ("numpy", 4, IN_STEP_IN_EVALUATION_AND_AGAIN, {0, 1, 2}),
+    ("numpy", 4, TWO_AT_ONCE_AND_RANK_0_IN_THE_REFORM, {0, 1, 3}),
+    ("numpy", 4, IN_A_CHECKPOINT_AND_WHILE_STATE_IS_GIVEN_BACK, {0, 1, 3}),
+    ("numpy", 2, "0 train_job.py:finish 1", {0}),
+]
+
+
+@functools.cache
+def straight(framework: str) -> tuple[Outcome, list[float]]:
+    """Of one process: its last checkpoint, and the loss of each evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        return undisturbed(framework, run), [event["val_loss"] for event in events(run) if event["kind"] == "epoch"]
+
+
+@needs_mpirun
+@pytest.mark.ranks4
+@pytest.mark.parametrize(("framework", "size", "plan", "lost"), CASES)
+@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+def test_the_end_is_that_of_one_process(engine: str, framework: str, size: int, plan: str, lost: set[int], tmp_path: Path) -> None:
+    results = finish(engine, size, arguments(framework, tmp_path / "run", "guard.lost=shrink", plan))
+    codes = [result.returncode for result in results]
+    assert codes == ([DONE] if engine == "mpi" else [-9 if rank in lost else DONE for rank in range(size)]), results
+    last, val_losses = straight(framework)
+    assert difference(last, outcome(tmp_path / "run")) <= 1e-12
+    found = losses_of_ranks(tmp_path / "run")
+    assert {rank for event in found for rank in event["ranks"]} == lost
+    assert found[-1]["left"] == size - len(lost)
+    assert all(event["steps_lost"] <= SYNC_EVERY for event in found), found
+    record = read_run(tmp_path / "run")
+    assert [event["step"] for event in record.epoch_events()] == [9, 17, 25, 34]
+    assert [event["val_loss"] for event in record.epoch_events()] == pytest.approx(val_losses, rel=1e-12)
+    assert [event["step"] for event in record.step_events()] == sorted({*range(3, 34, 3), 17, 25, 34})
+    assert not list((tmp_path / "run").glob("*lock*"))
+
+
+@needs_mpirun
+def test_restart_writes_the_last_sync_point_and_ends(tmp_path: Path) -> None:
+    """The same command, started again, goes on from there."""
+    argv = arguments("numpy", tmp_path, "guard.lost=restart checkpoint.every_steps=null resume=auto", "0 step 15")
+    (result,) = finish("mpi", 3, argv)
+    assert result.returncode == LOST, result
+    assert outcome(tmp_path).step == 12 and "rank 0 on" in events(tmp_path)[-1]["reason"]
+    argv[1] = "-"
+    (result,) = finish("mpi", 2, argv)
+    assert result.returncode == DONE, result
+    assert difference(straight("numpy")[0], outcome(tmp_path)) <= 1e-12
+
+
+@needs_mpirun
+def test_an_error_of_a_rank_itself_ends_all_ranks(tmp_path: Path) -> None:
+    words = "guard.lost=shrink model.name=trouble:Trouble model.fault=memory model.rank=1 model.at=9"
+    (result,) = finish("mpi", 3, [word for word in arguments("torch", tmp_path, words) if not word.startswith(("model.w", "model.d"))])
+    assert result.returncode == MEMORY and "rank 1 on" in result.stderr, result
+    assert not losses_of_ranks(tmp_path)
+
+
+@needs_mpirun
+def test_without_ulfm_the_job_does_not_start(tmp_path: Path) -> None:
+    (result,) = finish("mpi", 2, arguments("numpy", tmp_path / "run", "guard.lost=shrink"), ulfm=False)
+    assert result.returncode == USER, result
+    assert "mpirun --with-ft ulfm" in result.stderr and "started without ULFM" in result.stderr
+    assert not (tmp_path / "run").exists()

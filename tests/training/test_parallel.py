@@ -1,0 +1,109 @@
+"""Ranks that have one model together give the losses, the evaluation, the state and the files of one process, up to rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parallel_on_ranks import DROPPED, files_on, jobs_on
+from ranks import mpirun, needs_horovod, needs_mpirun, python
+from same_curve import check_same
+
+from hvdtrain.config.read import configure
+from hvdtrain.training.mesh_picture import mesh_lines
+
+slow = pytest.mark.slow
+FOUR = ["parallel.tensor=2", "parallel.tensor=2,shard.stage=1", "parallel.tensor=4,shard.stage=2", "parallel.tensor=2,shard.stage=3"]
+POSITIONS = [f"{mesh},parallel.sequence=true" for mesh in FOUR]
+STAGES = [  # buckets so small that there are several, which are cut elsewhere on ranks with one token more
+    "parallel.tensor=2,shard.stage=1,comm.bucket_mb=0.004,parallel.sequence=true",
+    "parallel.pipeline=2,parallel.tensor=2,parallel.sequence=true",
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """A job's name -> its results without parts."""
+    out = tmp_path_factory.mktemp("one") / "one.json"
+    result = python(["tests/support/parallel_on_ranks.py", "single", str(out)], timeout_s=200)
+    assert result.returncode == 0, result.stderr
+    return {name.partition(" / ")[0]: job for name, job in json.loads(out.read_text()).items()}
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("engine", "size", "meshes", "few"),
+    [
+        pytest.param("mpi", 2, FOUR[:1], True, id="mpi-2"),
+        pytest.param("mpi", 2, [FOUR[3], POSITIONS[3]], False, marks=slow, id="mpi-2-all"),
+        pytest.param("mpi", 4, FOUR, True, marks=[slow, pytest.mark.ranks4], id="mpi-4"),
+        pytest.param("mpi", 4, [*POSITIONS[2:], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-positions"),
+        pytest.param("torchdist", 4, [FOUR[0], FOUR[3], POSITIONS[0]], True, marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
+        pytest.param("horovod", 2, [FOUR[0], POSITIONS[0]], True, marks=[slow, needs_horovod], id="horovod-2"),
+    ],
+)
+def test_every_mesh_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], few: bool) -> None:
+    out = tmp_path / "ranks.json"
+    words = [*meshes, *["few"] * few]
+    result = mpirun(size, ["tests/support/parallel_on_ranks.py", engine, str(out), *words], timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    if size == 2 and engine == "mpi":
+        refused = found.pop("refused")
+        assert "HalfAPlan, cut as its tensor_plan() says, fails: RuntimeError: mat1 and mat2" in refused["HalfAPlan"]
+        assert "CutOutputs, cut as its tensor_plan() says, gives other outputs than the whole model" in refused["CutOutputs"]
+        difference = np.array(found.pop("unsummed")["losses"]) - np.array(one_process["gpt, tied, recomputed"]["losses"])
+        assert np.abs(difference).max() > 1e-3, "a sum over tensor ranks that is missing is noticed"
+    if size == 2 and meshes[-1] in POSITIONS and engine == "mpi":
+        summed, unsummed = map(np.array, found.pop("positions"))
+        assert np.abs(summed - unsummed).max() > 1e-3, "gradients of positions that are not added up are noticed"
+        check_masks(found.pop("masks"))
+    assert found.keys() == {f"{job} / {mesh}" for mesh in meshes for job in (*jobs_on(mesh, few), *files_on(mesh))}
+    for name, job in found.items():
+        one = one_process[name.partition(" / ")[0]]
+        if name.startswith("files"):
+            assert job == one and len(job) == 2, name
+            continue
+        check_same(name, job, one)
+
+
+def check_masks(masks: dict) -> None:
+    """Each rank drops others of its positions, and scales what it keeps."""
+    assert len(set(masks["digests"])) == 2, masks
+    values = 4 * 32 * 24  # of a micro-batch at half of 64 positions
+    assert masks["shares"] == pytest.approx([DROPPED] * 2, abs=5 * (DROPPED * (1 - DROPPED) / values) ** 0.5)
+    assert masks["scales"] == pytest.approx([1 / (1 - DROPPED)] * 2)
+
+
+def test_the_picture_of_a_mesh() -> None:
+    parallel = configure(None, ["parallel.tensor=2"]).parallel
+    assert mesh_lines(parallel, ["n1", "n1", "n2", "n2"]) == [
+        "mesh    2 data x 2 tensor",
+        "                  tensor 0  tensor 1",
+        "        data 0    0 on n1   1 on n1",
+        "        data 1    2 on n2   3 on n2",
+    ]
+    assert "a tensor group is on several hosts" in "".join(mesh_lines(parallel, ["n1", "n2"]))
+    assert mesh_lines(configure(None, []).parallel, ["n1", "n1"]) == []
+
+
+@slow
+@needs_mpirun
+@pytest.mark.ranks4
+def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> None:
+    """And go on where one process stopped, and one process where they did."""
+    words = "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=1 model.heads=2 model.width=16 "
+    words += "speed.precision=fp64 evaluate.every_steps=2 recipe.warmup=0 log.samples=3 epochs=1"
+    tensor = ["parallel.tensor=2", "comm.engine=mpi"]
+    of_positions = [*tensor, "parallel.sequence=true"]
+    starts = [(1, [f"run={tmp_path}/1"], 2), (4, [f"run={tmp_path}/4", *tensor], 2), (2, [f"run={tmp_path}/2", *of_positions], 2)]
+    starts += [(2, [f"resume={tmp_path}/1", *of_positions], 4), (1, [f"resume={tmp_path}/2", "parallel.tensor=1"], 4)]
+    for size, how, steps in starts:
+        argv = ["-m", "hvdtrain", *([] if "resume" in how[0] else words.split()), *how, f"stop.steps={steps}"]
+        result = mpirun(size, argv, timeout_s=120) if size > 1 else python(argv, timeout_s=120)
+        assert result.returncode == 0, result.stderr
+    pictures = {run: {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/**/step-*.png")} for run in "142"}
+    assert len(pictures["1"]) == 3 and pictures["1"] == pictures["2"]
+    assert len(pictures["4"]) == 2 and pictures["4"].items() <= pictures["1"].items()

@@ -1,0 +1,179 @@
+"""Parameter servers: synchronous ones are one process, asynchronous ones keep their bound, end at the same bits again, and go on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import mpirun, needs_mpirun, python
+from same_curve import check_same
+from servers_on_ranks import BOUNDS, FEW, JOBS
+
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.updates import Update
+from hvdtrain.errors import DIVERGED, UserError
+from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order
+from hvdtrain.training.telemetry.staleness import StalenessMeter
+from hvdtrain.training.telemetry.update_log import NAME, Header, UpdateLog, open_update_log, read_updates
+
+slow = pytest.mark.slow
+
+
+def simulated(workers: int, bound: int | None, seed: int, tickets: int = 60) -> list[Update]:
+    """The updates of workers of which the last one is slow; some arrive at any time."""
+    draw, order = random.Random(seed), Order(range(workers), bound)
+    order.begin(100, 100 + tickets)
+    for worker in range(workers):
+        order.grant(worker)
+    computing: set[int] = set()
+    updates: list[Update] = []
+    while len(updates) < tickets:
+        computing |= set(order.readers())
+        while (update := order.next_update()) is None:
+            assert computing, "every worker waits for another one"
+            done = draw.choice(sorted(computing)) if draw.random() < 0.5 else min(computing)
+            computing.remove(done)
+            order.arrive(done)
+            order.grant(done)
+        updates.append(update)
+    return updates
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("bound", [1, 2, 4, 8, None])
+def test_no_gradient_is_older_than_the_bound_and_no_worker_waits_for_ever(workers: int, bound: int | None) -> None:
+    oldest = 0
+    for seed in range(20):
+        updates = simulated(workers, bound, seed)
+        assert sorted(update.ticket for update in updates) == list(range(100, 160)), "each step once"
+        oldest = max(oldest, *(update.staleness for update in updates))
+        last_read = dict.fromkeys(range(workers), 100)
+        for version, update in enumerate(updates, start=100):
+            assert update.staleness <= version - last_read[update.worker]
+            last_read[update.worker] = version + 1
+    if workers == 1:
+        assert oldest == 0
+    elif bound is None:
+        assert oldest > 8
+    else:
+        assert oldest == bound
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    out = tmp_path_factory.mktemp("servers") / "one.json"
+    result = python(["tests/support/servers_on_ranks.py", "single", str(out), "0"], timeout_s=200)
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(out.read_text())["jobs"])
+
+
+@slow
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("engine", "servers", "workers", "words"),
+    [
+        pytest.param("mpi", 1, 2, ["faulty"], id="mpi-1-2"),
+        pytest.param("mpi", 2, 2, ["few"], marks=pytest.mark.ranks4, id="mpi-2-2"),
+        pytest.param("mpi", 1, 3, ["few"], marks=pytest.mark.ranks4, id="mpi-1-3"),
+        pytest.param("torchdist", 2, 2, ["few"], marks=pytest.mark.ranks4, id="torchdist-2-2"),
+    ],
+)
+def test_servers(one_process: dict, tmp_path: Path, engine: str, servers: int, workers: int, words: list[str]) -> None:
+    out = tmp_path / "ranks.json"
+    arguments = ["tests/support/servers_on_ranks.py", engine, str(out), str(servers), *words]
+    result = mpirun(servers + workers, arguments, timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert found["jobs"].keys() == set(FEW if "few" in words else JOBS)
+    for name, job in found["jobs"].items():
+        check_same(name, job, one_process[name])
+    if "faulty" in words:
+        difference = np.array(found["faulty"]["losses"]) - np.array(one_process["sgd, micro-batches"]["losses"][:4])
+        assert np.abs(difference).max() > 1e-3, "a gradient that is left out is noticed"
+    assert found["one ticket"]["ages"] == {"0": 6} and found["one ticket"]["count"] == 6 * 16, "workers without one meet the others"
+    for bound, job in found["stale"].items():
+        ages, made = Counter({int(age): n for age, n in job["ages"].items()}), job["workers"]
+        assert ages.total() == job["steps"] == 80 and job["count"] == 80 * 16
+        assert min(made.values()) >= 2 and made[str(servers)] > made[str(servers + workers - 1)], (bound, made)
+        most = workers * 80 if bound == "none" else int(bound)
+        assert 1 <= max(ages) <= most and (bound not in "12" or max(ages) == most), (bound, ages)
+    assert found["stale"].keys() == set(BOUNDS)
+
+
+@slow
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("engine", "servers", "options"),
+    [
+        ("mpi", 1, "optim.name=lamb servers.correct=scale model.dropout=0.2"),
+        pytest.param("torchdist", 2, "optim.name=novograd servers.correct=delay_compensation", marks=pytest.mark.ranks4),
+    ],
+)
+def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engine: str, servers: int, options: str) -> None:
+    run = tmp_path / "run"
+    words = f"-m hvdtrain run={run} comm.engine={engine} model.name=mlp model.widths=[24,7] comm.bucket_mb=0.004 servers.count={servers} "
+    words += f"servers.bound=2 servers.log=true optim.clip_norm=1 {options}"
+    for epochs in (1, 2):
+        result = mpirun(servers + 2, [*words.split(), f"epochs={epochs}"], timeout_s=120)
+        assert result.returncode == 0, result.stderr
+        assert "servers  staleness of an update" in result.stdout and f"worker {servers}: " in result.stdout
+        replayed = python(["-m", "hvdtrain", "replay", str(run)], env={"OMP_NUM_THREADS": "2"})
+        assert replayed.returncode == 0 and "are the same, bit by bit" in replayed.stdout, (replayed.stdout, replayed.stderr)
+    header, updates = read_updates(run)
+    assert header == Header(servers, 2, 1, 0) and sorted(update.ticket for update in updates) == list(range(len(updates))) != []
+    other = [f"resume={run}", f"run={tmp_path / 'other'}", "servers.count=0", "servers.log=false", "servers.correct=none", "epochs=3"]
+    alone = python(["-m", "hvdtrain", *other])
+    assert alone.returncode == 0 and "resume  from step 45" in alone.stdout, (alone.stdout, alone.stderr)
+    swapped = updates[10]._replace(ticket=updates[11].ticket), updates[11]._replace(ticket=updates[10].ticket)
+    (run / NAME).unlink()
+    UpdateLog(run, header).append([*updates[:10], *swapped, *updates[12:]])
+    replayed = python(["-m", "hvdtrain", "replay", str(run)])
+    assert replayed.returncode == DIVERGED and "arrays of step 45 differ, by" in replayed.stdout, (replayed.stdout, replayed.stderr)
+
+
+def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
+    header, updates = Header(2, 3, 1, 0), [Update(ticket, ticket % 3, 2 + ticket % 2) for ticket in (1, 0, 2, 4, 3)]
+    log = UpdateLog(tmp_path, header)
+    log.append(updates[:2])
+    log.append(updates[2:])
+    assert (tmp_path / NAME).stat().st_size == 32 + 8 * 5 and read_updates(tmp_path) == (header, updates)
+    again = UpdateLog(tmp_path, header._replace(first=3))  # from a checkpoint of step 3
+    again.append([Update(3, 65535, 2)])
+    assert read_updates(tmp_path) == (header, [*updates[:3], Update(3, 65535, 2)])
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b"\0\0\0")  # of a job that was killed
+    assert len(read_updates(tmp_path)[1]) == 4
+    UpdateLog(tmp_path, header._replace(first=7)).append([Update(7, 0, 2)])  # 4 ... 6 were made without a log
+    assert read_updates(tmp_path) == (header._replace(first=7), [Update(7, 0, 2)])
+    UpdateLog(tmp_path, Header(1, 3, 1, 7))  # other servers
+    assert read_updates(tmp_path) == (Header(1, 3, 1, 7), [])
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no log of updates"):
+        read_updates(tmp_path)
+    (tmp_path / NAME).write_bytes(b"hvdtrain\x02" + bytes(23))
+    with pytest.raises(UserError, match=r"updates\.bin is no log of version 1"):
+        read_updates(tmp_path)
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    for use in (read_updates, lambda run: open_update_log(run, Header(1, 1, 1, 0))):
+        with pytest.raises(UserError, match=r"updates\.bin is a link"):
+            use(tmp_path)
+    assert not (tmp_path / "elsewhere").exists() and Folder.open(tmp_path).names() == [NAME]
+
+
+def test_staleness_is_counted_for_each_worker() -> None:
+    meter = StalenessMeter()
+    assert meter.fields([]) == {} and meter.lines() == []
+    assert meter.fields([Update(0, 0, 1), Update(2, 1, 1), Update(1, 2, 2)]) == {"staleness": {"1": {"0": 1, "1": 1}, "2": {"2": 1}}}
+    assert meter.fields([Update(3, 1, 1)]) == {"staleness": {"1": {"1": 1}}}
+    assert meter.lines() == [
+        "servers  staleness of an update 1.00, at most 2: 0 in 25%, 1 in 50%, 2 in 25%",
+        "         worker 1: 3 updates, staleness 0.67, at most 1",
+        "         worker 2: 1 updates, staleness 2.00, at most 2",
+    ]

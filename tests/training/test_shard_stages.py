@@ -1,0 +1,105 @@
+"""shard.stage=1, 2 and 3 give the losses, the evaluation and the state of one process with everything, up to rounding."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
+from same_curve import check_same
+from shards_on_ranks import FEW, jobs_of
+
+from hvdtrain.data.sampler import indices
+from hvdtrain.errors import STALLED
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict]:
+    """The jobs of a choice of words, without shards on one process, when a test first asks for them."""
+    return {}
+
+
+def run(tmp: Path, engine: str, size: int, stages: str, *how: str, timeout_s: float = 400) -> dict:
+    out = tmp / f"{engine}-{size}-{stages}.json"
+    argv = ["tests/support/shards_on_ranks.py", engine, stages, str(out), *how]
+    result = mpirun(size, argv, timeout_s=timeout_s) if size > 1 else python(argv, timeout_s=timeout_s)
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(out.read_text()))
+
+
+def reference(one_process: dict, tmp: Path, *how: str) -> dict:
+    key = tuple(word for word in how if word != "nodes")
+    if key not in one_process:
+        one_process[key] = run(tmp, "single", 1, "0", *key)
+    return dict(one_process[key])
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "stages", "how"),
+    [
+        pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
+        pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3"),
+        pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
+        pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
+        pytest.param("horovod", 2, "1,2", (), marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
+        pytest.param("mpi", 3, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-3"),
+        *(
+            [
+                pytest.param("single", 1, "1,2", ("jax",), marks=slow, id="jax-single-1"),
+                pytest.param("horovod", 2, "1,2", ("jax",), marks=[needs_mpirun, needs_horovod, slow], id="jax-horovod-2"),
+                pytest.param("mpi", 2, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-2"),
+                pytest.param("single", 1, "1,2,3", (), marks=slow, id="single-1"),
+                pytest.param("mpi", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-2"),
+                pytest.param("mpi", 4, "1,2,3", (), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4"),
+                pytest.param("torchdist", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-3"),
+                pytest.param("horovod", 3, "1,2", (), marks=[needs_mpirun, needs_horovod, slow], id="horovod-3"),
+                pytest.param(
+                    "horovod", 4, "1,2", ("nodes",), marks=[needs_mpirun, needs_horovod, slow, pytest.mark.ranks4], id="horovod-2x2"
+                ),
+            ]
+            if FULL
+            else []
+        ),
+    ],
+)
+def test_every_stage_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, stages: str, how: tuple[str, ...]) -> None:
+    whole, found = reference(one_process, tmp_path, *how), run(tmp_path, engine, size, stages, *how)
+    if averaged := found.pop("averaged", None):
+        difference = np.array(averaged["losses"]) - np.array(whole[f"{FEW[0]}, stage 0"]["losses"])
+        assert np.abs(difference).max() > 1e-3, "a gradient that is averaged over ranks twice is noticed"
+    assert (averaged is None) == (engine != "mpi" or "nodes" in how)
+    noise_scales = found.pop("noise scales", {})
+    for scales in noise_scales.values():
+        assert len(scales) == 6 and np.isfinite(scales).any() and scales == pytest.approx(noise_scales["0"], rel=1e-9, nan_ok=True)
+    assert bool(noise_scales) == ("jax" in how and size > 1)
+    for message in found.pop("altered", {}).values():  # of the copies of a part on the two hosts, the last rank's
+        assert message.startswith("ranks differ after step 1: s.")
+        assert f"/ rank {size - 1} on n2, against 1 equal rank" in message
+    assert found.keys() == {f"{job}, stage {stage}" for stage in stages.split(",") for job in [*jobs_of(*how), *["files"] * ("jax" in how)]}
+    for name, job in found.items():
+        one = whole[f"{name.rpartition(',')[0]}, stage 0"]
+        if name.startswith("resnet"):  # whose running statistics are those of each rank's own samples
+            assert job["digests"] == 1 and job["val"]["count"] == one["val"]["count"], name
+            continue
+        if name.startswith("files"):
+            assert job == one and len(job) == 2, name
+            continue
+        check_same(name, job, one)
+
+
+@slow
+@needs_mpirun
+def test_a_rank_that_skips_its_empty_batch_is_reported() -> None:
+    """Forward passes of stage 3 are collectives: the others wait in the first step in which it has no samples."""
+    shares = [[len(indices(2 * step, 2, rank, 2, 7, 1, "partition")) for rank in range(2)] for step in range(7)]
+    assert shares == [[1, 1]] * 3 + [[2, 0]] + [[1, 1]] * 3, "of the job, whose other steps give each rank a sample"
+    result = mpirun(2, ["tests/support/shards_on_ranks.py", "mpi", "skipping"], timeout_s=120)
+    assert result.returncode == STALLED, result.stderr
+    assert "no progress for 8 s (guard.stall_s)" in result.stderr
+    waiting, skipping = re.findall(r"rank \d on .*?, pid \d+: step, epoch 0, step 3.*?(?=\n  rank|\nto do)", result.stderr, re.DOTALL)
+    assert "in all_gather_single:" in waiting and "in all_gather_single:" not in skipping

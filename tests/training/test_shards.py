@@ -1,0 +1,184 @@
+"""A checkpoint that several ranks write: the same bytes for any number of them, and an error where one of them fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import ROOT, environment, mpirun, mpirun_path, needs_mpirun
+
+from hvdtrain.comm.communicator import part_of
+from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
+from hvdtrain.errors import Diverged
+from hvdtrain.training.checkpoint import files, shards
+from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
+from hvdtrain.training.progress.train_state import Progress, TrainState
+
+IDENTITY = {"seed": 5, "data": {"samples": 10}}
+NOW = TrainState(Progress(10, 100, 3, 24))
+STATE: Arrays = {
+    "p.body.weight": np.arange(35, dtype=np.float32).reshape(7, 5),
+    "p.bias": np.array(2.5),
+    "b.seen": np.array(7),
+    "s.body.weight.0": np.arange(35, dtype=np.float32).reshape(7, 5) * 0.5,
+    "s.body.weight.step": np.array(3.0, np.float32),
+    "s.head.0": np.linspace(0, 1, 3),
+}
+SHARDED = ("s.body.weight.0", "s.head.0")
+
+
+def pieces(rank: int, ranks: int, state: Arrays = STATE) -> list[Piece]:
+    found = []
+    for name, array in state.items():
+        if name in SHARDED:
+            own = part_of(array.size, rank, ranks)
+            found.append(Piece(name, array.shape, own.start, own.stop, array.reshape(-1)[own], is_whole=False, is_mine=True))
+        else:
+            found.append(whole(name, array))
+    return found
+
+
+def test_a_cut_lies_in_stretches_of_the_whole() -> None:
+    whole_array = np.arange(24.0).reshape(6, 4)
+    for cut in (WHOLE, Cut(0, 1, 2, 1), Cut(1, 1, 2, 0), Cut(1, 1, 4, 3), Cut(0, 3, 2, 1)):
+        part = cut.of(whole_array)
+        assert cut.whole_shape(part.shape) == whole_array.shape and cut.local_shape(whole_array.shape) == part.shape
+        for start, stop in ((0, part.size), (1, part.size - 1), (part.size // 2, part.size // 2)):
+            runs = cut.runs(whole_array.shape, start, stop)
+            found = [number for first, behind in runs for number in whole_array.reshape(-1)[first:behind]]
+            assert found == part.reshape(-1)[start:stop].tolist(), (cut, start, stop)
+        copy = np.zeros_like(whole_array)
+        cut.put(copy, part)
+        assert np.array_equal(copy[copy > 0], np.sort(part[part > 0]))
+
+
+def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path) -> None:
+    def columns(rank: int) -> list[Piece]:
+        cut, name = Cut(1, 1, 5, rank), "s.body.weight.0"  # one column of five
+        part = cut.of(STATE[name]).reshape(-1)
+        of_rank = Piece(name, STATE[name].shape, 0, part.size, part, is_whole=False, is_mine=True, cut=cut)
+        return [of_rank if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
+
+    def other(rank: int) -> None:
+        write_parts(Parts(columns(rank), files.ARRAYS, files.file_of, rank), run, name, lambda: False)
+
+    run, name = tmp_path / "columns", files.unfinished_name(3, "0123456789abcdef")
+    run.mkdir()
+    threads = [threading.Thread(target=other, args=(rank,)) for rank in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    of_rank_0 = Parts(columns(0), files.ARRAYS, files.file_of, 0)
+    found = files.write(run, NOW, WrittenByAll(of_rank_0, range(1, 5), [""] * 5, name), IDENTITY)
+    for thread in threads:
+        thread.join()
+    whole_run = write(tmp_path / "one", 1)
+    for file in files.ARRAYS:
+        assert (found / file).read_bytes() == (whole_run / file).read_bytes(), file
+
+
+def parts(rank: int, ranks: int, state: Arrays = STATE) -> Parts:
+    return Parts(pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank)
+
+
+def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE) -> Path:
+    """By rank 0 in this thread, and by the others in threads; `other`: what they do instead."""
+    run.mkdir()
+    name = files.unfinished_name(3, "0123456789abcdef")
+    does = other or (lambda rank: write_parts(parts(rank, ranks, state), run, name, lambda: False))
+    threads = [threading.Thread(target=does, args=(rank,)) for rank in range(1, ranks)]
+    for thread in threads:
+        thread.start()
+    try:
+        return files.write(run, NOW, WrittenByAll(parts(0, ranks, state), range(1, ranks), ["n1"] * ranks, name), IDENTITY)
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "one").mkdir()
+    one = files.write(tmp_path / "one", NOW, STATE, IDENTITY)
+    many = write(tmp_path / "many", ranks)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
+    for mapped in (True, False):
+        read = files.read_arrays(many, 2**20, mapped=mapped)
+        assert read.keys() == STATE.keys() and all(np.array_equal(read[name], STATE[name]) for name in STATE)
+
+
+def report(run: Path, **content: object) -> None:
+    """What rank 1 says, which has written nothing."""
+    folder = shards._wait_for_folder(run, files.unfinished_name(3, "0123456789abcdef"), lambda: False)
+    assert folder is not None
+    with folder:
+        folder.replace("rank-00001.json", json.dumps(content).encode())
+
+
+def test_a_rank_that_cannot_write_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(OSError, match=r"No space left on device \(rank 1 on n1\)") as caught:
+        write(run, 2, lambda rank: report(run, errno=errno.ENOSPC, failure="No space left on device"))
+    assert caught.value.errno == errno.ENOSPC and list((run / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path) -> None:
+    begin = next(iter(parts(0, 2).layout.places(pieces(1, 2)[3])))[0]
+    other_bytes = [("optimizer.safetensors", begin, begin + pieces(1, 2)[3].array.nbytes, hashlib.sha256(b"").hexdigest())]
+    for name, ranges in {"little": [], "else": other_bytes}.items():
+        run = tmp_path / name
+        with pytest.raises(OSError, match=r"optimizer.safetensors (were not written by one rank|are not what was written)"):
+            write(run, 2, lambda rank, run=run, ranges=ranges: report(run, ranges=ranges))  # type: ignore[misc]
+        assert list((run / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_never_reports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "WAIT_S", 0.2)
+    with pytest.raises(OSError, match="rank 1 on n1 did not write its part within 0 s"):
+        write(tmp_path / "run", 2, lambda rank: None)
+
+
+def test_a_number_that_is_not_finite_is_found_on_the_rank_that_has_it(tmp_path: Path) -> None:
+    bad = STATE | {"s.head.0": np.array([0.0, 1.0, np.inf])}
+    with pytest.raises(Diverged, match="s.head.0 is not finite"):
+        write(tmp_path / "run", 3, state=bad)
+
+
+def test_a_part_that_nobody_waits_for_is_not_written(tmp_path: Path) -> None:
+    write_parts(parts(1, 2), tmp_path, "absent", lambda: True)
+    with Folder.open(tmp_path) as folder:
+        assert folder.names() == []
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_ranks_that_do_not_see_one_disk_gather_the_state_and_say_so(tmp_path: Path) -> None:
+    """Each rank starts in a folder of its own, and run= is relative: rank 1 sees no run folder. The files are those of a shared one."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    words = "model.name=mlp model.widths=[8] optim.base_lr=0.01 batch.size=64 epochs=1 comm.engine=mpi shard.stage=2 speed.precision=fp64"
+    start = f"cd {tmp_path}/$OMPI_COMM_WORLD_RANK && exec {sys.executable} -m hvdtrain run=r {words}"
+    result = mpirun_of(["sh", "-c", start])
+    assert result.returncode == 0, result
+    assert "rank 1 on " in result.stderr and "does not see the run folder r of rank 0" in result.stderr, result.stderr
+    assert not (tmp_path / "1" / "r" / "checkpoints").exists()
+    shared = mpirun(2, ["-m", "hvdtrain", f"run={tmp_path}/shared", *words.split()])
+    assert shared.returncode == 0 and "does not see" not in shared.stderr, shared
+    for file in files.ARRAYS:
+        newest = [files.finished(run)[-1] / file for run in (tmp_path / "0" / "r", tmp_path / "shared")]
+        assert newest[0].read_bytes() == newest[1].read_bytes()
+
+
+def mpirun_of(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Two ranks of another program than Python."""
+    environ = {**environment(), "PYTHONPATH": str(ROOT)}
+    return subprocess.run([str(mpirun_path()), "-np", "2", *command], capture_output=True, text=True, timeout=120, check=False, env=environ)
