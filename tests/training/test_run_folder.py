@@ -68,7 +68,7 @@ def test_a_start_without_room_for_a_checkpoint_ends_before_its_first_step() -> N
     run = make("run=run")
     check_run_folder(run, 10**4)
     with pytest.raises(
-        UserError, match=r"^no room on the disk for a checkpoint: needs 1000000000000\.0 MB, \d+\.\d MB free\n  where: run\n"
+        UserError, match=r"^no room on the disk for a checkpoint: needs 1000000000000\.0 MB, \d+\.\d+ MB free\n  where: run\n"
     ):
         check_run_folder(run, 10**18)
 

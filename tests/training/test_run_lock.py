@@ -75,6 +75,15 @@ def test_a_living_job_is_named_and_what_is_given_back_is_free(run: Path) -> None
     assert os.listdir(run) == []
 
 
+def test_its_thread_has_ended_with_it(run: Path) -> None:
+    """With the job, to which it has a reference: torch aborts a process where a thread frees a tensor while the interpreter ends."""
+    with new_lock() as lock:
+        lock.acquire(run)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "run lock"]
+        assert thread.is_alive()
+    assert not thread.is_alive()
+
+
 def test_the_lock_of_an_ended_process_is_taken_over_at_once(run: Path) -> None:
     gone = ended_process()
     for left in (gone, gone._replace(pid=os.getpid())):  # its number may have been given to another process

@@ -23,12 +23,17 @@ def needed_bytes(array_bytes: int) -> int:
 
 
 def describe(error: OSError, run: Path, needed: int) -> str:
-    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.4 MB, 0.3 MB free"."""
+    """Why a checkpoint of so many bytes is not there: "no room on the disk: needs 1.412 MB, 0.310 MB free"."""
     if error.errno not in _ERRORS:
         return f"{error.strerror or error}"
     free = free_bytes(run)
     quota = "" if free is None or free < needed else ", of which a quota leaves less"
-    return f"{NO_ROOM}: needs {needed / 1e6:.1f} MB" + ("" if free is None else f", {free / 1e6:.1f} MB free{quota}")
+    return f"{NO_ROOM}: needs {_megabytes(needed)}" + ("" if free is None else f", {_megabytes(free)} free{quota}")
+
+
+def _megabytes(size: int) -> str:
+    """To the kilobyte where it is small: what is needed and what is free may be close."""
+    return f"{size / 1e6:.{1 if size >= 1e7 else 3}f} MB"
 
 
 def free_bytes(run: Path) -> int | None:
@@ -52,7 +57,7 @@ def check_room(run: Path, needed: int) -> None:
     free = free_bytes(run)
     if free is not None and free < needed:
         fix = "make room, or give run= a folder on another disk"
-        raise UserError(f"{NO_ROOM} for a checkpoint: needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB free", str(run), fix)
+        raise UserError(f"{NO_ROOM} for a checkpoint: needs {_megabytes(needed)}, {_megabytes(free)} free", str(run), fix)
 
 
 def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int | None:

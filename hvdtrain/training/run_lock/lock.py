@@ -25,6 +25,7 @@ WAIT_S = 300.0  # for a job that writes its last checkpoint, and for signs of li
 LOOK_S = 0.2  # between two looks at the lock of another
 CLAIM_S = 3.0  # after which a process that removes a lock counts as gone
 SAY_S = 30.0  # between two lines that tell of the waiting
+JOIN_S = 2.0  # for a file system that hangs in a sign of life
 
 
 class Sign(NamedTuple):
@@ -82,6 +83,8 @@ class RunLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
+        if self._thread is not None:  # where a thread frees the last reference to a tensor while the interpreter ends, torch aborts
+            self._thread.join(JOIN_S)
 
     def acquire(self, run: Path) -> list[str]:
         """Takes the lock of an existing run folder; returns lines for the user. Raises OSError where that cannot be written.
