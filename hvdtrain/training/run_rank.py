@@ -105,7 +105,8 @@ def on_connected_ranks(
                 config = _with_former_run(config_file, arguments, communicator, read_former_run, given)
             config = resolve_batch_size(config, communicator.size)
             refuse_conflicts(config, communicator.name, communicator.size)
-            heartbeat.place = place_of(communicator.rank, communicator.size, config.parallel)
+            watchdog.places = [place_of(rank, communicator.size, config.parallel) for rank in range(communicator.size)]
+            heartbeat.place = watchdog.places[communicator.rank]
             with noted(heartbeat, communicator.rank):
                 result = work(Rank(config, communicator, engine_reason, signals, heartbeat, shown_warnings, lock, watchdog))
             shown_warnings.exchange(communicator)

@@ -303,6 +303,9 @@ def test_report_of_a_pipeline_names_the_rank_that_others_wait_for() -> None:
         f"waiting: ranks 0-1 at step 121, epoch 3: step, {first} (ranks 2-3)",
         f"waiting: rank 3 at step 121, epoch 3: step, {last}, waits for stage 0 (rank 1)",
     ]
+    places = [f"stage {rank // 2}, data {rank % 2}" for rank in range(4)]
+    silent = render([*received[:2], None, None], hosts(4), 300.0, "guard.stall_s", places).splitlines()
+    assert silent[2:4] == ["  rank 2 on node0 (stage 1, data 0)", "  rank 3 on node0 (stage 1, data 1)"]
     busy = replace(received[2], waiting=False)
     assert render([*received[:2], busy, received[3]], hosts(4), 300.0, "guard.stall_s").splitlines()[1:3] == ["behind:", lines[2]]
 

@@ -100,8 +100,8 @@ def _call(frame: FrameType, sources: bool) -> str:
     return f"{path.removeprefix(prefix)}:{line} in {frame.f_code.co_name}" + (f": {source}" if source else "")
 
 
-def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_key: str) -> str:
-    """The report of all ranks; None stands for a rank that sent nothing."""
+def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: float, limit_key: str, places: Sequence[str] = ()) -> str:
+    """The report of all ranks; None stands for a rank that sent nothing. places: of each rank in the mesh, where there is one."""
     received = [report for report in reports if report is not None]
     silent = [rank for rank, report in enumerate(reports) if report is None]
     title, behind, shown = _behind(received, silent)
@@ -111,7 +111,7 @@ def render(reports: Sequence[Report | None], hosts: Sequence[str], limit_s: floa
     lines += [line for report in shown for line in (_heading(report), *_stack(report, DEPTHS[len(shown)]))]
     lines += _by_position("  and ", [report for report in behind if report not in shown])
     if silent:
-        lines += [f"no answer ({SILENCE}):", *_by_host(silent, hosts)]
+        lines += [f"no answer ({SILENCE}):", *_by_host(silent, hosts, places)]
     lines += _by_position("waiting: ", waiting)
     if waiting and not shown:
         lines += _stack(waiting[0], DEPTH)
@@ -166,10 +166,11 @@ def _awaited(reports: Sequence[Report]) -> str:
     return f" ({ranks_summary(ranks)})" if ranks else ""
 
 
-def _by_host(silent: Sequence[int], hosts: Sequence[str]) -> list[str]:
+def _by_host(silent: Sequence[int], hosts: Sequence[str], places: Sequence[str]) -> list[str]:
+    """In a mesh a line for each rank."""
     ranks: dict[str, list[int]] = {}
     for rank in silent:
-        ranks.setdefault(hosts[rank], []).append(rank)
+        ranks.setdefault(hosts[rank] + (f" ({places[rank]})" if places and places[rank] else ""), []).append(rank)
     return _cut([(f"  {{}} on {host}", some) for host, some in ranks.items()], "  {} on other hosts")
 
 

@@ -50,6 +50,7 @@ class Watchdog:
         self._check_s = min([CHECK_S, *(limit_s / 10 for limit_s in limits_s)])
         self._host = socket.gethostname()
         self._hosts: list[str] = []  # of each rank
+        self.places: list[str] = []  # of each rank in the mesh, once that is known
         self._communicator: Communicator | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -120,7 +121,7 @@ class Watchdog:
         if communicator:
             reports = self._try(lambda: communicator.side_channel_gather(pack(report), wait_s), wait_s + 1, goes_on)
         if reports:
-            return render([unpack(packed) if packed else None for packed in reports], self._hosts, limit.seconds, limit.key)
+            return render([unpack(packed) if packed else None for packed in reports], self._hosts, limit.seconds, limit.key, self.places)
         if reports is None:  # no side channel: ranks that are behind print before those that wait for them
             self._wait((RANK_0_FIRST_S if self._rank else 0.0) + (1.5 * RANK_0_FIRST_S if report.waiting else 0.0), goes_on)
             return render_alone(report, limit.seconds, limit.key)
