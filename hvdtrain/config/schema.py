@@ -529,7 +529,7 @@ class ServersConfig(Section):
     )
     log: bool = Field(
         default=False,
-        description="write RUN/updates.log: 8 bytes for each update, from which `hvdtrain replay RUN` computes the same weights",
+        description="write RUN/updates.bin: 8 bytes for each update, from which `hvdtrain replay RUN` computes the same weights",
     )
 
     @property

@@ -64,6 +64,8 @@ class CutLayers:
 
     def _all_neurons(self, own: torch.Tensor, number: int) -> torch.Tensor:
         own = own.to(self.parameters[0].dtype)  # of 16 bits under autocast, which not every engine adds up
+        if self._exchange.size == 1:  # a gathered tensor is transposed, with which some processors round otherwise
+            return own
         whole: torch.Tensor = GatherColumns.apply(own, self._exchange, self._widths[number], f"dense.{number}.neurons")
         return whole
 
