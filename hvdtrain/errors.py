@@ -57,6 +57,12 @@ class UserError(Exception):
         return "\n".join(lines)
 
 
+class StateLost(UserError):
+    """Ranks are lost, and with them what the others would go on from; raised on every rank."""
+
+    code = LOST
+
+
 class Diverged(UserError):
     """A loss or gradient is not finite, or ranks differ; raised on every rank."""
 

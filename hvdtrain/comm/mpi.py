@@ -215,11 +215,11 @@ class MpiCommunicator:
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         bits = _as_unsigned(self._checked(x, "send", name)).reshape(-1)
-        return PendingMessage(self._mpi, [self._comm.Isend(piece, to, tag) for piece in _pieces(bits)], x)
+        return PendingMessage([self._comm.Isend(piece, to, tag) for piece in _pieces(bits)], x)
 
     def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
         bits = _as_unsigned(self._checked(x, "recv", name)).reshape(-1)
-        return PendingMessage(self._mpi, [self._comm.Irecv(piece, source, tag) for piece in _pieces(bits)], x)
+        return PendingMessage([self._comm.Irecv(piece, source, tag) for piece in _pieces(bits)], x)
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
         bits, status = _as_unsigned(self._checked(x, "recv", name)).reshape(-1), self._mpi.Status()
@@ -294,11 +294,12 @@ class MpiCommunicator:
 class PendingMessage:
     """A Handle of the pieces of one message."""
 
-    def __init__(self, mpi: Any, requests: list[Any], x: Buffer) -> None:
-        self._mpi, self._requests, self._x = mpi, requests, x
+    def __init__(self, requests: list[Any], x: Buffer) -> None:
+        self._requests, self._x = requests, x
 
     def wait(self) -> Buffer:
-        self._mpi.Request.Waitall(self._requests)
+        for request in self._requests:  # Waitall() says only that one has failed, not that a rank is lost
+            request.Wait()
         return self._x
 
 

@@ -115,6 +115,14 @@ class SharesSteps(Protocol):
         """Of asynchronous steps, in order, since it was last called; on rank 0 alone."""
 
 
+@runtime_checkable
+class DividesAnew(Protocol):
+    """A learner whose ranks have parts of the state, which may become those of other ranks."""
+
+    def divide_anew(self) -> None:
+        """After ranks were lost: takes this rank's part among those that are left, without its numbers: load() brings them."""
+
+
 class Learner(Protocol):
     """A model and its optimizer on this rank, and the arithmetic of a step: everything that the trainer needs from a framework.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,19 +24,24 @@ def gather(communicator: Communicator, pieces: Iterable[Piece]) -> Arrays:
     if all(piece.is_whole for piece in pieces):
         return {piece.name: piece.array.copy() for piece in pieces}
     of_ranks = communicator.allgather_object([list(piece.runs()) for piece in pieces])
-    return {piece.name: _gather_one(communicator, piece, [of_rank[i] for of_rank in of_ranks]) for i, piece in enumerate(pieces)}
+    return {
+        piece.name: piece.array.copy()
+        if piece.is_whole
+        else gather_one(communicator, piece.name, piece.shape, piece.array, [of_rank[i] for of_rank in of_ranks])
+        for i, piece in enumerate(pieces)
+    }
 
 
-def _gather_one(communicator: Communicator, piece: Piece, runs: list[list[tuple[int, int]]]) -> np.ndarray:
-    """runs[rank]: where the elements of its part lie."""
-    if piece.is_whole:
-        return piece.array.copy()
-    parts, done = communicator.allgather(piece.array, f"gather.{piece.name}"), 0
-    whole = np.empty(piece.shape, parts.dtype).reshape(-1)
+def gather_one(
+    communicator: Communicator, name: str, shape: tuple[int, ...], own: np.ndarray, runs: Sequence[Sequence[tuple[int, int]]]
+) -> np.ndarray:
+    """The whole of an array of which this rank has the elements `own`; runs[rank]: where those of a rank lie. A collective."""
+    parts, done = communicator.allgather(own, f"gather.{name}"), 0
+    whole = np.empty(shape, parts.dtype).reshape(-1)
     for first, behind in itertools.chain.from_iterable(runs):
         whole[first:behind] = parts[done : done + behind - first]
         done += behind - first
-    return whole.reshape(piece.shape)
+    return whole.reshape(shape)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -497,7 +497,7 @@ def recompute(job: PlannedJob) -> Iterator[UserError]:
 
 
 def lost(job: PlannedJob) -> Iterator[UserError]:
-    """guard.lost=shrink needs a state that every living rank has, and a step that is the same on fewer ranks."""
+    """guard.lost=shrink needs a state that the living ranks have, and a step that is the same on fewer ranks."""
     config = job.config
     if config.guard.lost != "shrink":
         return
@@ -505,7 +505,8 @@ def lost(job: PlannedJob) -> Iterator[UserError]:
         "parallel.tensor": config.parallel.tensor > 1,
         "parallel.pipeline": config.parallel.pipeline > 1,
         "parallel.dense": config.parallel.dense != "none",
-        "shard.stage": config.shard.stage > 0,
+        "shard.stage": config.shard.stage == 3,
+        "shard.group": config.shard.stage in (1, 2) and config.shard.group == "node",
         "servers.count": config.servers.count > 0,
         "comm.reduce": config.comm.reduce == "ddp",
         "comm.local_steps": config.comm.local_steps > 1,
@@ -513,7 +514,8 @@ def lost(job: PlannedJob) -> Iterator[UserError]:
     for key, is_set in chosen.items():
         if is_set:
             what = f"guard.lost=shrink does not go on with {key}={_as_yaml(_value(config, key))} on fewer ranks"
-            yield UserError(what, job.where("guard.lost"), f"guard.lost=restart, or without {key}")
+            instead = {"shard.stage": "shard.stage=2", "shard.group": "shard.group=all"}.get(key, f"without {key}")
+            yield UserError(what, job.where("guard.lost"), f"guard.lost=restart, or {instead}")
     if config.framework == "jax":
         what = "guard.lost=shrink does not go on with framework=jax, whose step is compiled for a number of ranks"
         yield UserError(what, job.where("guard.lost"), "guard.lost=restart, or framework=torch")

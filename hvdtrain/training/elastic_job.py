@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import LOST, UserError
+from hvdtrain.errors import LOST, StateLost, UserError
 from hvdtrain.training.health.stall_report import ranks_summary
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
-from hvdtrain.training.memory_copy import MemoryCopy
+from hvdtrain.training.memory_copy import MemoryCopy, Restored
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.successor import Successor
 
@@ -25,10 +26,10 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
     """The communicator, where this job outlives the loss of a rank. Every rank calls it.
 
     Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with restart the job then ends without a last
-    checkpoint, and so it does where ranks have parts of the state.
+    checkpoint, and so it does where ranks have parts of the weights, or each host has all of the state.
     """
-    in_parts = config.shard.stage > 0 or config.parallel.cuts
-    if config.guard.lost == "stop" or communicator.size == 1 or in_parts:
+    is_divided = config.shard.stage == 3 or (config.shard.stage and config.shard.group == "node") or config.parallel.cuts
+    if config.guard.lost == "stop" or communicator.size == 1 or is_divided:
         return None
     try:
         ranks = elastic(communicator, config.where("guard.lost"))
@@ -48,6 +49,7 @@ class Loss(NamedTuple):
     step: int  # that a living rank had come to
     detect_s: float  # on this rank, from the error of a collective until every living rank knew of it
     go_on_s: float  # from the same error until training goes on
+    restored_from: Literal["memory", "checkpoint"]
 
 
 class ElasticJob:
@@ -58,8 +60,9 @@ class ElasticJob:
         self.job = job
         self._ranks, self._successor, self._watchdog = ranks, successor, watchdog
         self._hosts = list(job.hosts)  # by the numbers of the launcher
+        self._total = now.progress.total
         if ranks is not None:
-            job.memory_copy = MemoryCopy(job.learner, now)
+            job.memory_copy = MemoryCopy(job.learner, job.communicator, now)
             successor.share_lock(job.communicator)
 
     def run(self, work: Callable[[Job, TrainState], T], now: TrainState) -> T:
@@ -82,17 +85,18 @@ class ElasticJob:
                 job.heartbeat.beat("going on without lost ranks", job.heartbeat.epoch, step)
                 lost += ranks.shrink()
                 detect_s = time.perf_counter() - began_s
-                now = self._restore(ranks)
+                now, from_checkpoint = self._restore(ranks)
                 steps = job.communicator.allgather_object(step)
                 break
             except Exception as error:
                 if not ranks.is_loss(error):
                     raise
-        loss = Loss(lost, [self._hosts[rank] for rank in lost], max(steps), detect_s, time.perf_counter() - began_s)
+        go_on_s, source = time.perf_counter() - began_s, "checkpoint" if from_checkpoint else "memory"
+        loss = Loss(lost, [self._hosts[rank] for rank in lost], max(steps), detect_s, go_on_s, source)
         self._tell(loss, now)
         return now
 
-    def _restore(self, ranks: Elastic) -> TrainState:
+    def _restore(self, ranks: Elastic) -> Restored:
         """Everything that depends on which ranks there are. A collective."""
         job = self.job
         assert job.memory_copy is not None
@@ -101,11 +105,21 @@ class ElasticJob:
         job.warnings.renumber(ranks.rank, ranks.size)
         job.prefetcher.discard()
         job.learner.stopwatch.read()
-        now = job.memory_copy.restore(ranks)
-        on_rank_0_only(ranks, lambda: self._successor.take_over(job, now))
+        job.checkpoints.give_up()
+        restored = job.memory_copy.restore(self._read_checkpoint)
+        on_rank_0_only(ranks, lambda: self._successor.take_over(job, restored.now))
         self._successor.share_lock(ranks)
-        self.job = on_other_ranks(job, now)
-        return now
+        self.job = on_other_ranks(job, restored.now)
+        return restored
+
+    def _read_checkpoint(self) -> TrainState:
+        """The state of the newest one, where a rank and the one with the copy of its parts are lost. A collective."""
+        try:
+            now = self.job.checkpoints.roll_back()
+        except UserError as error:
+            what = f"ranks are lost, and with them all copies of some parts of the training state; {error.what}"
+            raise StateLost(what, error.where, "checkpoint.every_minutes=N or every_steps=N, in a folder that all hosts share") from None
+        return dataclasses.replace(now, progress=dataclasses.replace(now.progress, total=self._total))
 
     def _tell(self, loss: Loss, now: TrainState) -> None:
         job, p = self.job, now.progress
@@ -115,7 +129,8 @@ class ElasticJob:
         if job.config.guard.lost == "restart":
             then = "the job ends, to be started again (guard.lost=restart)"
             job.health.stop_request, job.health.stop_code = f"{who} lost", LOST
-        line = f"lost    {who}, after step {loss.step}: {then} from step {p.step}, after {loss.go_on_s:.3g} s"
+        source = ", the newest checkpoint: the copies of some parts are lost" * (loss.restored_from == "checkpoint")
+        line = f"lost    {who}, after step {loss.step}: {then} from step {p.step}{source}, after {loss.go_on_s:.3g} s"
         job.log.emit(
             "lost",
             p.step,
@@ -126,5 +141,6 @@ class ElasticJob:
             go_on_s=round(loss.go_on_s, 6),
             steps_lost=again,
             evaluated=now.evaluated,
+            restored_from=loss.restored_from,
             lines=[line],
         )

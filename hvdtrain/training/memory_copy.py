@@ -2,63 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays, ArrayStream
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.core.pieces import Piece, whole_arrays
+from hvdtrain.frameworks.learner import DividesAnew, Learner
+from hvdtrain.training.neighbours import Array, Copies, Neighbours, wholes
 from hvdtrain.training.progress.train_state import TrainState
 
 
-class MemoryCopy:
-    """Of weights, buffers and optimizer state that every rank has: as many bytes as these, on the host."""
+class Kept(NamedTuple):
+    """The parts of one sync point that a rank keeps."""
 
-    def __init__(self, learner: Learner, now: TrainState) -> None:
-        self._learner = learner
-        self._arrays: Arrays = {piece.name: piece.array.copy() for piece in learner.pieces()}
+    number: int
+    ranks: int  # that had parts
+    owners: list[int]  # those whose parts it keeps
+
+
+class Held(NamedTuple):
+    """What a rank has to go back to."""
+
+    number: int  # of the sync point of its arrays
+    evaluated: int  # as TrainState's
+    parts: list[Kept]
+
+
+class Restored(NamedTuple):
+    """The state that all ranks have."""
+
+    now: TrainState
+    from_checkpoint: bool
+
+
+class MemoryCopy:
+    """Of arrays that every rank has, a copy on each: as many bytes as these, on the host.
+
+    Of arrays that ranks have in parts each keeps its own and its neighbour's, of two sync points: when the parts of the newer one begin
+    to come, all ranks have those of the older one. Its arrays are copied after that: one that still waits has those of the older one.
+    """
+
+    def __init__(self, learner: Learner, communicator: Communicator, now: TrainState) -> None:
+        """A collective."""
+        self._learner, self._communicator = learner, communicator
+        self._arrays: Arrays = {}
+        self._parts: list[Copies] = []  # the newest last
+        self._neighbours: Neighbours | None = None
+        self._number = 0
         self.now = now
+        self._copy(now, 0)
 
     def keep(self, now: TrainState) -> None:
-        """At a sync point. An evaluation changes no array: they are copied where steps were done since the last call."""
+        """At a sync point. A collective where ranks have parts. An evaluation changes no array: they are copied after steps alone."""
         if now.progress.step != self.now.progress.step:
-            self._copy_arrays()
+            self._copy(now, self._number + 1)
         self.now = now
 
-    def _copy_arrays(self) -> None:
-        for piece in self._learner.pieces():
-            kept = self._arrays.get(piece.name)
+    def _copy(self, now: TrainState, number: int) -> None:
+        pieces: Iterable[Piece] = self._learner.pieces()
+        if self._learner.is_sharded:
+            pieces = list(pieces)
+            self._copy_parts([piece for piece in pieces if not piece.is_whole], number)
+        self._copy_arrays(pieces)
+        self._number, self.now = number, now
+
+    def _copy_parts(self, pieces: Sequence[Piece], number: int) -> None:
+        if self._neighbours is None or not self._neighbours.have(pieces):
+            self._neighbours = Neighbours(self._communicator, pieces)
+        memory = self._parts.pop(0) if len(self._parts) == 2 else None
+        self._parts.append(self._neighbours.exchange(pieces, number, memory))
+
+    def _copy_arrays(self, pieces: Iterable[Piece]) -> None:
+        for name, array in whole_arrays(pieces):
+            kept = self._arrays.get(name)
             if kept is None:  # a user's optimizer makes its state in its first step
-                self._arrays[piece.name] = piece.array.copy()
+                self._arrays[name] = array.copy()
             else:
-                np.copyto(kept, piece.array)
+                np.copyto(kept, array)
 
-    def restore(self, communicator: Communicator) -> TrainState:
-        """Gives all ranks the state of the newest copy that one of them has, and returns it. A collective.
+    def restore(self, fall_back: Callable[[], TrainState]) -> Restored:
+        """Gives all ranks the newest state of which the living ones have everything together. A collective.
 
-        Some ranks may have come to a sync point at which others found that a rank is lost. A copy is replaced only once all of the new
-        one is there: where another rank is lost meanwhile, restore() is called again.
+        fall_back: loads an older state into every rank, where parts are gone. Some ranks may have come to a sync point at which others
+        found that a rank is lost. Where another rank is lost meanwhile, restore() is called again: what was there before is there still.
         """
-        positions = communicator.allgather_object((self.now.progress.step, self.now.evaluated))
-        newest = max(positions)
-        source = positions.index(newest)
-        now: TrainState = communicator.allgather_object(self.now if communicator.rank == source else None)[source]
-        if all(step == newest[0] for step, _ in positions):
-            self._learner.load(self._arrays)
+        communicator, learner = self._communicator, self._learner
+        parts = [Kept(each.number, each.ranks, list(each.parts)) for each in self._parts]
+        tables: list[Held] = communicator.allgather_object(Held(self._number, self.now.evaluated, parts))
+        number = newest(tables, learner.is_sharded)
+        if isinstance(learner, DividesAnew) and learner.is_sharded:
+            learner.divide_anew()
+        if number is None:
+            now = fall_back()
         else:
-            self._learner.load(self._from(communicator, source))
-        self.keep(now)
+            now = self._load(tables, number)
+            if self._number != number:
+                self._copy_arrays(learner.pieces())
+                self._number, self.now = number, now
+        self._parts = [each for each in self._parts if each.number == number]
+        self._neighbours = None
+        self._copy(now, 1 + max(held.number for held in tables))
+        return Restored(now, number is None)
+
+    def _load(self, tables: Sequence[Held], number: int) -> TrainState:
+        """The state of this sync point, into the learner. A collective."""
+        communicator, rank = self._communicator, self._communicator.rank
+        source = max(range(len(tables)), key=lambda each: (tables[each].number == number, tables[each].evaluated))
+        parts = next((each for each in self._parts if each.number == number), None)
+        arrays = [Array(name, array.shape, array.dtype.str) for name, array in self._arrays.items()]
+        own = (self.now, arrays, parts.arrays if parts else [])
+        now: TrainState
+        now, arrays, in_parts = communicator.allgather_object(own if rank == source else None)[source]
+        givers = {owner: holder for holder in reversed(range(len(tables))) for owner in _owners(tables[holder], number)}
+        given = [part for owner, part in parts.parts.items() if givers[owner] == rank] if parts else []
+        is_everywhere = all(held.number == number for held in tables)
+
+        def stream() -> Iterator[tuple[str, np.ndarray]]:
+            yield from self._arrays.items() if is_everywhere else self._from(source, arrays)
+            yield from wholes(communicator, in_parts, given) if in_parts else ()
+
+        self._learner.load(ArrayStream({array.name: tuple(array.shape) for array in (*arrays, *in_parts)}, stream()))
         return now
 
-    def _from(self, communicator: Communicator, source: int) -> ArrayStream:
+    def _from(self, source: int, arrays: Sequence[Array]) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays of one rank, one by one."""
-        schema = [(name, array.shape, array.dtype.str) for name, array in self._arrays.items()]
-        schema = communicator.allgather_object(schema if communicator.rank == source else None)[source]
+        for name, shape, dtype in arrays:
+            array = self._arrays[name].copy() if self._communicator.rank == source else np.empty(shape, dtype)
+            yield name, self._communicator.broadcast(array, f"state.{name}", source)
 
-        def arrays() -> Iterator[tuple[str, np.ndarray]]:
-            for name, shape, dtype in schema:
-                array = self._arrays[name].copy() if communicator.rank == source else np.empty(shape, dtype)
-                yield name, communicator.broadcast(array, f"state.{name}", source)
 
-        return ArrayStream({name: tuple(shape) for name, shape, _ in schema}, arrays())
+def newest(tables: Sequence[Held], in_parts: bool) -> int | None:
+    """The number of the newest sync point of which ranks with these tables have everything together; None where parts are gone."""
+    for number in sorted({held.number for held in tables}, reverse=True):
+        owners = {owner for held in tables for owner in _owners(held, number)}
+        ranks = max((kept.ranks for held in tables for kept in held.parts if kept.number == number), default=0)
+        if not in_parts or (ranks and len(owners) == ranks):
+            return number
+    return None
+
+
+def _owners(held: Held, number: int) -> list[int]:
+    return [owner for kept in held.parts if kept.number == number for owner in kept.owners]

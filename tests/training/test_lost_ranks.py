@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults import events
 from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, undisturbed
-from ranks import needs_mpirun
+from ranks import Result, needs_mpirun
 
 from hvdtrain.errors import DONE, LOST, MEMORY, USER
 from hvdtrain.report.run import read_run
@@ -30,12 +30,23 @@ CASES = [
 ]
 
 
+IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN = "2 neighbours.py:exchange 3, 0 saver.py:_write 3, 1 memory_copy.py:restore 2"
+IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION = "1 learner.py:step 8, 3 neighbours.py:wholes 1, 0 loop.py:evaluate 3"
+A_RANK_ITS_NEIGHBOUR_AND_RANK_0 = "1 learner.py:step 15, 2 memory_copy.py:restore 1, 0 learner.py:step 30"
+SHARDED = [  # from_checkpoint: the ranks with which all copies of some parts are lost
+    ("mpi", "shard.stage=2 optim.name=lamb", IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN, {0, 1, 2}, [0, 1]),
+    ("torchdist", "shard.stage=1 optim.name=adam", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    ("mpi", "shard.stage=1", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    ("torchdist", "shard.stage=2", A_RANK_ITS_NEIGHBOUR_AND_RANK_0, {0, 1, 2}, [1, 2]),
+]
+
+
 @functools.cache
-def straight(framework: str) -> tuple[Outcome, list[float]]:
+def straight(framework: str, words: str = "") -> tuple[Outcome, list[float]]:
     """Of one process: its last checkpoint, and the loss of each evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        return undisturbed(framework, run), [event["val_loss"] for event in events(run) if event["kind"] == "epoch"]
+        return undisturbed(framework, run, words), [event["val_loss"] for event in events(run) if event["kind"] == "epoch"]
 
 
 @needs_mpirun
@@ -44,19 +55,47 @@ def straight(framework: str) -> tuple[Outcome, list[float]]:
 @pytest.mark.parametrize("engine", ["mpi", "torchdist"])
 def test_the_end_is_that_of_one_process(engine: str, framework: str, size: int, plan: str, lost: set[int], tmp_path: Path) -> None:
     results = finish(engine, size, arguments(framework, tmp_path / "run", "guard.lost=shrink", plan))
+    check_end(tmp_path / "run", engine, size, lost, results, straight(framework))
+    assert all(event["restored_from"] == "memory" for event in losses_of_ranks(tmp_path / "run"))
+
+
+@needs_mpirun
+@pytest.mark.ranks4
+@pytest.mark.parametrize(("engine", "words", "plan", "lost", "from_checkpoint"), SHARDED)
+def test_what_a_lost_rank_had_alone_comes_from_its_neighbour_or_the_newest_checkpoint(
+    engine: str, words: str, plan: str, lost: set[int], from_checkpoint: list[int], tmp_path: Path
+) -> None:
+    """The optimizer's state is in parts; those that are left divide it anew."""
+    results = finish(engine, 4, arguments("torch", tmp_path / "run", f"guard.lost=shrink {words}", plan))
+    rule = next((word for word in words.split() if word.startswith("optim")), "")
+    check_end(tmp_path / "run", engine, 4, lost, results, straight("torch", rule))
+    found = [event for event in losses_of_ranks(tmp_path / "run") if event["restored_from"] == "checkpoint"]
+    assert [rank for event in found for rank in sorted(event["ranks"])] == from_checkpoint, found
+
+
+@needs_mpirun
+def test_without_a_copy_and_a_checkpoint_the_job_ends(tmp_path: Path) -> None:
+    argv = arguments("torch", tmp_path / "run", "guard.lost=shrink shard.stage=1", "1 learner.py:step 5, 2 memory_copy.py:restore 1")
+    (result,) = finish("mpi", 3, argv)
+    assert result.returncode == LOST, result
+    assert "ranks are lost, and with them all copies of some parts of the training state; no checkpoint in" in result.stderr
+
+
+def check_end(run: Path, engine: str, size: int, lost: set[int], results: list[Result], one: tuple[Outcome, list[float]]) -> None:
+    """Of a job that has lost these ranks; `one`: of one process."""
     codes = [result.returncode for result in results]
     assert codes == ([DONE] if engine == "mpi" else [-9 if rank in lost else DONE for rank in range(size)]), results
-    last, val_losses = straight(framework)
-    assert difference(last, outcome(tmp_path / "run")) <= 1e-12
-    found = losses_of_ranks(tmp_path / "run")
+    last, val_losses = one
+    assert difference(last, outcome(run)) <= 1e-12
+    found = losses_of_ranks(run)
     assert {rank for event in found for rank in event["ranks"]} == lost
     assert found[-1]["left"] == size - len(lost)
-    assert all(event["steps_lost"] <= SYNC_EVERY for event in found), found
-    record = read_run(tmp_path / "run")
+    assert all(event["steps_lost"] <= SYNC_EVERY or event["restored_from"] == "checkpoint" for event in found), found
+    record = read_run(run)
     assert [event["step"] for event in record.epoch_events()] == [9, 17, 25, 34]
     assert [event["val_loss"] for event in record.epoch_events()] == pytest.approx(val_losses, rel=1e-12)
     assert [event["step"] for event in record.step_events()] == sorted({*range(3, 34, 3), 17, 25, 34})
-    assert not list((tmp_path / "run").glob("*lock*"))
+    assert not list(run.glob("*lock*"))
 
 
 @needs_mpirun

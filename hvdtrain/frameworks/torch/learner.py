@@ -37,7 +37,7 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.strategy import OnePass, SharesSteps, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import DividesAnew, OnePass, Shard, SharesSteps, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.profiler import profile
@@ -66,8 +66,7 @@ class TorchLearner:
     def __post_init__(self) -> None:
         self.data, self.readers = self.mesh.data, self.mesh.readers
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.shards = [self.strategy.shard(p) for p in self.parameters]
-        self.updated = [shard.parameter for shard in self.shards]
+        self._take_shards()
         self.is_sharded = not all(shard.is_whole for shard in self.shards)
         self.dtype, self.device = self.parameters[0].dtype, self.forward.inputs.device
         self.scale = loss_scale(self.forward.precision, self.device)
@@ -75,12 +74,31 @@ class TorchLearner:
         self.dense_updates = None
         if self.hybrid and self.config.parallel.dense_updates > 1:
             self.dense_updates = DenseUpdates(self.config, self.hybrid, self.forward, self.strategy, self.scale, self.stopwatch)
-        self.last_shards = self.dense_updates.others(self.shards) if self.dense_updates else self.shards  # updated at the end of a step
-        self.last_updated = [shard.parameter for shard in self.last_shards]
+        if self.dense_updates:
+            self._end_with(self.dense_updates.others(self.shards))
         self.skips_nonfinite = self.config.guard.nonfinite == "skip"
         self.waits_only_in_communication = not self.strategy.waits_in_passes and self.config.norm.kind != "sync"
+        self._hold_state()
+
+    def _take_shards(self) -> None:
+        self.shards = [self.strategy.shard(p) for p in self.parameters]
+        self.updated = [shard.parameter for shard in self.shards]
+        self._end_with(self.shards)
+
+    def _end_with(self, shards: list[Shard]) -> None:
+        """These are updated at the end of a step."""
+        self.last_shards = shards
+        self.last_updated = [shard.parameter for shard in shards]
+
+    def _hold_state(self) -> None:
         self._state = LearnerState(self.model, self.optimizer, self.scale, self.strategy, self.mesh.replicas.rank == 0)
         rule_optimizer.fill_optimizer_state(self.optimizer)
+
+    def divide_anew(self) -> None:
+        assert isinstance(self.strategy, DividesAnew), type(self.strategy)
+        self.optimizer = self.strategy.divide_anew()
+        self._take_shards()
+        self._hold_state()
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
         return self.strategy.own_steps(steps) if isinstance(self.strategy, SharesSteps) else steps

@@ -97,11 +97,11 @@ class Checkpoints:
                 self.saver.save(now, Saved(state, self._learner.state_dict_names()))
             return
         parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank)
+        self._over = threading.Event()
         if self.saver:
-            others = range(1, self._communicator.size)
-            self.saver.save(now, Saved(WrittenByAll(parts, others, self._hosts, name), self._learner.state_dict_names()))
+            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._over.is_set)
+            self.saver.save(now, Saved(written, self._learner.state_dict_names()))
         elif self._communicator.rank:
-            self._over = threading.Event()
             self._thread = threading.Thread(
                 target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
             )
@@ -134,17 +134,27 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def roll_back(self) -> None:
-        """Loads the newest good checkpoint into every rank. Every rank calls it. Raises UserError where none is good."""
+    def give_up(self) -> None:
+        """After ranks were lost: a checkpoint that each writes a part of, and that is under way, does not wait for theirs."""
+        self._over.set()
+        self._stop_writing()
+
+    def roll_back(self) -> TrainState:
+        """Loads the newest good checkpoint into every rank, and returns its state. Every rank calls it.
+
+        Raises UserError where none is good.
+        """
         restored: Arrays | None = None
 
-        def read() -> None:
+        def read() -> TrainState:
             nonlocal restored
             self.close()
-            _, restored, _ = newest_good(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
+            found, restored, _ = newest_good(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
+            return found.train_state
 
-        on_rank_0(self._communicator, read)
+        now = on_rank_0(self._communicator, read)
         broadcast_state(self._communicator, self._learner, restored)
+        return now
 
     def finish(self, now: TrainState) -> LastWrite:
         """Writes the last checkpoint, and waits for it. Every rank calls it."""

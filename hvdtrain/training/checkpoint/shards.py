@@ -138,10 +138,12 @@ def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) ->
 class WrittenByAll:
     """On rank 0: the arrays of a checkpoint as files.write() takes them."""
 
-    def __init__(self, parts: Parts, ranks: Sequence[int], hosts: Sequence[str], unfinished: str) -> None:
-        """ranks: the others, which write, too."""
+    def __init__(
+        self, parts: Parts, ranks: Sequence[int], hosts: Sequence[str], unfinished: str, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """ranks: the others, which write, too; is_over: whether some of them are lost."""
         self.unfinished = unfinished
-        self._parts, self._ranks, self._hosts = parts, ranks, hosts
+        self._parts, self._ranks, self._hosts, self._is_over = parts, ranks, hosts, is_over
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +180,8 @@ class WrittenByAll:
                 report = json.loads(folder.read(_report(rank), _REPORT_BYTES))
                 break
             except FileNotFoundError:
+                if self._is_over():
+                    raise OSError(None, "ranks are lost while each writes its part") from None
                 if time.monotonic() - began_s > WAIT_S:
                     raise OSError(None, f"rank {rank} on {self._hosts[rank]} did not write its part within {WAIT_S:.0f} s") from None
                 time.sleep(LOOK_S)

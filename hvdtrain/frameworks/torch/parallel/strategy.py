@@ -120,6 +120,14 @@ class HoldsGradients(Protocol):
 
 
 @runtime_checkable
+class DividesAnew(Protocol):
+    """A strategy whose parts can become those of other ranks; as Learner has it."""
+
+    def divide_anew(self) -> torch.optim.Optimizer:
+        """After ranks were lost: the optimizer of the parts that this rank has now, without state; shard() has them, too."""
+
+
+@runtime_checkable
 class SharesSteps(Protocol):
     """A strategy in which not every rank makes every step; as Learner has it."""
 

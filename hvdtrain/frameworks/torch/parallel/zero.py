@@ -48,9 +48,15 @@ class Zero:
             _Bucket(parameters, f"gradient.{i}", mesh, self._buffers, on_host) for i, parameters in enumerate(group(named, bucket_bytes))
         ]
         self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
-        self._shards = {shard.whole: shard for bucket in self._buckets for shard in bucket.shards}
-        self.equal_ranks = mesh.world.size
+        self._shards = self._find_shards()
         self.summary = f"optimizer state{' and gradients' * (stage == 2)} sharded over {shard_summary(mesh)} (ZeRO stage {stage})"
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._mesh.world.size
+
+    def _find_shards(self) -> dict[torch.nn.Parameter, Shard]:
+        return {shard.whole: shard for bucket in self._buckets for shard in bucket.shards}
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
@@ -59,7 +65,16 @@ class Zero:
         return whole_shard(p)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        self._of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+
+    def divide_anew(self) -> torch.optim.Optimizer:
+        self._order.cut_off()
+        self._buffers.forget()
+        for bucket in self._buckets:
+            bucket.divide()
+        self._shards = self._find_shards()
+        return of_shards(self._of_wholes, self._shards, self.total)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.shard, x)
@@ -131,27 +146,37 @@ class _Buffers:
     def is_finished(self, bucket: _Bucket) -> None:
         self._reduced.remove(bucket)
 
+    def forget(self) -> None:
+        """The reductions of a step that was cut off."""
+        self._reduced = []
+
 
 class _Bucket:
     """Some parameters, whose weights lie in one flat tensor; this rank's part of it, and of the gradient."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], name: str, mesh: Mesh, buffers: _Buffers, on_host: bool) -> None:
         self.parameters, self.name = parameters, name
-        self._mesh, self._buffers = mesh, buffers
+        self._mesh, self._buffers, self._on_host = mesh, buffers, on_host
         sizes = [p.numel() for p in parameters]
         with torch.no_grad():
             self._weights = torch.cat([p.detach().reshape(-1) for p in parameters])
         self._device = reduction_device(self._weights.device, mesh.world)
-        self._own = part_of(len(self._weights), mesh.shard.rank, mesh.shard.size)
+        self._begins = dict(zip(parameters, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
+        self.divide()
+
+    def divide(self) -> None:
+        """Takes this rank's part, by the ranks that there are now; what a step that was cut off has left is void."""
+        self._own = part_of(len(self._weights), self._mesh.shard.rank, self._mesh.shard.size)
         self._updated = self._weights[self._own]  # what the optimizer updates: the weights themselves, or a copy in host memory
-        self._updated = self._updated.to("cpu") if on_host else self._updated
+        self._updated = self._updated.to("cpu") if self._on_host else self._updated
         self._sum = torch.zeros_like(self._updated)
         self._sums = 0  # reductions that it has
         self._handle: Handle | None = None
         self._buffer: torch.Tensor | None = None
-        self._begins = dict(zip(parameters, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
         self._taken: set[torch.nn.Parameter] = set()
-        self.shards = [self._shard(p) for p in parameters]
+        self.shards = [self._shard(p) for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
 
     @property
     def gradient(self) -> torch.Tensor:
