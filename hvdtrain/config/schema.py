@@ -779,6 +779,12 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a job of several ranks keeps copies of its state, to go on without a rank that is lost, where its engine can."""
+        can_divide = self.framework == "torch" and self.shard.stage in (1, 2) and self.shard.group == "all"
+        return self.guard.lost != "stop" and (not self.shard.stage or can_divide) and not self.parallel.cuts
+
     def readers(self, ranks: int) -> int:
         """Of so many ranks those that divide the samples of a step among them."""
         if self.servers.count:

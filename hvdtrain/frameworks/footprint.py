@@ -35,6 +35,7 @@ class Footprint(NamedTuple):
     evaluation: int = 0  # the most of an evaluation, with all that stays
     inputs: int = 0  # samples of this step, and of those that are read ahead
     checkpoint: int = 0  # the copy that rank 0 writes while training goes on
+    copies: int = 0  # of the newest sync point, of guard.lost
 
     @property
     def step(self) -> int:
@@ -49,7 +50,7 @@ class Footprint(NamedTuple):
     @property
     def total(self) -> int:
         """The most of the rank, beyond the interpreter, the libraries and the data set."""
-        return self.tensors + self.inputs + self.checkpoint
+        return self.tensors + self.inputs + self.checkpoint + self.copies
 
     def named(self) -> dict[str, int]:
         """By kind, and the sums."""

@@ -28,8 +28,7 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
     Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with restart the job then ends without a last
     checkpoint, and so it does where ranks have parts of the weights, or each host has all of the state.
     """
-    is_divided = config.shard.stage == 3 or (config.shard.stage and config.shard.group == "node") or config.parallel.cuts
-    if config.guard.lost == "stop" or communicator.size == 1 or is_divided:
+    if not config.keeps_copies or communicator.size == 1:
         return None
     try:
         ranks = elastic(communicator, config.where("guard.lost"))
@@ -91,8 +90,9 @@ class ElasticJob:
             except Exception as error:
                 if not ranks.is_loss(error):
                     raise
-        go_on_s, source = time.perf_counter() - began_s, "checkpoint" if from_checkpoint else "memory"
-        loss = Loss(lost, [self._hosts[rank] for rank in lost], max(steps), detect_s, go_on_s, source)
+        go_on_s = time.perf_counter() - began_s
+        hosts = [self._hosts[rank] for rank in lost]
+        loss = Loss(lost, hosts, max(steps), detect_s, go_on_s, "checkpoint" if from_checkpoint else "memory")
         self._tell(loss, now)
         return now
 

@@ -14,8 +14,11 @@ BYTES = 4 * (64 * 500 + 500 + 500 * 10 + 10)
 
 
 def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    """Adam: P of weights, P of gradients and 2 P of state; on 4 ranks a quarter of what is cut. Without blocks nothing is recomputed."""
-    assert main(["plan", *MLP, "comm.engine=mpi", "--memory=8GiB", "--ranks", "2,4", "--json", "-"]) == 0
+    """Adam: P of weights, P of gradients and 2 P of state; on 4 ranks a quarter of what is cut. Without blocks nothing is recomputed.
+
+    guard.lost keeps a copy of what is whole, and of parts two of its own and two of the neighbour's.
+    """
+    assert main(["plan", *MLP, "guard.lost=shrink", "comm.engine=mpi", "--memory=8GiB", "--ranks", "2,4", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["memory"]
     rows = {(row["ranks"], row["stage"]): row for row in found["rows"]}
     assert rows.keys() == {(ranks, stage) for ranks in (2, 4) for stage in range(4)}
@@ -24,6 +27,8 @@ def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert [rows[2, 0]["bytes"][kind] for kind in kinds] == [BYTES, BYTES, 2 * BYTES]
     assert [rows[4, 2]["bytes"][kind] for kind in kinds] == pytest.approx([BYTES, BYTES / 4, BYTES / 2], abs=16)
     assert rows[4, 3]["bytes"]["optimizer_state"] == pytest.approx(BYTES / 2, abs=16)
+    copies = [rows[ranks, stage]["bytes"]["copies"] for ranks, stage in ((2, 0), (2, 1), (4, 2), (4, 3))]
+    assert copies == pytest.approx([3 * BYTES, 5 * BYTES, 3 * BYTES, 0], abs=64)
     assert all(row["fits"] and row["largest_micro"] == row["micro"] for row in found["rows"])
     assert found["advice"].startswith("shard.stage=0 fits in 8.0 GiB on 4 ranks, with ")
 

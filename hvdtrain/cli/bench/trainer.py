@@ -56,6 +56,8 @@ class Trainer:
         while self.now.progress.step < last_step:
             self.now = train_to_sync_point(job, self.now)
             self.now = dataclasses.replace(self.now, epoch=self.now.progress.epoch)  # as if it was evaluated
+            if job.memory_copy:
+                job.memory_copy.keep(self.now)
             job.checkpoints.save_if_due(self.now)
         job.checkpoints.close()
         job.communicator.allreduce(np.zeros(1), "end")

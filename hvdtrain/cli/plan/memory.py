@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     def largest_micro(self, room: float) -> int:
         """Samples of the largest pass that fits; 0: none does."""
-        evaluation = MARGIN * (self.footprint.evaluation + self.footprint.inputs + self.footprint.checkpoint)
+        evaluation = MARGIN * (self.footprint.evaluation + self.footprint.total - self.footprint.tensors)
         if evaluation > room or self.bytes_per_sample <= 0:
             return 0
         beside = self.footprint.total - self.footprint.tensors + self.footprint.step
@@ -138,6 +138,7 @@ def on_ranks(found: Footprint, stage: int, ranks: int, wanted: int, weights: int
         gradients=found.gradients - part,
         evaluation=found.evaluation - state - part,
         checkpoint=found.checkpoint - state,
+        copies=max(0, found.copies - 4 * state),
     )
 
 
@@ -159,7 +160,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
     lines += [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *cells]]
     lines += [
-        "  state: of the optimizer; on its way: between ranks; other: buffers, workspace, samples, the copy for a checkpoint (rank 0)",
+        "  state: of the optimizer; on its way: between ranks; other: buffers, workspace, samples, copies (checkpoint, guard.lost)",
         f"  peak: of tensors and copies; a rank needs {MARGIN:g} times that, and its libraries and data"
         + ("; largest: samples in a pass that fit" if limit else ""),
     ]
@@ -170,7 +171,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 def _cells(row: Row, plan: MemoryPlan) -> list[str]:
     found = row.footprint
-    other = found.buffers + found.workspace + found.inputs + found.checkpoint
+    other = found.buffers + found.workspace + found.inputs + found.checkpoint + found.copies
     evaluates = found.evaluation > found.step
     sizes = [found.weights, found.gradients, found.optimizer_state, found.activations, found.communication, other, found.total]
     cells = [str(row.ranks), str(row.stage), row.recompute, str(row.micro), *(f"{size / 2**20:,.1f}" for size in sizes)]

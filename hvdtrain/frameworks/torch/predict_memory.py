@@ -126,6 +126,7 @@ def _count(
         evaluation=live.peak_bytes,
         inputs=sample * step.samples * (1 + step.ahead),
         checkpoint=state * step.writes_checkpoints,
+        copies=copies_bytes(learner) if config.keeps_copies and ranks > 1 else 0,
     )
     updated = sum(p.nbytes for p in learner.updated)
     return PlannedWork(footprint, float(live.counter.flops), float(live.touched_bytes), updated, len(micro), of_step)
@@ -206,6 +207,13 @@ def state_bytes(learner: TorchLearner) -> int:
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
     return sum(t.nbytes for t in [*weights, *learner.model.buffers(), *tensors])
+
+
+def copies_bytes(learner: TorchLearner) -> int:
+    """Of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of two sync points."""
+    states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
+    parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
+    return state_bytes(learner) + 3 * parts * learner.is_sharded
 
 
 class _FakeStorages(LiveStorages):

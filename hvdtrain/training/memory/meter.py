@@ -71,8 +71,8 @@ def line(fields: dict[str, Any]) -> str:
 
 
 def _needs(predicted: Footprint, on_gpu: bool) -> int:
-    """A GPU does not hold what rank 0 copies for a checkpoint."""
-    return predicted.total - predicted.checkpoint * on_gpu
+    """A GPU does not hold what is copied for checkpoints and lost ranks."""
+    return predicted.total - (predicted.checkpoint + predicted.copies) * on_gpu
 
 
 def resident_bytes() -> int:
