@@ -130,6 +130,12 @@ class Elastic(Communicator, Protocol):
     def is_loss(self, error: BaseException) -> bool:
         """Whether a collective raised this error because a rank is gone, or because another rank has found that out."""
 
+    def confirm(self) -> None:
+        """A collective that fails on every living rank where a rank was lost before it.
+
+        The collective that a rank is lost in need not fail, and may give any numbers: until confirm() returns they are not to be relied on.
+        """
+
     def shrink(self) -> list[int]:
         """Leaves out the ranks that are gone, once every living one calls it; each does so after a collective that failed.
 

@@ -8,6 +8,7 @@ import ctypes
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -28,6 +29,7 @@ from hvdtrain.errors import UserError
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
 PIECE_BYTES = 4 << 20  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
+NOTICE_S = 0.5  # until a rank that is lost is known to be
 _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
 _FIX = "use the mpirun of that library, or build mpi4py for this one: pip install --force-reinstall --no-binary mpi4py mpi4py"
@@ -115,6 +117,7 @@ class MpiCommunicator:
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.features = frozenset(FEATURES)
+        self._loss_is_agreed = False  # by confirm(), which each rank calls as often as the others, or shrink() in its place
         self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
         self._comm_thread: CommThread | None = None
         # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
@@ -241,8 +244,30 @@ class MpiCommunicator:
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi
-        classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-        return isinstance(error, mpi.Exception) and error.Get_error_class() in classes
+        if isinstance(error, mpi.Exception):
+            return error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        return isinstance(error, Exception) and self._is_one_gone()
+
+    def _is_one_gone(self) -> bool:
+        """Whether a rank is known to be lost soon: then an error may be what came of the numbers that a collective gave for it."""
+        end_s = time.monotonic() + NOTICE_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(self._mpi.Exception):
+                self._comm.Iprobe()  # MPI looks at its connections in calls alone
+            if self._comm.Is_revoked() or self._comm.Get_failed().size:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def confirm(self) -> None:
+        try:
+            if self._comm.Agree(1):
+                return
+        except self._mpi.Exception:
+            self._loss_is_agreed = True
+            raise
+        self._loss_is_agreed = True
+        raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
 
     def shrink(self) -> list[int]:
         for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
@@ -250,7 +275,10 @@ class MpiCommunicator:
                 comm.Revoke()  # so that every rank leaves the collective that it is in
         if self._comm_thread:
             self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
-        self._comm = self._comm.Shrink()
+        if not self._loss_is_agreed:  # others wait in confirm(), which does not end with a revoked communicator
+            with contextlib.suppress(self._mpi.Exception):
+                self._comm.Agree(0)
+        self._comm, self._loss_is_agreed = self._comm.Shrink(), False
         atexit.unregister(_finalize)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._side_channel = MpiSideChannel(self._mpi, self._comm.Dup())

@@ -329,6 +329,9 @@ class TorchDistCommunicator:
         is_of_group = isinstance(error, RuntimeError) and exit_code_of(error) == LOST
         return is_of_group or isinstance(error, _LostMeanwhile) or (self._mpi is not None and self._mpi.is_loss(error))
 
+    def confirm(self) -> None:
+        """Nothing: a collective that a rank is lost in fails on the ranks whose numbers it lacks, and they have the others leave theirs."""
+
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
             pending.drop()

@@ -61,7 +61,7 @@ class ElasticJob:
         self._hosts = list(job.hosts)  # by the numbers of the launcher
         self._total = now.progress.total
         if ranks is not None:
-            job.memory_copy = MemoryCopy(job.learner, job.communicator, now)
+            job.memory_copy = MemoryCopy(job.learner, ranks, now)
             successor.share_lock(job.communicator)
 
     def run(self, work: Callable[[Job, TrainState], T], now: TrainState) -> T:
@@ -86,6 +86,7 @@ class ElasticJob:
                 detect_s = time.perf_counter() - began_s
                 now, from_checkpoint = self._restore(ranks)
                 steps = job.communicator.allgather_object(step)
+                ranks.confirm()
                 break
             except Exception as error:
                 if not ranks.is_loss(error):

@@ -72,7 +72,15 @@ def synchronize(job: Job, window: Window) -> Sums:
     # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
     over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())  # rank 0's clock decides for all
     sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
-    return allreduce_sums(job.communicator, sums, "train.sums", job.task.sums)  # the host waits for the device here
+    return add_up(job, sums, "train.sums")  # the host waits for the device here
+
+
+def add_up(job: Job, sums: Sums, name: str) -> Sums:
+    """The sums of all ranks, none of which was lost until now, where the others would go on without it."""
+    total = allreduce_sums(job.communicator, sums, name, job.task.sums)
+    if job.memory_copy:
+        job.memory_copy.confirm()
+    return total
 
 
 def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
@@ -136,6 +144,6 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
             return None
         if batch is not None:
             sums = add_sums(sums, job.learner.evaluate(batch))
-    sums = allreduce_sums(job.communicator, sums | job.telemetry.energy.read_sums(), "val.sums", job.task.sums)
+    sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.communicator import Elastic
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.pieces import Piece, whole_arrays
 from hvdtrain.frameworks.learner import DividesAnew, Learner
@@ -45,7 +45,7 @@ class MemoryCopy:
     to come, all ranks have those of the older one. Its arrays are copied after that: one that still waits has those of the older one.
     """
 
-    def __init__(self, learner: Learner, communicator: Communicator, now: TrainState) -> None:
+    def __init__(self, learner: Learner, communicator: Elastic, now: TrainState) -> None:
         """A collective."""
         self._learner, self._communicator = learner, communicator
         self._arrays: Arrays = {}
@@ -54,6 +54,10 @@ class MemoryCopy:
         self._number = 0
         self.now = now
         self._copy(now, 0)
+
+    def confirm(self) -> None:
+        """Before keep(), behind what all ranks have computed together: fails where a rank was lost in it. A collective."""
+        self._communicator.confirm()
 
     def keep(self, now: TrainState) -> None:
         """At a sync point. A collective where ranks have parts. An evaluation changes no array: they are copied after steps alone."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
 from faults import events
 from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, undisturbed
-from ranks import Result, needs_mpirun
+from ranks import Job, Result, needs_mpirun
 
 from hvdtrain.errors import DONE, LOST, MEMORY, USER
 from hvdtrain.report.run import read_run
@@ -125,3 +126,13 @@ def test_without_ulfm_the_job_does_not_start(tmp_path: Path) -> None:
     assert result.returncode == USER, result
     assert "mpirun --with-ft ulfm" in result.stderr and "started without ULFM" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@needs_mpirun
+def test_what_collectives_gave_before_a_loss_is_not_confirmed(tmp_path: Path) -> None:
+    """One rank that finds the loss elsewhere does not leave another one waiting for it in confirm()."""
+    out = tmp_path / "out.json"
+    with Job(3, ["tests/support/confirm_on_ranks.py", str(out)], options=["--with-ft", "ulfm"], timeout_s=60) as job:
+        result = job.wait()
+    assert out.exists(), result
+    assert json.loads(out.read_text()) == [[0, [3.0], "", [2], False, [3.0]], [1, [3.0], "True", [2], False, [3.0]]]

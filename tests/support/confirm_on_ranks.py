@@ -1,0 +1,39 @@
+"""Three MPI ranks of which one dies between two collectives: mpirun --with-ft ulfm -np 3 python tests/support/confirm_on_ranks.py OUT
+
+Rank 0 leaves out the lost rank as if a collective had failed there, while rank 1 waits in confirm(). OUT gets what each of them saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.comm import mpi
+from hvdtrain.comm.placement import placement
+
+ranks = mpi.connect(placement(os.environ))
+ranks.be_ready_to_shrink()
+first = ranks.rank
+ranks.confirm()  # nobody is lost
+total = ranks.allreduce(np.array([float(first)]), "sum")
+if first == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+seen = ""
+if first == 1:
+    try:
+        ranks.confirm()
+    except Exception as error:
+        seen = f"{ranks.is_loss(error)}"
+lost = ranks.shrink()
+ranks.confirm()
+own_error = ranks.is_loss(ValueError("of this rank"))  # nobody else is lost
+after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
+found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
+if ranks.rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(found))
+ranks.allreduce(np.zeros(1), "end")
