@@ -70,6 +70,7 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
     tables.append((f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels)))
     tables.append(("Evaluations", page_tables.evaluations_table(runs, labels)))
     if len(runs) == 1:
+        tables.append(("Ranks over time", page_tables.world_sizes(runs[0])))
         tables.append(("Mesh", page_tables.mesh_grid(runs[0])))
         tables.append(("Stages", page_tables.stages(runs[0])))
         tables.append(("Classes in the last evaluation", page_tables.classes(runs[0])))

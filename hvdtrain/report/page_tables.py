@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.events import redaction
-from hvdtrain.report import evaluations, mesh, summary
+from hvdtrain.report import evaluations, mesh, summary, world_size
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
 from hvdtrain.report.objective import objective_of
 from hvdtrain.report.run import RunRecord, number
@@ -20,6 +20,7 @@ _MOST_HOSTS = 8
 _MOST_COLUMNS = 16  # of the mesh
 _MOST_EVALUATIONS = 10  # rows of a run
 _MOST_CLASSES = 100  # rows
+_MOST_CHANGES = 50  # rows
 _MOST_AGES = 12  # of a row
 
 
@@ -245,6 +246,23 @@ def stages(run: RunRecord) -> Table:
     predicted = mesh.predicted_bubble(run)
     note = f"By the schedule, with stages that take the same time, each waits {predicted:.1%}." if math.isfinite(predicted) else ""
     return Table(["stage", "ranks", "own work in a step (ms)", "waits, of the time of its passes"], rows, note)
+
+
+def world_sizes(run: RunRecord) -> Table:
+    """A row for each change of the ranks; none where there was none."""
+    found = world_size.changes(run)
+    rows = [
+        [
+            shown(change.step, ",.0f"),
+            summary.duration(change.seconds),
+            shown(change.ranks, ",.0f"),
+            _hosts(change.hosts),
+            redaction.redact_urls(change.why),
+        ]
+        for change in found[-_MOST_CHANGES:]
+    ]
+    note = f"The last {_MOST_CHANGES} of {len(found):,}." if len(found) > _MOST_CHANGES else ""
+    return Table(["from step", "after", "ranks", "hosts", "why"], rows if len(found) > 1 else [], note)
 
 
 def startup(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:

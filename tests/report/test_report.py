@@ -22,7 +22,7 @@ from test_report_run import COMPLETE, CONFIG, end, epoch, record_of, run_on, sta
 from hvdtrain.__main__ import main
 from hvdtrain.cli.report import Progress
 from hvdtrain.core.program import command_line
-from hvdtrain.report import page_tables
+from hvdtrain.report import page_tables, summary
 from hvdtrain.report.compare import scaling_comparisons
 from hvdtrain.report.figures import confusion, draw, files, mesh, ranks, speed, training
 from hvdtrain.report.figures.style import COLOURS, downsample
@@ -84,6 +84,29 @@ def test_staleness_is_a_table_of_workers() -> None:
         ["10", "4", "1", "1", "1: 100.00%"],
     ]
     assert page_tables.staleness(record_of(FULL)).rows == []
+
+
+def test_world_sizes_over_time() -> None:
+    events = [
+        start(ranks=4),  # n1, n2, n2, n2
+        step(5),
+        {"time": 1003.0, "kind": "lost", "step": 5, "ranks": [1, 2, 3], "hosts": ["n2"] * 3, "left": 1},
+        step(10),
+        {"time": 1060.0, "kind": "stop", "step": 10, "reason": "SIGUSR2 from https://u:secret@h/"},
+        start(10, time=1061.0, ranks=3, hosts=["n1", "n3"]),
+        step(15, time=1070.0),
+        start(15, time=1130.0) | {"ranks": "?", "hosts": None},
+    ]
+    rows = page_tables.world_sizes(record_of(events)).rows
+    assert [row[:1] + row[2:] for row in rows] == [
+        ["0", "4", "n1, n2", "started"],
+        ["5", "1", "n1", "3 ranks lost"],
+        ["10", "3", "n1, n3", rows[2][4]],
+        ["15", "", "", "went on after a kill or the loss of a host"],
+    ]
+    assert [row[1] for row in rows] == [summary.duration(s) for s in (0, 3, 61, 130)]
+    assert rows[2][4].startswith("stopped (SIGUSR2 from ") and "secret" not in rows[2][4]
+    assert page_tables.world_sizes(record_of(FULL)).rows == []
 
 
 def test_every_picture_shows_its_lines(made: Path) -> None:
