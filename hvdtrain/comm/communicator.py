@@ -139,7 +139,8 @@ class Elastic(Communicator, Protocol):
     def shrink(self) -> list[int]:
         """Leaves out the ranks that are gone, once every living one calls it; each does so after a collective that failed.
 
-        This object has another rank, size, local_rank and local_size then; collectives that were under way are void. Returns the ranks
+        This object has another rank, size, local_rank and local_size then; what was under way is void, and so are the groups of
+        split(), which are made again. Returns the ranks
         that are left out since the last shrink() that returned on this rank, as the launcher numbered them. Fails as a collective does
         where another rank is lost meanwhile: it is called again then.
         """

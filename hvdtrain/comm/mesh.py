@@ -115,10 +115,12 @@ def mesh_of_layers(world: Communicator, config: Config, group: Callable[[Callabl
 
 
 def _with_servers(world: Communicator, config: Config) -> Mesh:
-    is_server = world.rank < config.servers.count
+    """After a loss fewer ranks than servers may be left: all are servers then, which have the state to write it."""
+    count = min(config.servers.count, world.size)
+    is_server = world.rank < count
     group = _group(world, int(not is_server))
     alone = config.servers.are_asynchronous and not is_server  # a step is one worker's
-    return one_group(world)._replace(servers=config.servers.count, role=ALONE if alone else group)
+    return one_group(world)._replace(servers=count, role=ALONE if alone else group)
 
 
 def _group(world: Communicator, color: int) -> Communicator:

@@ -119,6 +119,7 @@ class MpiCommunicator:
         self.features = frozenset(FEATURES)
         self._loss_is_agreed = False  # by confirm(), which each rank calls as often as the others, or shrink() in its place
         self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
+        self._groups: list[MpiCommunicator] = []  # of split()
         self._comm_thread: CommThread | None = None
         # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
@@ -236,7 +237,11 @@ class MpiCommunicator:
     def split(self, color: int | None) -> Communicator | None:
         groups = split_groups(self, color)
         ranks = self._comm.Split(self._mpi.UNDEFINED if color is None else color, self.rank)
-        return None if color is None else MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
+        if color is None:
+            return None
+        group = MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
+        self._groups.append(group)
+        return group
 
     def be_ready_to_shrink(self) -> None:
         if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):
@@ -270,9 +275,9 @@ class MpiCommunicator:
         raise self._mpi.Exception(self._mpi.ERR_PROC_FAILED)
 
     def shrink(self) -> list[int]:
-        for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
-            with contextlib.suppress(self._mpi.Exception):
-                comm.Revoke()  # so that every rank leaves the collective that it is in
+        for each in (*self._groups, self):
+            each._revoke()  # so that every rank leaves the collective that it is in
+        self._groups = []
         if self._comm_thread:
             self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
         if not self._loss_is_agreed:  # others wait in confirm(), which does not end with a revoked communicator
@@ -290,6 +295,11 @@ class MpiCommunicator:
         world = self._mpi.COMM_WORLD.group
         former, self._members = self._members, self._comm.group.Translate_ranks(list(range(self.size)), world)
         return [rank for rank in former if rank not in self._members]
+
+    def _revoke(self) -> None:
+        for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Revoke()
 
     def abort(self, code: int) -> NoReturn:
         flush_output()

@@ -507,7 +507,6 @@ def lost(job: PlannedJob) -> Iterator[UserError]:
         "parallel.dense": config.parallel.dense != "none",
         "shard.stage": config.shard.stage == 3,
         "shard.group": config.shard.stage in (1, 2) and config.shard.group == "node",
-        "servers.count": config.servers.count > 0,
         "comm.reduce": config.comm.reduce == "ddp",
         "comm.local_steps": config.comm.local_steps > 1,
     }
@@ -516,6 +515,9 @@ def lost(job: PlannedJob) -> Iterator[UserError]:
             what = f"guard.lost=shrink does not go on with {key}={_as_yaml(_value(config, key))} on fewer ranks"
             instead = {"shard.stage": "shard.stage=2", "shard.group": "shard.group=all"}.get(key, f"without {key}")
             yield UserError(what, job.where("guard.lost"), f"guard.lost=restart, or {instead}")
+    if config.servers.count and job.engine != "mpi":
+        what = f"guard.lost=shrink does not go on with servers.count={config.servers.count} on the {job.engine} engine"
+        yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
     if config.framework == "jax":
         what = "guard.lost=shrink does not go on with framework=jax, whose step is compiled for a number of ranks"
         yield UserError(what, job.where("guard.lost"), "guard.lost=restart, or framework=torch")

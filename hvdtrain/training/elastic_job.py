@@ -127,8 +127,11 @@ class ElasticJob:
         again = loss.step - p.step
         who = f"{ranks_summary(loss.ranks)} on {', '.join(dict.fromkeys(loss.hosts))}"
         then = f"{job.communicator.size} go on"
-        if job.config.guard.lost == "restart":
-            then = "the job ends, to be started again (guard.lost=restart)"
+        is_server_lost = any(rank < job.config.servers.count for rank in loss.ranks)
+        no_worker_left = 0 < job.config.servers.count >= job.communicator.size
+        if job.config.guard.lost == "restart" or is_server_lost or no_worker_left:
+            why = "a server is lost" if is_server_lost else "no worker is left" if no_worker_left else "guard.lost=restart"
+            then = f"the job ends, to be started again ({why})"
             job.health.stop_request, job.health.stop_code = f"{who} lost", LOST
         source = ", the newest checkpoint: the copies of some parts are lost" * (loss.restored_from == "checkpoint")
         line = f"lost    {who}, after step {loss.step}: {then} from step {p.step}{source}, after {loss.go_on_s:.3g} s"

@@ -166,6 +166,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
     checkpoints = job.checkpoints.on_other_ranks(hosts)
     health = replace(job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None)
     telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run)
+    telemetry.staleness = job.telemetry.staleness.from_step(now.progress.step)
     return replace(
         job,
         hosts=hosts,

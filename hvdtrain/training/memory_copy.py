@@ -94,7 +94,7 @@ class MemoryCopy:
         found that a rank is lost. Where another rank is lost meanwhile, restore() is called again: what was there before is there still.
         """
         communicator, learner = self._communicator, self._learner
-        parts = [Kept(each.number, each.ranks, list(each.parts)) for each in self._parts]
+        parts = [Kept(each.number, each.ranks, sorted({*each.parts, *each.empty})) for each in self._parts]
         tables: list[Held] = communicator.allgather_object(Held(self._number, self.now.evaluated, parts))
         number = newest(tables, learner.is_sharded)
         if isinstance(learner, DividesAnew) and learner.is_sharded:

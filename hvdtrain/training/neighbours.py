@@ -48,6 +48,7 @@ class Copies(NamedTuple):
     ranks: int  # that had parts
     arrays: list[Array]
     parts: dict[int, Part]  # by the number that the rank had
+    empty: frozenset[int] = frozenset()  # ranks of which there is nothing to keep, as workers of parameter servers
 
 
 class Neighbours:
@@ -60,6 +61,7 @@ class Neighbours:
         away = distance(split_groups(communicator, 0).hosts)
         self._to, self._source = (self._rank + away) % self._size, (self._rank - away) % self._size
         of_all = communicator.allgather_object([list(piece.runs()) for piece in pieces])
+        self._empty = frozenset(rank for rank, runs in enumerate(of_all) if not any(map(_elements, runs)))
         self._runs: dict[int, list[Runs]] = {rank: of_all[rank] for rank in (self._rank, self._source)}
 
     def have(self, pieces: Sequence[Piece]) -> bool:
@@ -70,7 +72,7 @@ class Neighbours:
         """Copies of a sync point, in the memory of older ones. A collective."""
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
             parts = {rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8)) for rank, runs in self._runs.items()}
-            memory = Copies(number, self._size, self.arrays, parts)
+            memory = Copies(number, self._size, self.arrays, parts, self._empty)
         own, kept = memory.parts[self._rank], memory.parts[self._source]
         for view, piece in zip(own.views(self.arrays), pieces, strict=True):
             np.copyto(view, piece.array)

@@ -165,6 +165,7 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
         ("optim.base_lr=.nan", "optim.base_lr is nan", "give 0 or more"),
         ("batch.size=0", "batch.size is 0", "give 1 or more"),
         ("seed=-1", "seed is -1", "give 0 or more"),
+        ("servers.bound=-1", "servers.bound is -1", "give 0 or more"),
         ("--fast", "cannot read the argument '--fast'", "write key=value"),
         ("model.widths=[1,", "cannot read the value of 'model.widths=[1,'", "quote it"),
         ("model..x=3", "no such key: model..x", "known: model.name, model.loss"),

@@ -21,6 +21,7 @@ RULE = "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 guard.equal_steps
 WHEN = f"log.every_steps={SYNC_EVERY} log.every_s=0 checkpoint.every_steps=6"
 MODELS = {
     "torch": "model.name=convnet model.widths=[3,4] model.dense=[7] norm.kind=sync comm.bucket_mb=0.001",
+    "servers": "model.name=mlp model.widths=[9] comm.bucket_mb=0.001 optim.momentum=0.9",
     "numpy": "framework=numpy model.name=linear batch.micro=5",
 }
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}

@@ -13,9 +13,10 @@ from ranks import mpirun, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
+from hvdtrain.cli.replay.command import compare
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.updates import Update
-from hvdtrain.errors import DIVERGED, UserError
+from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order
 from hvdtrain.training.telemetry.staleness import StalenessMeter
 from hvdtrain.training.telemetry.update_log import NAME, Header, UpdateLog, open_update_log, read_updates
@@ -151,6 +152,28 @@ def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
     assert read_updates(tmp_path) == (header._replace(first=7), [Update(7, 0, 2)])
     UpdateLog(tmp_path, Header(1, 3, 1, 7))  # other servers
     assert read_updates(tmp_path) == (Header(1, 3, 1, 7), [])
+
+
+def test_replay_says_what_it_does_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"p.weight": np.ones(3), "s.weight.momentum": np.ones(3), "b.norm.running_mean": np.ones(2), "b.norm.running_var": np.ones(2)}
+    assert compare(tmp_path, one, one | {"b.norm.running_mean": np.zeros(2)}, 7) == DONE
+    out = capsys.readouterr().out
+    assert "not compared: 2 buffers; running statistics" in out and "the 2 arrays of weights and optimizer state of step 7 are" in out
+    assert compare(tmp_path, one, one | {"s.weight.momentum": np.zeros(3)}, 7) == DIVERGED
+    assert compare(tmp_path, {"p.weight": np.ones(3)}, {"p.weight": np.ones(3)}, 7) == DONE
+    assert "1 of 2 arrays" in (out := capsys.readouterr().out) and out.count("not compared") == 1
+
+
+def test_a_log_that_goes_back_to_a_sync_point(tmp_path: Path) -> None:
+    updates = [Update(ticket, 0, 1 + ticket % 2) for ticket in range(6)]
+    log = UpdateLog(tmp_path, Header(1, 2, 1, 0))
+    log.append(updates)
+    log.cut(4)
+    log.append([Update(5, 0, 1), Update(4, 1, 1)])
+    assert read_updates(tmp_path)[1] == [*updates[:4], Update(5, 0, 1), Update(4, 1, 1)]
+    fewer = UpdateLog(tmp_path, Header(1, 1, 1, 6))  # the job goes on with another number of workers
+    fewer.append([Update(6, 0, 1)])
+    assert read_updates(tmp_path)[0] == Header(1, 2, 1, 0) and len(read_updates(tmp_path)[1]) == 7
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:

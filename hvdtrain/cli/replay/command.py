@@ -61,7 +61,7 @@ def replay(arguments: Sequence[str]) -> int:
     if step > len(updates):
         what = f"the newest checkpoint is of step {step}, the log has {len(updates)}"
         raise UserError(what, str(run), "a run that had servers.log=true all the time")
-    return _compare(run, config, arrays, _replay(config, found, updates[:step], header.threads), step)
+    return compare(run, arrays, _replay(config, found, updates[:step], header.threads), step)
 
 
 def _config_of(run: Path) -> Config:
@@ -96,9 +96,11 @@ def _reader(config: Config, datasets: Datasets, learner: Any) -> Prefetcher:
     return Prefetcher(config, SingleProcessCommunicator(), recipe, datasets.train, learner)
 
 
-def _compare(run: Path, config: Config, arrays: Arrays, replayed: Arrays, step: int) -> int:
-    """Running statistics of norms are left out: they are means over workers, which no weight depends on."""
+def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
+    """Exit code. Buffers are left out: running statistics of norms are means over workers, which no weight depends on."""
     compared = [name for name in arrays if not name.startswith("b.")]
+    if buffers := len(arrays) - len(compared):
+        print(f"not compared: {buffers} buffers; running statistics of norms are means over workers, which the log does not have")
     different = [name for name in compared if not np.array_equal(arrays[name], replayed[name], equal_nan=True)]
     if not different:
         print(f"the {len(compared)} arrays of weights and optimizer state of step {step} are the same, bit by bit")

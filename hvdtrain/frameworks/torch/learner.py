@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
@@ -37,6 +37,9 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
+from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
+from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
 from hvdtrain.frameworks.torch.parallel.strategy import DividesAnew, OnePass, Shard, SharesSteps, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
@@ -95,10 +98,22 @@ class TorchLearner:
         rule_optimizer.fill_optimizer_state(self.optimizer)
 
     def divide_anew(self) -> None:
-        assert isinstance(self.strategy, DividesAnew), type(self.strategy)
-        self.optimizer = self.strategy.divide_anew()
+        if isinstance(self.strategy, Server | Worker):
+            self._take_another_role(self.strategy)
+        else:
+            assert isinstance(self.strategy, DividesAnew), type(self.strategy)
+            self.optimizer = self.strategy.divide_anew()
         self._take_shards()
         self._hold_state()
+
+    def _take_another_role(self, former: Server | Worker) -> None:
+        """That of a server or worker by the ranks that are left, whose numbers and groups are others."""
+        former.cut_off()
+        self.mesh = make_mesh(self.mesh.world, self.config)
+        self.readers = self.mesh.readers
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self.strategy = server_or_worker(self.config, self.mesh, named, self.stopwatch)
+        self.optimizer = self.strategy.wrap(self.model, former.of_wholes).optimizer
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
         return self.strategy.own_steps(steps) if isinstance(self.strategy, SharesSteps) else steps

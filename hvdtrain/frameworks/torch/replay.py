@@ -60,6 +60,9 @@ class Replayed:
     def read_updates(self) -> list[Update]:
         return []
 
+    def cut_off(self) -> None:
+        pass
+
 
 def replay(
     config: Config,

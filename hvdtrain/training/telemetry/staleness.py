@@ -19,6 +19,12 @@ class StalenessMeter:
         self._log = log
         self._of_job: dict[int, Counter[int]] = {}  # worker -> staleness -> updates
 
+    def from_step(self, step: int) -> StalenessMeter:
+        """Itself; the updates from this one on are made again."""
+        if self._log:
+            self._log.cut(step)
+        return self
+
     def fields(self, updates: Sequence[Update]) -> dict[str, Any]:
         """Of the event "step": `staleness`, of the updates since the last one; nothing where no update is asynchronous."""
         if not updates:

@@ -39,18 +39,35 @@ class UpdateLog:
 
     def __init__(self, run: Path, header: Header) -> None:
         """header.first: updates done by now; a log in the folder that reaches up to there goes on."""
-        self._run = run
+        self._run, self._first = run, header.first
         self._next = header.first
         with Folder.open(run) as folder:
             former = read_header(folder) if folder.status(NAME) else None
-            goes_on = former is not None and former._replace(first=0) == header._replace(first=0) and former.first <= header.first
+            alike = {"first": 0, "workers": 0}  # a job may go on with other workers: they have nothing at a sync point
+            goes_on = former is not None and former._replace(**alike) == header._replace(**alike) and former.first <= header.first
             if goes_on and former is not None:
-                end = _HEADER.size + (header.first - former.first) * _RECORD.itemsize
-                with folder.update(NAME) as file:
-                    goes_on = file.seek(0, 2) >= end
-                    file.truncate(end)
+                self._first = former.first
+                goes_on = self._cut(folder, header.first)
             if not goes_on:
+                self._first = header.first
                 folder.replace(NAME, header.to_bytes())
+
+    def cut(self, step: int) -> None:
+        """Update `step` comes next, as where a job goes back to a sync point. Raises UserError where the disk does not take it."""
+        try:
+            with Folder.open(self._run) as folder:
+                self._cut(folder, step)
+        except OSError as error:
+            raise _cannot_write(self._run, error) from None
+        self._next = step
+
+    def _cut(self, folder: Folder, step: int) -> bool:
+        """Whether the file reaches up to there."""
+        end = _HEADER.size + (step - self._first) * _RECORD.itemsize
+        with folder.update(NAME) as file:
+            is_there = file.seek(0, 2) >= end
+            file.truncate(end)
+        return is_there
 
     def append(self, updates: Sequence[Update]) -> None:
         """Raises UserError where the disk does not take them."""

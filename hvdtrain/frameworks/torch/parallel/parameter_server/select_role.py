@@ -16,12 +16,12 @@ from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strateg
 def server_or_worker(config: Config, mesh: Mesh, named: NamedParameters, stopwatch: Stopwatch) -> Strategy:
     """The strategy of this rank."""
     servers, world = config.servers, point_to_point(mesh.world, config.where("servers.count"))
-    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), servers.count)
-    if world.rank >= servers.count:
+    ranges = Ranges(named, int(config.comm.bucket_mb * 2**20), mesh.servers)
+    if world.rank >= mesh.servers:
         return Worker(servers, ranges, world, stopwatch)
-    workers = range(servers.count, world.size)
+    workers = range(mesh.servers, world.size)
     turns: Turns = AllWorkers(workers)
     if servers.are_asynchronous:
         is_leader = world.rank == LEADER
-        turns = Leader(world, servers.count, workers, servers.most_stale) if is_leader else Follower(world, workers)
+        turns = Leader(world, mesh.servers, workers, servers.most_stale) if is_leader else Follower(world, workers)
     return Server(servers, ranges, world, mesh.role, turns, stopwatch)

@@ -13,7 +13,7 @@ from hvdtrain.core.progress import Progress
 from hvdtrain.core.updates import Update
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, Turns
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, Turns, end_all
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, whole_shard
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
@@ -38,10 +38,10 @@ class Server:
         self._weights = Weights(ranges)
         self._own = torch.cat([part.cpu() for part in self._weights.parts(world.rank)])
         self._shards = {p: ranges.shard(p, self._own, world.rank) for p in ranges.slots}
-        self._inboxes = {worker: _Inbox(self._own, ranges, world, worker) for worker in range(config.count, world.size)}
+        self._inboxes = {worker: _Inbox(self._own, ranges, world, worker) for worker in range(ranges.servers, world.size)}
         self._version = 0  # updates done
         self._staleness = 0  # of the gradient that is applied
-        self.equal_ranks = config.count
+        self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
 
     def own_steps(self, steps: Sequence[Progress]) -> Sequence[Progress]:
@@ -54,6 +54,7 @@ class Server:
         return self._turns.read_updates()
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        self.of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -113,6 +114,12 @@ class Server:
         self._weights.broadcast(self._world)
         broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
 
+    def cut_off(self) -> None:
+        """After ranks were lost: no message reaches this rank's memory any more."""
+        self._turns.cut_off()
+        for inbox in self._inboxes.values():
+            inbox.cut_off()
+
     def held(self) -> Held:
         return Held([], [t for inbox in self._inboxes.values() for t in (inbox.weights, inbox.received)])
 
@@ -143,6 +150,9 @@ class _Inbox:
         """Waits for all of it."""
         self._wait(self._receiving)
         return self.received
+
+    def cut_off(self) -> None:
+        end_all([*self._sending, *self._receiving])
 
     @staticmethod
     def _wait(handles: list[Handle]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,13 @@ class Read(NamedTuple):
     version: int  # updates that they have
 
 
+def end_all(handles: Iterable[Handle]) -> None:
+    """Waits for messages of which the engine has ended those that do not come: their memory is free then."""
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.wait()
+
+
 class Turns(Protocol):
     """Of one server; all servers get the same answers, in the same order."""
 
@@ -39,6 +47,9 @@ class Turns(Protocol):
 
     def read_updates(self) -> list[Update]:
         """Since it was last called, what is known here."""
+
+    def cut_off(self) -> None:
+        """After ranks were lost: ends the messages that are under way."""
 
 
 class AllWorkers:
@@ -58,6 +69,9 @@ class AllWorkers:
 
     def read_updates(self) -> list[Update]:
         return []
+
+    def cut_off(self) -> None:
+        pass
 
 
 class Leader:
@@ -92,6 +106,9 @@ class Leader:
         updates, self._updates = self._updates, []
         return updates
 
+    def cut_off(self) -> None:
+        end_all(self._sent.values())
+
     def _grant(self, worker: int) -> None:
         """Already now, so that the worker reads the samples while its gradient waits to be applied."""
         ticket = self._order.grant(worker)
@@ -114,6 +131,7 @@ class Follower:
 
     def __init__(self, world: PointToPoint, workers: Sequence[int]) -> None:
         self._world, self._message = world, np.empty(1 + len(workers), np.int64)
+        self._receiving: Handle | None = None
 
     def begin(self, first: int, behind: int) -> None:
         pass
@@ -127,6 +145,10 @@ class Follower:
     def read_updates(self) -> list[Update]:
         return []
 
+    def cut_off(self) -> None:
+        end_all([self._receiving] if self._receiving else [])
+
     def _decision(self) -> list[int]:
-        self._world.start_recv(self._message, LEADER, "decision", DECISION).wait()
+        self._receiving = self._world.start_recv(self._message, LEADER, "decision", DECISION)
+        self._receiving.wait()
         return self._message[1 : 1 + self._message[0]].tolist()

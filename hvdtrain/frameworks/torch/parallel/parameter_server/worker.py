@@ -16,7 +16,7 @@ from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import DONE, GRADIENT, LEADER, NO_TICKET, TICKET, WEIGHTS
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import DONE, GRADIENT, LEADER, NO_TICKET, TICKET, WEIGHTS, end_all
 from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Wrapped, run_passes, whole_shard
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
@@ -38,10 +38,11 @@ class Worker:
         self._buckets = [_Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)]
         self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
         self._shards = {p: Shard(torch.nn.Parameter(p.detach().reshape(-1)[:0].cpu()), p, 0, 0) for p in ranges.slots}
-        self._parts = [(server, part) for server in range(config.count) for part in self._weights.parts(server)]
+        self._parts = [(server, part) for server in range(ranges.servers) for part in self._weights.parts(server)]
         self._arriving: list[tuple[Handle, torch.Tensor]] = []
         self._done: Handle | None = None
-        self.equal_ranks = config.count
+        self._ticket: Handle | None = None
+        self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterator[Progress]:
@@ -54,7 +55,8 @@ class Worker:
     def _tickets(self) -> Iterator[int]:
         message = np.empty(1, np.int64)
         while True:
-            self._world.start_recv(message, LEADER, "ticket", TICKET).wait()
+            self._ticket = self._world.start_recv(message, LEADER, "ticket", TICKET)
+            self._ticket.wait()
             if message[0] == NO_TICKET:
                 return
             yield int(message[0])
@@ -69,6 +71,7 @@ class Worker:
         return []
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        self.of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
@@ -114,6 +117,14 @@ class Worker:
         self._weights.broadcast(self._world)
         broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
 
+    def cut_off(self) -> None:
+        """After ranks were lost: no message reaches this rank's memory any more."""
+        self._order.cut_off()
+        end_all([handle for handle, _ in self._arriving])
+        end_all([*([self._done] if self._done else []), *([self._ticket] if self._ticket else [])])
+        for bucket in self._buckets:
+            bucket.cut_off()
+
 
 class _Bucket:
     """Some parameters, and the buffer from which their gradients are sent."""
@@ -144,6 +155,9 @@ class _Bucket:
                 self.take(p)
         self._taken = set()
         self._sending = [self._world.start_send(part, server, "gradient", GRADIENT) for server, part in enumerate(self._parts)]
+
+    def cut_off(self) -> None:
+        end_all(self._sending)
 
     def finish(self) -> None:
         """Waits until the last gradient is sent."""
