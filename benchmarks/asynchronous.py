@@ -188,10 +188,10 @@ def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, 
             ranks = ranks_of(words, workers_of_job)
             members = group(world, words, ranks)
             found: dict[str, Any] = {}
+            pace_ms = options.ms_per_sample * {"servers": 0, "fashion": 0.2}.get(part, 1)
             if members is not None:
                 is_slow = members.rank == ranks - 1
-                pace_s = options.ms_per_sample / 1e3 * {"servers": 0, "fashion": 0.2}.get(part, 1)
-                PACE["seconds"] = pace_s * (slow if is_slow else 1.0)
+                PACE["seconds"] = pace_ms / 1e3 * (slow if is_slow else 1.0)
                 seeded = f"{words} seed={max(1, seed)}"
                 if part == "accuracy":
                     found = accuracy(seeded, members, 50 if options.quick else 3000)
@@ -201,7 +201,7 @@ def measure(world: Communicator, options: argparse.Namespace) -> list[dict[str, 
                     found = rate(
                         f"{seeded} batch.size={8 if part == 'servers' else 64}", members, 10 if options.quick else options.steps[part]
                     )
-            row = {"part": part, "job": name, "workers": workers_of_job, "slow": slow, "seed": seed, **found}
+            row = {"part": part, "job": name, "workers": workers_of_job, "slow": slow, "seed": seed, "ms_per_sample": pace_ms, **found}
             rows.append(row)
             if world.rank == 0:
                 print(json.dumps(row), flush=True)
@@ -241,7 +241,7 @@ def main() -> None:
         print(table(rows))
         if options.json:
             facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-            facts |= {"date": datetime.date.today().isoformat(), "ms_per_sample": options.ms_per_sample, "engine": options.engine}
+            facts |= {"date": datetime.date.today().isoformat(), "engine": options.engine}
             with options.json.open("a") as file:
                 file.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)
     world.close()
