@@ -12,7 +12,7 @@ import pytest
 from faults import events, reached, same_end, supervisor, told, wait_for
 from ranks import Job, Result, needs_mpirun
 
-from hvdtrain.errors import DIVERGED, DONE, REQUEUE
+from hvdtrain.errors import DIVERGED, DONE, LOST, REQUEUE
 
 pytestmark = [pytest.mark.faults, needs_mpirun]
 EPOCHS = 1000  # of 60 steps; no job comes that far
@@ -100,10 +100,10 @@ def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
 
 
 def test_a_drill(tmp_path: Path) -> None:
-    """It kills rank 1, then whatever the seed says; the job lives."""
+    """It kills rank 1 twice; the job ends with exit code 84 (guard.lost=restart), and is started again on the same slots."""
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     slots(hosts, 2)
-    with supervise(hosts, run) as job:
+    with supervise(hosts, run, "guard.lost=restart") as job:
         wait_for(job, lambda: reached(run) >= 100)
         options = ["--kill", "rank", "--every", "1s", "--times", "2", "--wait", "30s", "--json", str(tmp_path / "drill.json")]
         with Job(0, ["-m", "hvdtrain", "drill", str(run), *options], timeout_s=90) as drill:
@@ -111,10 +111,33 @@ def test_a_drill(tmp_path: Path) -> None:
         os.kill(supervisor(job), signal.SIGTERM)
         assert job.wait().returncode == REQUEUE
     assert result.returncode == DONE, result
+    assert [line["code"] for line in told(run) if line["kind"] == "failed"] == [LOST, LOST]
     harms = json.loads((tmp_path / "drill.json").read_text())["harms"]
     assert [harm["ranks"] for harm in harms] == [[1], [1]] and kinds(run).count("failed") == 2
     assert all(0 < harm["detect_s"] < harm["go_on_s"] < 30 and 0 <= harm["steps_lost"] <= 300 for harm in harms), harms
     print(result.stdout)
+
+
+def test_a_job_shrinks_in_memory_and_grows_back(tmp_path: Path) -> None:
+    """guard.lost=shrink: rank 0 of two is killed; the other goes on in its process, and both are started again at the second look after."""
+    run, hosts = tmp_path / "run", tmp_path / "hosts"
+    slots(hosts, 2)
+    with supervise(hosts, run, "guard.lost=shrink") as job:
+        wait_for(job, lambda: kinds(run) == ["start", "trains"] and reached(run) >= 100)
+        pids = job.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        wait_for(job, lambda: kinds(run)[-1] == "shrunk")
+        assert job.pids() == {1: pids[1]}
+        wait_for(job, lambda: ranks_of_starts(run) == [2, 2] and kinds(run)[-1] == "trains")
+        os.kill(supervisor(job), signal.SIGTERM)
+        result = job.wait()
+    assert result.returncode == REQUEUE, result
+    assert kinds(run) == ["start", "trains", "shrunk", "change", "start", "trains", "end"]
+    shrunk, change = told(run)[2:4]
+    assert (shrunk["ranks"], shrunk["lost"]) == (1, 1) and change["time"] - shrunk["time"] >= 2 and "1 ranks could be 2" in change["text"]
+    with Job(0, ["-m", "hvdtrain", f"run={tmp_path / 'straight'}", *WORDS, f"stop.steps={reached(run)}"], timeout_s=60) as straight:
+        assert straight.wait().returncode == DONE
+    same_end(run, tmp_path / "straight", reached(run))
 
 
 def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:

@@ -121,7 +121,8 @@ def test_a_container_that_is_not_there(tmp_path: Path) -> None:
 def test_the_nodes_that_are_up(tmp_path: Path) -> None:
     """What sinfo printed in SLURM 22.05 for two nodes that run, a drained, a lost and an idle one; each line for every partition."""
     program(tmp_path / "sinfo", "printf '%s\\n' 'n1 mix' 'n1 mix' 'n2 alloc' 'n3 drng' 'n4 down*' 'n5 alloc*' 'n6 idle'")
-    done = run(JOBS / "slurm-hosts.sh", path=tmp_path, SLURM_JOB_NODELIST="n[1-6]", SLURM_NTASKS_PER_NODE="4")
+    program(tmp_path / "squeue", "echo 'n[1-6]'")
+    done = run(JOBS / "slurm-hosts.sh", path=tmp_path, SLURM_JOB_ID="7", SLURM_NTASKS_PER_NODE="4")
     assert (done.returncode, done.stdout.split()) == (0, ["n1:4", "n2:4", "n6:4"])
     assert run(JOBS / "slurm-hosts.sh", path=tmp_path).returncode == 1
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from cluster_hosts import Hosts
 from cluster_slurm import Slurm
-from faults import ENV, events, outcome
-from ranks import ROOT, needs_mpirun
+from faults import ENV, events, outcome, reached, same_end, told
+from ranks import ROOT, Job, needs_mpirun
 from test_cluster_hosts import ENGINES, PROBE
 
 from hvdtrain.errors import REQUEUE, STALLED, USER
@@ -191,6 +191,61 @@ def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{REQUEUE}:0"), log
     assert f"the same command with RUN={tmp_path}/run resumes the job" in log and events(tmp_path / "run")[-1]["kind"] == "stop", log
+
+
+ELASTIC = [
+    *("data.name=synthetic", "data.shape=[16,16,1]", "data.samples=1440", "data.val_samples=48", "batch.size=24", "batch.evaluate=12"),
+    *("comm.engine=mpi", "framework=numpy", "model.name=linear", "speed.precision=fp64", "epochs=9000", "checkpoint.every_steps=100"),
+]
+
+
+def test_a_node_is_drained_and_one_is_lost(slurm: Slurm, tmp_path: Path) -> None:
+    """jobs/elastic.sbatch: the job leaves a drained node and comes back to it; goes on without a node that is down; and is requeued on both.
+
+    Its curve and weights are those of one rank that nobody disturbed. A job below its MIN is requeued meanwhile.
+    """
+    run = tmp_path / "run"
+
+    def start(**variables: str) -> str:
+        env = {**ENV, "PYTHON": sys.executable, "EVERY": "1", "GROW": "2", "PATIENCE": "1", **variables}
+        options = ["--nodes=1-2", "--ntasks-per-node=2", "--time=5", f"--output={tmp_path}/{Path(variables['RUN']).name}.log"]
+        return slurm.must("sbatch", "--parsable", *options, "jobs/elastic.sbatch", *ELASTIC, env=env)
+
+    def trains(ranks: int) -> None:
+        end_s, pending_s = time.monotonic() + 40, 0.0
+        while not ((lines := told(run)) and lines[-1]["kind"] == "trains" and lines[-1]["ranks"] == ranks):
+            assert time.monotonic() < end_s, f"{lines[-3:]}\n{log.read_text()[-3000:]}\n{slurm.job(number)}\n{slurm.logs()}"
+            time.sleep(0.2)
+            if slurm.job(number)["JobState"] != "PENDING":
+                pending_s = time.monotonic()
+            elif lines and time.monotonic() > pending_s + 2.0:  # as in state()
+                slurm.run("scontrol", "update", f"jobid={number}", "starttime=now")
+
+    log, number = tmp_path / "run.log", start(RUN=str(run))
+    try:
+        trains(4)
+        for word, ranks in (("drain", 2), ("resume", 4), ("down", 2), ("resume", 4)):
+            since_s = time.monotonic()
+            slurm.must("scontrol", "update", "nodename=n2", f"state={word}", "reason=test")
+            trains(ranks)
+            print(f"{word}: on {ranks} ranks after {time.monotonic() - since_s:.1f} s")
+            if word == "down":
+                small = start(RUN=str(tmp_path / "small"), MIN="3")
+                state(slurm, small, {"RUNNING"}, 20)
+                assert state(slurm, small, {"PENDING"}, 20)["Restarts"] == "1"
+                slurm.must("scancel", small)
+        slurm.must("scancel", "--signal=USR2", "--batch", number)
+        assert state(slurm, number, {"PENDING"}, 20)["Restarts"] == "2"
+    finally:
+        slurm.run("scancel", number)
+        slurm.run("scontrol", "update", "nodename=n2", "state=resume")
+        emptied(slurm)
+    text = log.read_text()
+    assert "n2 is no longer offered" in text and "2 ranks could be 4" in text and "n2 lost" in text and "n2 idle again" in text, text
+    assert "2 slots, at least 3 are needed" in (tmp_path / "small.log").read_text() and not (tmp_path / "small").exists()
+    with Job(0, ["-m", "hvdtrain", *ELASTIC, f"run={tmp_path / 'straight'}", f"stop.steps={reached(run)}"], timeout_s=60) as straight:
+        assert straight.wait().returncode == 0
+    same_end(run, tmp_path / "straight", reached(run))
 
 
 def test_nodes_on_loopback() -> None:

@@ -47,7 +47,7 @@ SchedulerParameters=bf_interval=2,sched_min_interval=0,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=0
 KillWait=5
 MinJobAge=600
 EnforcePartLimits=ALL

@@ -25,6 +25,7 @@ from hvdtrain.cli.launch.launcher_commands import (
     select_pmi,
     srun_command,
 )
+from hvdtrain.cli.launch.lost_ranks import outlives_ranks
 from hvdtrain.cli.launch.machine import (
     MpiLauncher,
     available_cores,
@@ -119,7 +120,7 @@ def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[st
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
-        fault_tolerant=bool({"guard.lost=shrink", "guard.lost=restart"} & set(job)),
+        fault_tolerant=outlives_ranks(job),
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 AT_A_TIME = 32
 LOOPBACK_NAME = "localhost"
+SLOWER, SHORTEST_S = 10.0, 2.0  # a host that takes so much longer than the slowest before it, and at least so long, does not answer
 
 
 class _Probe(NamedTuple):
@@ -30,6 +31,7 @@ class Probes:
 
     def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
         self._command, self._answer_s = command, answer_s
+        self._slowest_s: float | None = None  # of the answers
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
 
@@ -46,14 +48,23 @@ class Probes:
         found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
-            code = probe.process.poll()
-            if code is None and time.monotonic() - probe.began_s < self._answer_s:
+            code, seconds = probe.process.poll(), time.monotonic() - probe.began_s
+            if code is None and seconds < self._limit_s:
                 continue
             self._end(self._running.pop(name))
             found[name] = code == 0
+            if code == 0:
+                self._slowest_s = max(seconds, self._slowest_s or 0.0)
         while self._waiting and len(self._running) < AT_A_TIME:
             self._start(self._waiting.pop(0))
         return found
+
+    @property
+    def _limit_s(self) -> float:
+        """For one host. Once a host has answered it is known how long that takes here, so a lost one is not waited for any longer."""
+        if self._slowest_s is None:
+            return self._answer_s
+        return min(self._answer_s, max(SHORTEST_S, SLOWER * self._slowest_s))
 
     def close(self) -> None:
         while self._running:

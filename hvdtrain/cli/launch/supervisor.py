@@ -152,15 +152,25 @@ class Supervisor:
         if self._job.trains and start.trains_since_s is None:
             start.trains_since_s = now_s
             self._record.add("trains", f"step {self._job.step} on {self._job.ranks} ranks", step=self._job.step, ranks=self._job.ranks)
+        self._see_losses(start, now_s)
         if start.asked or start.trains_since_s is None or now_s - start.trains_since_s < SETTLED * self._limits.every_s:
             return
         chosen = choose(self._book.usable(), self._limits.most)
-        ranks = self._job.ranks or slots_of(start.hosts)
-        why = reason_to_change(start.hosts, ranks, self._book.offered, chosen, self._limits.least)
+        why = reason_to_change(start.hosts, start.ranks, self._book.offered, chosen, self._limits.least)
         if why:
             start.asked = True
             self._record.add("change", f"{why}: the job stops at its next sync point, to go on there", step=self._job.step)
             start.launcher.ask_to_stop()
+
+    def _see_losses(self, start: _Start, now_s: float) -> None:
+        """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts answer has to be asked anew."""
+        before, start.ranks = start.ranks, self._job.ranks or start.ranks
+        if start.ranks < before:
+            fields = {"step": self._job.step, "ranks": start.ranks, "lost": before - start.ranks}
+            self._record.add("shrunk", f"{before - start.ranks} of {before} ranks lost: the job goes on on {start.ranks}", **fields)
+            if start.trains_since_s is not None:
+                start.trains_since_s = now_s
+            self._book.doubt(host.name for host in start.hosts)
 
     def _after(self, start: _Start, ended: Ended) -> int | None:
         decision = decide(ended)
@@ -187,7 +197,7 @@ class Supervisor:
         return None
 
     def _lost(self, hosts: Sequence[Host]) -> list[str]:
-        """Which hosts of a start that failed do not answer any more."""
+        """Which hosts of a start that failed do not answer any more, or are no longer offered."""
         if self._offer.is_local:
             return []
         names = [host.name for host in hosts]
@@ -197,8 +207,7 @@ class Supervisor:
             self._look_at_hosts()
             time.sleep(LOOK_S / 4)
         answering = {host.name for host in self._book.usable()}
-        offered = {host.name for host in self._book.offered}
-        return [name for name in names if name in offered and name not in answering]
+        return [name for name in names if name not in answering]
 
 
 class _Start:
@@ -206,5 +215,6 @@ class _Start:
 
     def __init__(self, hosts: tuple[Host, ...], launcher: LauncherRun) -> None:
         self.hosts, self.launcher = hosts, launcher
+        self.ranks = slots_of(hosts)  # that are left
         self.asked = False  # to stop
         self.trains_since_s: float | None = None
