@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from hvdtrain.cli.launch.decisions import (
 from hvdtrain.cli.launch.host_book import FORGOTTEN_S, HostBook, left_out_s
 from hvdtrain.cli.launch.job_events import JobEvents
 from hvdtrain.cli.launch.launcher_commands import Host
+from hvdtrain.cli.launch.lost_ranks import outlives_ranks
 from hvdtrain.cli.launch.offers import of_file, of_script
+from hvdtrain.cli.launch.probes import SHORTEST_S, Probes
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
 KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV
@@ -122,6 +125,40 @@ def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
     assert book.failed("n2", 30.0) == 60
     book.worked(["n2"], FORGOTTEN_S)
     assert book.failed("n2", 100.0) == 15
+
+
+def test_a_host_that_answers_and_one_that_does_not() -> None:
+    """The launcher of n1 prints the word and hangs; n2's says nothing: it is lost long before answer_s, as n1 has answered at once."""
+    words = {"n1": "echo answers; sleep 60", "n2": "sleep 60", "n3": "exit 1"}
+    probes = Probes(lambda name: ["sh", "-c", words[name]], 60.0)
+    found, began_s = dict[str, bool](), time.monotonic()
+    probes.ask(["n1"])
+    while probes.are_open:
+        found |= probes.poll()
+        time.sleep(0.01)
+    probes.ask(["n2", "n3"])
+    while probes.are_open:
+        found |= probes.poll()
+        time.sleep(0.01)
+    assert found == {"n1": True, "n2": False, "n3": False} and SHORTEST_S <= time.monotonic() - began_s < 30
+
+
+@pytest.mark.parametrize(
+    ("job", "lives"),
+    [
+        ([], False),
+        (["guard.lost=shrink"], True),
+        (["--guard.lost=restart"], True),
+        (["guard.lost=shrink", "guard.lost=stop"], False),
+        (["train", "--config", "F"], True),
+        (["--config=F", "guard.lost=stop"], False),
+        (["--config", "none"], False),
+    ],
+)
+def test_whether_a_job_outlives_its_ranks(job: list[str], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("F").write_text("guard:\n  lost: shrink\n")
+    assert outlives_ranks(job) is lives
 
 
 def test_what_a_job_tells(tmp_path: Path) -> None:

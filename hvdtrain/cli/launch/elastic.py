@@ -14,6 +14,7 @@ from hvdtrain.cli.launch.decisions import choose
 from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_command, read_hosts
 from hvdtrain.cli.launch.machine import MpiLauncher
 from hvdtrain.cli.launch.offers import Offer
+from hvdtrain.cli.launch.probes import PROGRAM
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.read import expand
@@ -27,7 +28,7 @@ hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | 
   --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
   --patience 10m      how long to wait for --min; then it ends with exit code 84
   --every 5           seconds between two looks at the offered hosts
-  --answer 20         seconds after which a host where mpirun cannot start `true` counts as lost; less where others answer in less than a tenth"""
+  --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where hosts answer in less than a fifth"""
 _WHERE = "command line of launch --elastic"
 _OWN = ("min", "max", "hosts_from", "patience", "every", "answer")  # options that --elastic alone has
 # Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes, or when TCP does.
@@ -70,7 +71,7 @@ def launch_elastic(
     launcher = find()
 
     def probe(name: str) -> list[str]:
-        request = LaunchRequest(launcher.path, 1, ("true",), (Host(name, 1),), as_root=os.geteuid() == 0)
+        request = LaunchRequest(launcher.path, 1, PROGRAM, (Host(name, 1),), as_root=os.geteuid() == 0)
         return mpirun_command(launcher.kind, request)
 
     return Supervisor(run, offer, limits, lambda hosts: command(_with_hosts(options, offer, hosts)), probe).run()

@@ -1,4 +1,4 @@
-"""Whether a host answers: the launcher starts the program `true` there."""
+"""Whether a host answers: the launcher starts a program there that prints a word."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 AT_A_TIME = 32
 LOOPBACK_NAME = "localhost"
-SLOWER, SHORTEST_S = 10.0, 2.0  # a host that takes so much longer than the slowest before it, and at least so long, does not answer
+PROGRAM = ("echo", "answers")
+SLOWER, SHORTEST_S = 5.0, 2.0  # a host that takes so much longer than the slowest before it, and at least so long, does not answer
 
 
 class _Probe(NamedTuple):
@@ -22,9 +24,14 @@ class _Probe(NamedTuple):
     began_s: float
     folder: tempfile.TemporaryDirectory[str]  # of the launcher's session: a killed one leaves it behind
 
+    @property
+    def has_answered(self) -> bool:
+        """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in 20)."""
+        return self.process.poll() == 0 or PROGRAM[-1].encode() in _output(self.folder.name).read_bytes()
+
 
 class Probes:
-    """Asks many hosts at a time, without threads. command: the line that runs `true` on a host, which has answer_s seconds for it.
+    """Asks many hosts at a time, without threads. command: the line that runs PROGRAM on a host, which has answer_s seconds for it.
 
     The host of this process answers, of course.
     """
@@ -48,12 +55,12 @@ class Probes:
         found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
-            code, seconds = probe.process.poll(), time.monotonic() - probe.began_s
-            if code is None and seconds < self._limit_s:
+            answers, seconds = probe.has_answered, time.monotonic() - probe.began_s
+            if not answers and probe.process.poll() is None and seconds < self._limit_s:
                 continue
             self._end(self._running.pop(name))
-            found[name] = code == 0
-            if code == 0:
+            found[name] = answers
+            if answers:
                 self._slowest_s = max(seconds, self._slowest_s or 0.0)
         while self._waiting and len(self._running) < AT_A_TIME:
             self._start(self._waiting.pop(0))
@@ -73,14 +80,15 @@ class Probes:
 
     def _start(self, name: str) -> None:
         folder = tempfile.TemporaryDirectory(prefix="hvd", ignore_cleanup_errors=True)
-        process = subprocess.Popen(
-            self._command(name),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": folder.name},
-            start_new_session=True,
-        )
+        with _output(folder.name).open("wb") as output:
+            process = subprocess.Popen(
+                self._command(name),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "TMPDIR": folder.name},
+                start_new_session=True,
+            )
         self._running[name] = _Probe(process, time.monotonic(), folder)
 
     def _end(self, probe: _Probe) -> None:
@@ -88,3 +96,7 @@ class Probes:
             os.killpg(probe.process.pid, signal.SIGKILL)  # its ssh, too
         probe.process.wait()
         probe.folder.cleanup()
+
+
+def _output(folder: str) -> Path:
+    return Path(folder, "output")

@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
 
 class Supervisor:
-    """command: the launcher's line for hosts with their ranks; probe: the one that runs `true` on a host."""
+    """command: the launcher's line for hosts with their ranks; probe: the one that runs PROGRAM of probes.py on a host."""
 
     def __init__(
         self,
