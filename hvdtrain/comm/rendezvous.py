@@ -103,8 +103,10 @@ def _by_torchrun(environ: Mapping[str, str]) -> Rendezvous:
     if missing := [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environ]:
         raise UserError(f"torchrun did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_FIX_ADDRESS}")
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
-    job = f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Rendezvous(host, port, hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", job=job)
+    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A store of torchrun's outlives a start of the ranks; one of rank 0's does not, and a node that comes later counts its own restarts.
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else ""
+    return Rendezvous(host, port, hosted=hosted, job=f"hvdtrain/{environ.get('TORCHELASTIC_RUN_ID', '')}/{start}")
 
 
 def _by_srun(environ: Mapping[str, str]) -> Rendezvous:

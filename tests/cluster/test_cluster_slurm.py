@@ -200,7 +200,7 @@ ELASTIC = [
 
 
 def test_a_node_is_drained_and_one_is_lost(slurm: Slurm, tmp_path: Path) -> None:
-    """jobs/elastic.sbatch: the job leaves a drained node and comes back to it; goes on without a node that is down; and is requeued on both.
+    """jobs/elastic.sbatch: the job leaves a drained node and comes back to it, goes on without one that is down, and is requeued on both.
 
     Its curve and weights are those of one rank that nobody disturbed. A job below its MIN is requeued meanwhile.
     """

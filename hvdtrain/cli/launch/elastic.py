@@ -28,7 +28,8 @@ hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | 
   --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
   --patience 10m      how long to wait for --min; then it ends with exit code 84
   --every 5           seconds between two looks at the offered hosts
-  --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where hosts answer in less than a fifth"""
+  --answer 20         seconds after which a host where mpirun cannot start `echo` counts as lost; less where others
+                      answer in less than a fifth of that"""
 _WHERE = "command line of launch --elastic"
 _OWN = ("min", "max", "hosts_from", "patience", "every", "answer")  # options that --elastic alone has
 # Open MPI 5 notices a lost host after time + probes x intvl seconds; without these after 8 minutes, or when TCP does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hvdtrain.config.read import read_argument, read_file
 from hvdtrain.errors import UserError
@@ -25,5 +26,5 @@ def outlives_ranks(job: Sequence[str]) -> bool:
 
 
 def _config_files(job: Sequence[str]) -> list[str]:
-    after = [following for argument, following in zip(job, job[1:], strict=False) if argument == "--config"]
+    after = [following for argument, following in pairwise(job) if argument == "--config"]
     return after + [argument.partition("=")[2] for argument in job if argument.startswith("--config=")]
