@@ -72,9 +72,9 @@ def test_lists_of_nodes(nodes: str, hosts: list[str]) -> None:
 def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
     environ = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
     assert find_rendezvous(TORCHRUN, environ, None) == Rendezvous("n1", 29500, hosted=True, job="hvdtrain/7/0")
-    assert find_rendezvous(TORCHRUN, environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, None) == Rendezvous(
-        "n1", 29500, job="hvdtrain/7/0"
-    )
+    for restarts in ("0", "1"):  # a node that comes back counts from 0
+        own = environ | {"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_RESTART_COUNT": restarts}
+        assert find_rendezvous(TORCHRUN, own, None) == Rendezvous("n1", 29500, job="hvdtrain/7/")
     slurm = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}
     rendezvous = find_rendezvous(SRUN, slurm, None)
     assert (
