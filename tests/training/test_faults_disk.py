@@ -184,13 +184,14 @@ def test_a_full_disk_is_reported_and_the_write_repeated(disk: Disk) -> None:
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)
         disk.fill()
-        kept = newest(run)
+        written = newest(run)
         wait_for(job, lambda: job.output().count("no checkpoint of step") >= 3)
         output = job.output()
-        assert newest(run) == kept, output
         room = r"needs (0\.\d+) MB, (0\.\d+) MB free"
-        said = rf"no checkpoint of step \d+: no room on the disk: {room}; the newest is of step \d+; training goes on"
-        ((needs, free),) = re.findall(said, output)
+        said = rf"no checkpoint of step \d+: no room on the disk: {room}; the newest is of step (\d+); training goes on"
+        ((needs, free, step),) = re.findall(said, output)
+        kept = int(step)
+        assert newest(run) == kept >= written, output  # one that was being written when the disk became full may have had its room
         assert float(free) < float(needs) and output.count("tries again") == 1, output
         assert output.count(f": still none since step {kept}\n") >= 2, output
         disk.make_room()
