@@ -36,10 +36,11 @@ class LearnerState:
         """As Learner.pieces()."""
         shards = {f"s.{name}": shard for name, shard in self._trained()}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
+        in_parts = {name: shard for name, shard in (held | shards).items() if not shard.is_whole}
         for name, tensor in self.tensors().items():
             array = tensor.detach().cpu().numpy()
-            shard = held.get(name) or shards.get(name.rpartition(".")[0])
-            if shard is not None and not shard.is_whole and array.shape == shard.parameter.shape:
+            shard = (in_parts.get(name) or in_parts.get(name.rpartition(".")[0])) if in_parts else None
+            if shard is not None and array.shape == shard.parameter.shape:
                 is_mine = self._is_first_replica and shard.is_mine
                 yield Piece(name, shard.shape, shard.start, shard.stop, array.reshape(-1), False, is_mine, shard.cut)
             else:

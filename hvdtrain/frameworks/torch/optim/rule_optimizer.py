@@ -175,6 +175,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
 
     A Python number is a 0-d float64 tensor of its own, and its key ends with its type; what is neither tensor nor number is left out.
     """
+    if isinstance(optimizer, RuleOptimizer):  # a copy of the state at every sync point asks for that of every parameter
+        return dict(sorted(optimizer.state.get(p, {}).items()))
     counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
     return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
 
