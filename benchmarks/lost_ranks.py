@@ -1,15 +1,23 @@
-"""Ranks are killed at random moments, one after the other or two at once, while guard.lost=shrink goes on: what it costs, and the end.
+"""Ranks are killed, one after the other or two at once, while guard.lost=shrink goes on: what it costs, and the end.
 
-python benchmarks/lost_ranks.py [--kills 30] [--engine mpi | torchdist] [--framework numpy | torch] [--seed 0] [--out FILE.jsonl]
+python benchmarks/lost_ranks.py [--kills 30] [--engine mpi | torchdist] [--framework numpy | torch] [--seed 0] [--ranks 4 | 2,3,4]
+                                [--out FILE.jsonl] [key=value ...]
 
-A chain of jobs of 4 ranks; each loses up to 3, until it ends. The weights of each are compared with those of one process. A line of FILE
-is a loss: seconds from the first failed collective until training goes on (go_on_s), until the first sync point after it (first_s).
+A chain of jobs, each of one of the numbers of ranks, which loses all of them but one, or until it ends. A kill is one of
+
+    a rank, rank 0, two at once    at a random moment
+    evaluation, checkpoint         inside the evaluation of a random number, or while rank 0 writes a checkpoint
+    re-form                        while the others go on without one that was killed just before
+
+The weights of each job are compared with those of one process. A line of FILE is a loss: seconds from the first failed collective until
+training goes on (go_on_s), until the first sync point after it (first_s). The arguments are those of a job (shard.stage=1).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import platform
@@ -19,51 +27,85 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from faults import events
 from lost_ranks import arguments, difference, outcome, start, undisturbed
 
-RANKS = 4
-PAUSES_S = (0.02, 0.6)  # between two kills
+PAUSES_S = (0.02, 0.6)  # between two kills at random moments
+STARTS_S = 90
 LENGTH = {
     "numpy": "epochs=80 log.every_steps=5 checkpoint.every_steps=50",
     "torch": "epochs=25 log.every_steps=5 checkpoint.every_steps=50",
 }
+REFORM = ("shrink 1", "memory_copy.py:restore 1", "successor.py:take_over 1")  # calls of functions: tests/support/killed_ranks.py
 
 
-def kill_some(jobs: list[Any], run: Path, chance: random.Random, most: int) -> int:
-    """SIGKILLs up to `most` ranks, from the first steps on; returns how many."""
+class Kill(NamedTuple):
+    """Of one rank or two, from outside at a random moment, or at a call of a function of the rank itself."""
+
+    kind: str
+    outside: tuple[int, ...] = ()
+    inside: str = ""
+
+
+def choose(ranks: int, chance: random.Random) -> list[Kill]:
+    """Kills of all ranks but one, in a random order."""
+    left, found = chance.sample(range(ranks), ranks - 1), list[Kill]()
+    while left:
+        rank = left.pop()
+        kinds = [
+            "rank 0" if rank == 0 else "a rank",
+            "evaluation",
+            *(["two at once", "re-form"] if left else []),
+            *(["checkpoint"] * (rank == 0)),
+        ]
+        kind = chance.choice(kinds)
+        if kind == "evaluation":
+            found.append(Kill(kind, inside=f"{rank} loop.py:evaluate {chance.randint(1, 12)}"))
+        elif kind == "checkpoint":
+            found.append(Kill(kind, inside=f"{rank} saver.py:_write {chance.randint(1, 3)}"))
+        elif kind == "two at once":
+            found.append(Kill(kind, outside=(rank, left.pop())))
+        elif kind == "re-form":
+            found.append(Kill(kind, outside=(left.pop(),), inside=f"{rank} {chance.choice(REFORM)}"))
+        else:
+            found.append(Kill(kind, outside=(rank,)))
+    return found
+
+
+def kill_from_outside(jobs: Sequence[Any], run: Path, chance: random.Random, kills: Sequence[Kill], deadline: float) -> None:
+    """From the first steps on."""
     while not any(event["kind"] == "step" for event in events(run)):
         time.sleep(0.01)
-        if time.monotonic() > DEADLINE[0]:
-            return 0
-    killed: set[int] = set()
+        if time.monotonic() > deadline:
+            return
     pids = {rank: pid for job in jobs for rank, pid in job.pids().items()}
-    while len(killed) < most:
-        time.sleep(chance.uniform(*PAUSES_S))
+    for kill in kills:
         if any(event["kind"] == "end" for event in events(run)[-2:]):
-            break
-        at_once = min(chance.choice((1, 1, 1, 2)), most - len(killed))
-        for rank in chance.sample(sorted(pids.keys() - killed), at_once):
+            return
+        if kill.outside:
+            time.sleep(chance.uniform(*PAUSES_S))
+        for rank in kill.outside:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGKILL)
-                killed.add(rank)
-    return len(killed)
 
 
-DEADLINE = [0.0]
-
-
-def one_job(engine: str, framework: str, run: Path, chance: random.Random, most: int, last: Any) -> list[dict[str, Any]]:
+def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Random, last: Any) -> list[dict[str, Any]]:
     """The losses of one job."""
-    DEADLINE[0] = time.monotonic() + 90
+    ranks = chance.choice(chosen.ranks)
+    kills = choose(ranks, chance)
+    plan = ", ".join(kill.inside for kill in kills if kill.inside) or "-"
+    kind_of = {rank: kill.kind for kill in kills for rank in (*kill.outside, *([int(kill.inside.split()[0])] if kill.inside else []))}
     with contextlib.ExitStack() as stack:
-        jobs = start(engine, RANKS, arguments(framework, run, f"guard.lost=shrink {LENGTH[framework]}"), stack)
-        killed = kill_some(jobs, run, chance, most)
+        argv = arguments(chosen.framework, run, f"guard.lost=shrink {LENGTH[chosen.framework]} {words}", plan)
+        jobs = start(chosen.engine, ranks, argv, stack)
+        kill_from_outside(jobs, run, chance, kills, time.monotonic() + STARTS_S)
         results = [job.wait() for job in jobs]
         codes = [result.returncode for result in results]
     off = difference(last, outcome(run))
@@ -73,44 +115,48 @@ def one_job(engine: str, framework: str, run: Path, chance: random.Random, most:
         if event["kind"] == "lost":
             after = next((later for later in told[number:] if later["kind"] in ("step", "end")), event)
             rows.append(
-                {key: event[key] for key in ("ranks", "left", "detect_s", "go_on_s", "steps_lost")}
-                | {"first_s": round(event["go_on_s"] + after["time"] - event["time"], 3), "off": off, "codes": codes}
+                {key: event[key] for key in ("ranks", "left", "detect_s", "go_on_s", "steps_lost", "restored_from")}
+                | {"kinds": sorted({kind_of[rank] for rank in event["ranks"]})}
+                | {"first_s": round(event["go_on_s"] + after["time"] - event["time"], 3), "of": ranks, "off": off, "codes": codes}
             )
-    lost = {rank for row in rows for rank in row["ranks"]}
-    print(f"{run.name}: {killed} killed, {len(lost)} lost, exit codes {codes}, {off:.1e} from one process", flush=True)
+    losses = ", ".join(f"{row['ranks']} ({' and '.join(row['kinds'])})" for row in rows)
+    print(f"{run.name}: {ranks} ranks, lost {losses or 'none'}, exit codes {codes}, {off:.1e} from one process", flush=True)
     if not off <= 1e-12:
-        print(*(result.stdout[-1500:] + result.stderr[-3000:] for result in results), sep="\n", flush=True)
+        print(plan, *(result.stdout[-1500:] + result.stderr[-3000:] for result in results), sep="\n", flush=True)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=30)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30, help="at least so many ranks")
     parser.add_argument("--engine", default="mpi")
     parser.add_argument("--framework", default="numpy")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[4])
     parser.add_argument("--out")
-    chosen = parser.parse_args()
-    chance, rows = random.Random(chosen.seed), list[dict[str, Any]]()
+    chosen, overrides = parser.parse_known_args()
+    chance, rows, words, load = random.Random(chosen.seed), list[dict[str, Any]](), " ".join(overrides), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        last = undisturbed(chosen.framework, Path(folder) / "one", LENGTH[chosen.framework])
+        rule = " ".join(word for word in overrides if word.startswith("optim."))
+        last = undisturbed(chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}")
         number = 0
         while sum(len(row["ranks"]) for row in rows) < chosen.kills:
             number += 1
-            rows += one_job(chosen.engine, chosen.framework, Path(folder) / f"job-{number}", chance, RANKS - 1, last)
-    go_on, first = [1e3 * row["go_on_s"] for row in rows], [1e3 * row["first_s"] for row in rows]
-    print(f"{'':12}{'n':>5}{'median ms':>11}{'largest':>9}")
-    for name, each in {"go on": go_on, "first sync": first}.items():
-        print(f"{name:12}{len(each):5}{statistics.median(each):11.1f}{max(each):9.1f}")
-    kills, most, off = sum(len(row["ranks"]) for row in rows), max(row["steps_lost"] for row in rows), max(row["off"] for row in rows)
-    print(f"{kills} ranks lost, at most {most} steps repeated, at most {off:.1e} from one process")
+            rows += one_job(chosen, words, Path(folder) / f"job-{number}", chance, last)
+    print(f"{'':12}{'n':>5}{'quartiles, ms':>24}{'largest':>9}")
+    for name in ("detect_s", "go_on_s", "first_s"):
+        each = [1e3 * row[name] for row in rows]
+        quartiles = " ".join(f"{quartile:7.1f}" for quartile in statistics.quantiles(each, n=4))
+        print(f"{name[:-2]:12}{len(each):5}{quartiles:>24}{max(each):9.1f}")
+    kills, off = sum(len(row["ranks"]) for row in rows), max(row["off"] for row in rows)
+    most = max((row["steps_lost"] for row in rows if row["restored_from"] == "memory"), default=0)
+    print(f"{kills} ranks lost in {number} jobs, at most {most} steps repeated, at most {off:.1e} from one process")
+    print(", ".join(f"{kind} {n}" for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())))
+    print(", ".join(f"from {source} {n}" for source, n in sorted(Counter(row["restored_from"] for row in rows).items())))
     if chosen.out:
-        head = {
-            "engine": chosen.engine,
-            "framework": chosen.framework,
-            "seed": chosen.seed,
-            "machine": platform.processor() or platform.machine(),
-        }
+        machine = platform.processor() or platform.machine()
+        head = {"engine": chosen.engine, "framework": chosen.framework, "seed": chosen.seed, "words": overrides, "machine": machine}
+        head |= {"load_before": round(load, 1), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         with open(chosen.out, "a") as file:
             file.writelines(json.dumps(head | row) + "\n" for row in rows)
 

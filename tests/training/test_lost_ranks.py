@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import signal
 import tempfile
 from pathlib import Path
 
 import pytest
-from faults import events
-from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, undisturbed
+from faults import events, wait_for
+from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, start, undisturbed
 from ranks import Job, Result, needs_mpirun
 
-from hvdtrain.errors import DONE, LOST, MEMORY, USER
+from hvdtrain.errors import DONE, LOST, MEMORY, REQUEUE, STALLED, USER
 from hvdtrain.report.run import read_run
 
 pytestmark = pytest.mark.faults
@@ -110,6 +113,44 @@ def test_restart_writes_the_last_sync_point_and_ends(tmp_path: Path) -> None:
     (result,) = finish("mpi", 2, argv)
     assert result.returncode == DONE, result
     assert difference(straight("numpy")[0], outcome(tmp_path)) <= 1e-12
+
+
+LONG = "guard.lost=shrink epochs=40 resume=auto checkpoint.every_steps=null"
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("engine", "by", "rank"), [("mpi", signal.SIGTERM, 1), ("torchdist", signal.SIGUSR2, 2)])
+def test_a_signal_after_a_loss_stops_at_a_sync_point(engine: str, by: signal.Signals, rank: int, tmp_path: Path) -> None:
+    """Rank 0 is lost; the signal is for the one that took its place, or for another one."""
+    argv = arguments("numpy", tmp_path, LONG, "0 step 7")
+    with contextlib.ExitStack() as stack:
+        jobs = start(engine, 3, argv, stack)
+        wait_for(jobs[-1], lambda: losses_of_ranks(tmp_path) and events(tmp_path)[-1]["kind"] == "step")
+        os.kill(jobs[rank if len(jobs) > 1 else 0].pids()[rank], by)
+        results = [job.wait() for job in jobs]
+    assert [result.returncode for result in results] == ([REQUEUE] if engine == "mpi" else [-9, REQUEUE, REQUEUE]), results
+    stopped = outcome(tmp_path).step
+    assert SYNC_EVERY < stopped < 340 and events(tmp_path)[-1]["kind"] == "stop"
+    argv[1] = "-"
+    (result,) = finish("mpi", 2, argv)
+    assert result.returncode == DONE and f"step {stopped}" in result.stdout, result
+    assert difference(straight("numpy", "epochs=40")[0], outcome(tmp_path)) <= 1e-12
+
+
+@needs_mpirun
+def test_a_rank_that_hangs_after_a_loss_is_named_by_its_new_number(tmp_path: Path) -> None:
+    """Rank 0 is lost; the last of the other two hangs, and the same command goes on from the checkpoint before."""
+    trouble = f"model.name=trouble:Trouble model.fault=sleep model.rank=2 model.at=20 model.once={tmp_path / 'once'}"
+    words = f"{trouble} guard.lost=shrink guard.stall_s=2 guard.start_s=60 resume=auto run={tmp_path / 'run'}"
+    argv = [word for word in arguments("torch", tmp_path / "run", "", "0 learner.py:step 7") if not word.startswith(("model.", "guard."))]
+    (result,) = finish("mpi", 3, [*argv, *words.split()])
+    assert result.returncode == STALLED, result
+    assert "behind:\n  rank 1 on" in result.stderr and "time.sleep(1000)  # never returns" in result.stderr, result.stderr
+    assert [event["ranks"] for event in losses_of_ranks(tmp_path / "run")] == [[0]]
+    argv[1] = "-"
+    (result,) = finish("mpi", 2, [*argv, *words.split()])
+    assert result.returncode == DONE and "step 18" in result.stdout, result
+    assert outcome(tmp_path / "run").step == 34
 
 
 @needs_mpirun
