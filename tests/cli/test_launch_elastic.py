@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli.launch import offers
 from hvdtrain.cli.launch.command import launch
 from hvdtrain.cli.launch.decision_record import Record
 from hvdtrain.cli.launch.decisions import (
@@ -186,7 +187,7 @@ def test_what_a_job_tells(tmp_path: Path) -> None:
     assert (later.ending, later.step, later.ranks, later.trains) == ("end", -1, 0, False)
 
 
-def test_hosts_from_a_program_and_a_file(tmp_path: Path) -> None:
+def test_hosts_from_a_program_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell reads what the program is named, or what it prints."""
     program = tmp_path / "hosts; touch stolen"
     program.write_text("#!/bin/sh\necho '# now'\necho n1:2\necho n2:2\n")
@@ -202,6 +203,10 @@ def test_hosts_from_a_program_and_a_file(tmp_path: Path) -> None:
         offer.read()
     program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
     with pytest.raises(UserError, match="the program ended with 3: no cloud\n  where: --hosts-from"):
+        offer.read()
+    program.write_text("#!/bin/sh\nexec sleep 100\n")
+    monkeypatch.setattr(offers, "SCRIPT_S", 0.2)
+    with pytest.raises(UserError, match="the program did not end within 0.2 s\n  where: --hosts-from"):
         offer.read()
     assert not list(tmp_path.glob("stolen")) and not Path("stolen").exists()
     (tmp_path / "F").write_text("n1 slots=2\n")

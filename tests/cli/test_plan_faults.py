@@ -62,6 +62,8 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((tmp_path / "plan.json").read_text())["faults"]
     assert found["times"]["restart_s"] == 60 and [row["ranks"] for row in found["rows"]] == list(RANKS)
     assert plan([*DATA, "--ranks", "8", "--faults", "epochs=1"]) == 0
+    with pytest.raises(UserError, match="--faults has no 'restrat'"):
+        plan([*DATA, "--ranks", "8", "--faults", "restrat=1"])
 
 
 @pytest.mark.parametrize(

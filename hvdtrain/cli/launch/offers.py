@@ -50,7 +50,9 @@ def of_script(path: Path) -> Offer:
     def read() -> tuple[Host, ...]:
         try:
             done = subprocess.run([path.absolute()], stdin=subprocess.DEVNULL, capture_output=True, timeout=SCRIPT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the program did not end within {SCRIPT_S:g} s", f"--hosts-from {path}", _SCRIPT_FIX) from None
+        except OSError as error:
             raise UserError(f"cannot run the program: {error}", f"--hosts-from {path}", _SCRIPT_FIX) from None
         if done.returncode:
             last = (done.stderr.decode(errors="replace").splitlines() or ["no message"])[-1]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from hvdtrain.config.schema import known_keys
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 
@@ -47,10 +48,12 @@ class Goodput(NamedTuple):
 
 
 def with_faults_value(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with an empty value for a --faults that has none: what follows has no `=` or a dot before it, as keys of a job."""
+    """The arguments, with an empty value for a --faults that has none: an option follows, a file, or a key of a job; seed is its own."""
     completed = []
+    keys_of_a_job = known_keys().keys() - FaultTimes._fields
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
-        is_value = following.partition("=")[0] in FaultTimes._fields[:-1] or following.startswith("seed=")
+        key, equals, _ = following.partition("=")
+        is_value = bool(equals) and not key.startswith("-") and "." not in key and key not in keys_of_a_job
         completed.append("--faults=" if argument == "--faults" and not is_value else argument)
     return completed
 
