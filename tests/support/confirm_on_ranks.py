@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from mpi4py import MPI
 
 from hvdtrain.comm import mpi
 from hvdtrain.comm.placement import placement
@@ -28,10 +29,10 @@ if first == 1:
     try:
         ranks.confirm()
     except Exception as error:
-        seen = f"{ranks.is_loss(error)}"
+        seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
 lost = ranks.shrink()
 ranks.confirm()
-own_error = ranks.is_loss(ValueError("of this rank"))  # nobody else is lost
+own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))  # nobody else is lost
 after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
 found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
 if ranks.rank == 0:
