@@ -276,7 +276,7 @@ class MpiCommunicator:
 
     def shrink(self) -> list[int]:
         for each in (*self._groups, self):
-            each._revoke()  # so that every rank leaves the collective that it is in
+            each.interrupt()  # so that every rank leaves the collective that it is in
         self._groups = []
         if self._comm_thread:
             self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
@@ -296,7 +296,7 @@ class MpiCommunicator:
         former, self._members = self._members, self._comm.group.Translate_ranks(list(range(self.size)), world)
         return [rank for rank in former if rank not in self._members]
 
-    def _revoke(self) -> None:
+    def interrupt(self) -> None:
         for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
