@@ -249,9 +249,10 @@ class MpiCommunicator:
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi
-        if isinstance(error, mpi.Exception):
-            return error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-        return isinstance(error, Exception) and self._is_one_gone()
+        of_losses = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        if isinstance(error, mpi.Exception) and error.Get_error_class() in of_losses:
+            return True
+        return isinstance(error, Exception) and self._is_one_gone()  # a collective may fail with MPI_ERR_OTHER, too
 
     def _is_one_gone(self) -> bool:
         """Whether a rank is known to be lost soon: then an error may be what came of the numbers that a collective gave for it."""

@@ -93,13 +93,15 @@ class Leader:
         self._bound, self._order = bound, Order(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
         self._goes_on = False  # in the window that the order has
+        self._sending_again: set[int] = set()  # workers that get their next ticket when their gradient is complete, again
 
     def begin(self, first: int, behind: int) -> None:
         if not self._goes_on:
             self._order.begin(Window(first, behind, [], {}))
-        self._goes_on = False
         for worker in self._workers:
-            self._grant(worker)
+            if worker not in self._sending_again:
+                self._grant(worker)
+        self._goes_on, self._sending_again = False, set()
 
     def readers(self, own: torch.Tensor, version: int) -> Sequence[Read]:
         readers = self._order.readers()
@@ -124,6 +126,7 @@ class Leader:
         former, self._order = self._order, Order(self._bound)
         self._workers, self._sent, self._goes_on = workers, {}, is_begun
         if is_begun:
+            self._sending_again = set(how.sent_again)
             self._order.begin(former.window(how.version)._replace(reads=how.sent_again))
 
     def cut_off(self) -> None:

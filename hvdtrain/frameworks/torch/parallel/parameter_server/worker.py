@@ -115,7 +115,9 @@ class Worker:
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         self._stopwatch.enter("communication")
         self._finish_fetching()
-        self._held = None
+        for bucket in self._buckets:
+            bucket.finish()
+        self._held = None  # the buckets are filled anew; all servers have made an update from it
         return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
 
     def reduce(self) -> None:
