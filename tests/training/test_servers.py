@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
 from hvdtrain.cli.replay.command import compare
+from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
+from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.updates import GoOn, Outstanding, Update
 from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreement, LostMeanwhile
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints, go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
 from hvdtrain.training.telemetry.staleness import StalenessMeter
@@ -117,6 +121,43 @@ def test_what_the_others_go_on_from() -> None:
     points.synced()
     assert points.is_behind(10), "its sums and weights are of more steps than the others kept"
     assert not points.is_begun(13) and not points.is_behind(13), "13 steps are kept, and none behind them has begun"
+
+
+class Gone(Exception):
+    """What a message of a lost rank raises."""
+
+
+class LostRanks(SingleProcessCommunicator):
+    """All ranks, of which some are lost; the servers' group is another communicator."""
+
+    interruptions = 0
+
+    def is_loss(self, error: BaseException) -> bool:
+        return isinstance(error, Gone)
+
+    def interrupt(self) -> None:
+        self.interruptions += 1
+
+
+def test_servers_make_an_update_all_or_none() -> None:
+    group, worlds = ThreadRanks(3), [LostRanks() for _ in range(3)]
+    made: list[list[str]] = [[], [], []]
+
+    def serve(rank: int) -> str:
+        agreement = Agreement(cast(Interruptible, worlds[rank]), cast(Communicator, ThreadCommunicator(group, rank)))
+        try:
+            for update in ("first", "second"):
+                with agreement.all_or_none():
+                    if (rank, update) == (1, "second"):
+                        raise Gone
+                made[rank].append(update)
+        except (Gone, LostMeanwhile) as error:
+            return type(error).__name__
+        return "none"
+
+    ends = run_threads([group], [lambda rank=rank: serve(rank) for rank in range(3)])  # type: ignore[misc]
+    assert ends == ["LostMeanwhile", "Gone", "LostMeanwhile"] and made == [["first"]] * 3
+    assert [world.interruptions for world in worlds] == [1, 1, 1], "nobody waits for messages any more"
 
 
 @pytest.fixture(scope="module")

@@ -50,4 +50,5 @@ class Agreement:
 
     def _is_ready(self, is_ready: bool) -> bool:
         """Whether all servers are. Where a server sees it fail, none has come to its end with yes."""
-        return bool(self._group.allreduce(np.array([is_ready], np.int64), "servers.ready", "min")[0])
+        not_ready = self._group.allreduce(np.array([not is_ready], np.int64), "servers.ready")
+        return not not_ready[0]
