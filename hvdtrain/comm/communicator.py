@@ -146,6 +146,22 @@ class Elastic(Communicator, Protocol):
         """
 
 
+class Interruptible(Elastic, Protocol):
+    """An elastic communicator whose groups of split() outlive a rank that is in none of them. interruptible() gives it."""
+
+    def interrupt(self) -> None:
+        """After a loss: what ranks wait for fails on every one, here but not in the groups, until shrink()."""
+
+
+def interruptible(communicator: Communicator, where: str) -> Interruptible:
+    """The communicator itself. Raises UserError where the loss of a rank ends the groups of split(), too."""
+    elastic(communicator, where)
+    if not hasattr(communicator, "interrupt"):
+        what = f"groups of ranks of the {communicator.name} engine do not go on without a rank that is lost"
+        raise UserError(what, where, "comm.engine=mpi (mpirun --with-ft ulfm); or guard.lost=stop")
+    return cast(Interruptible, communicator)
+
+
 def elastic(communicator: Communicator, where: str) -> Elastic:
     """The communicator itself. Raises UserError where its engine ends with the first rank that is lost."""
     if "shrink" not in communicator.features:

@@ -249,13 +249,10 @@ class MpiCommunicator:
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi
-        if isinstance(error, mpi.Exception) and error.Get_error_class() in (
-            mpi.ERR_PROC_FAILED,
-            mpi.ERR_PROC_FAILED_PENDING,
-            mpi.ERR_REVOKED,
-        ):
-            return True  # another class does not exclude a loss: Open MPI 5.0.11 gives MPI_ERR_OTHER for one in a broadcast, now and then
-        return isinstance(error, Exception) and self._is_one_gone()
+        of_losses = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        if isinstance(error, mpi.Exception) and error.Get_error_class() in of_losses:
+            return True
+        return isinstance(error, Exception) and self._is_one_gone()  # Open MPI 5.0.11 may give MPI_ERR_OTHER in a broadcast
 
     def _is_one_gone(self) -> bool:
         """Whether a rank is known to be lost soon: then an error may be what came of the numbers that a collective gave for it."""
@@ -280,7 +277,7 @@ class MpiCommunicator:
 
     def shrink(self) -> list[int]:
         for each in (*self._groups, self):
-            each._revoke()  # so that every rank leaves the collective that it is in
+            each.interrupt()  # so that every rank leaves the collective that it is in
         self._groups = []
         if self._comm_thread:
             self._comm_thread.start(lambda: None).wait()  # behind those that were started before, which fail
@@ -300,7 +297,7 @@ class MpiCommunicator:
         former, self._members = self._members, self._comm.group.Translate_ranks(list(range(self.size)), world)
         return [rank for rank in former if rank not in self._members]
 
-    def _revoke(self) -> None:
+    def interrupt(self) -> None:
         for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()

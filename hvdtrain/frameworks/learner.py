@@ -14,7 +14,7 @@ from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper, Progress
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, Update
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.stopwatch import Stopwatch
 
@@ -121,6 +121,20 @@ class DividesAnew(Protocol):
 
     def divide_anew(self) -> None:
         """After ranks were lost: takes this rank's part among those that are left, without its numbers: load() brings them."""
+
+
+@runtime_checkable
+class OutlivesLosses(Protocol):
+    """A learner that may go on between two sync points when a rank is lost, with every update that was made."""
+
+    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
+        """After ranks were lost: None where all go back to a sync point. A collective; it may be called again after another loss.
+
+        former_rank: of this one, before. kept: the steps at the sync point that this rank would go back to.
+        """
+
+    def go_on(self, how: GoOn, kept: int) -> None:
+        """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
 
 
 class Learner(Protocol):

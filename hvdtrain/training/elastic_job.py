@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple, TypeVar
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config.schema import Config
+from hvdtrain.core.updates import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
+from hvdtrain.frameworks.learner import OutlivesLosses
 from hvdtrain.training.health.stall_report import ranks_summary
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
@@ -48,7 +50,8 @@ class Loss(NamedTuple):
     step: int  # that a living rank had come to
     detect_s: float  # on this rank, from the error of a collective until every living rank knew of it
     go_on_s: float  # from the same error until training goes on
-    restored_from: Literal["memory", "checkpoint"]
+    restored_from: Literal["memory", "checkpoint", "servers"]
+    given_again: list[int]  # tickets of asynchronous updates
 
 
 class ElasticJob:
@@ -78,26 +81,38 @@ class ElasticJob:
     def _go_on(self, ranks: Elastic) -> TrainState:
         """The state of the newest sync point, on every living rank."""
         began_s, job, lost = time.perf_counter(), self.job, list[int]()
-        step = job.heartbeat.step
+        step, former_rank = job.heartbeat.step, ranks.rank
         while True:
             try:
                 job.heartbeat.beat("going on without lost ranks", job.heartbeat.epoch, step)
                 lost += ranks.shrink()
                 detect_s = time.perf_counter() - began_s
-                now, from_checkpoint = self._restore(ranks)
+                how = self._how_to_go_on(former_rank)
+                now, from_checkpoint = self._restore(ranks, how)
                 steps = job.communicator.allgather_object(step)
                 ranks.confirm()
                 break
             except Exception as error:
                 if not ranks.is_loss(error):
                     raise
+        if how and isinstance(job.learner, OutlivesLosses):
+            job.learner.go_on(how, now.progress.step)
+        else:
+            self.job.unfinished = None
         go_on_s = time.perf_counter() - began_s
         hosts = [self._hosts[rank] for rank in lost]
-        loss = Loss(lost, hosts, max(steps), detect_s, go_on_s, "checkpoint" if from_checkpoint else "memory")
+        source: Literal["memory", "checkpoint", "servers"] = "servers" if how else "checkpoint" if from_checkpoint else "memory"
+        loss = Loss(lost, hosts, how.version if how else max(steps), detect_s, go_on_s, source, how.given_again if how else [])
         self._tell(loss, now)
         return now
 
-    def _restore(self, ranks: Elastic) -> Restored:
+    def _how_to_go_on(self, former_rank: int) -> GoOn | None:
+        """None where all go back to a sync point. A collective."""
+        learner, copy = self.job.learner, self.job.memory_copy
+        assert copy is not None
+        return learner.how_to_go_on(former_rank, copy.now.progress.step) if isinstance(learner, OutlivesLosses) else None
+
+    def _restore(self, ranks: Elastic, how: GoOn | None) -> Restored:
         """Everything that depends on which ranks there are. A collective."""
         job = self.job
         assert job.memory_copy is not None
@@ -107,7 +122,7 @@ class ElasticJob:
         job.prefetcher.discard()
         job.learner.stopwatch.read()
         job.checkpoints.give_up()
-        restored = job.memory_copy.restore(self._read_checkpoint)
+        restored = Restored(job.memory_copy.go_on(), False) if how else job.memory_copy.restore(self._read_checkpoint)
         on_rank_0_only(ranks, lambda: self._successor.take_over(job, restored.now))
         self._successor.share_lock(ranks)
         self.job = on_other_ranks(job, restored.now)
@@ -124,7 +139,8 @@ class ElasticJob:
 
     def _tell(self, loss: Loss, now: TrainState) -> None:
         job, p = self.job, now.progress
-        again = loss.step - p.step
+        goes_on = loss.restored_from == "servers"
+        step = loss.step if goes_on else p.step  # from which training goes on
         who = f"{ranks_summary(loss.ranks)} on {', '.join(dict.fromkeys(loss.hosts))}"
         then = f"{job.communicator.size} go on"
         is_server_lost = any(rank < job.config.servers.count for rank in loss.ranks)
@@ -133,18 +149,27 @@ class ElasticJob:
             why = "a server is lost" if is_server_lost else "no worker is left" if no_worker_left else "guard.lost=restart"
             then = f"the job ends, to be started again ({why})"
             job.health.stop_request, job.health.stop_code = f"{who} lost", LOST
-        source = ", the newest checkpoint: the copies of some parts are lost" * (loss.restored_from == "checkpoint")
-        line = f"lost    {who}, after step {loss.step}: {then} from step {p.step}{source}, after {loss.go_on_s:.3g} s"
+        line = f"lost    {who}, after step {loss.step}: {then} from step {step}{_what_was_lost(loss)}, after {loss.go_on_s:.3g} s"
         job.log.emit(
             "lost",
-            p.step,
+            step,
             ranks=loss.ranks,
             hosts=loss.hosts,
             left=job.communicator.size,
             detect_s=round(loss.detect_s, 6),
             go_on_s=round(loss.go_on_s, 6),
-            steps_lost=again,
+            steps_lost=loss.step - step,
             evaluated=now.evaluated,
             restored_from=loss.restored_from,
+            **({"given_again": loss.given_again} if goes_on else {}),
             lines=[line],
         )
+
+
+def _what_was_lost(loss: Loss) -> str:
+    """For the line of the event."""
+    if loss.restored_from == "checkpoint":
+        return ", the newest checkpoint: the copies of some parts are lost"
+    if loss.given_again:
+        return f", ticket {', '.join(map(str, loss.given_again))} is given to another worker"
+    return ""

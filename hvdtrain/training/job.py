@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
+from hvdtrain.core.metrics import Sums
 from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
@@ -40,6 +42,13 @@ from hvdtrain.training.telemetry.telemetry import Telemetry, make_telemetry
 from hvdtrain.training.telemetry.update_log import Header, open_update_log
 
 
+class Unfinished(NamedTuple):
+    """The steps of this rank since the last sync point."""
+
+    began_s: float  # of time.perf_counter()
+    sums: Sums
+
+
 @dataclass
 class Job:
     """Everything that the training loop uses."""
@@ -64,6 +73,7 @@ class Job:
     memory: MemoryMeter | None  # None for a job that writes nothing
     memory_copy: MemoryCopy | None  # where the job goes back to when ranks are lost; None where that ends it
     clock: Callable[[], float]  # seconds spent in this job, over all its runs
+    unfinished: Unfinished | None = None  # between two sync points
 
 
 def make_job(

@@ -14,7 +14,7 @@ from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.frameworks.learner import SharesSteps
 from hvdtrain.training.health.monitor import nonfinite_steps
-from hvdtrain.training.job import Job
+from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, nonfinite_fields, step_fields, target_fields
 from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import TrainState
@@ -48,12 +48,14 @@ def train_to_sync_point(job: Job, now: TrainState) -> TrainState:
     """Trains up to the next sync point, and returns the state there."""
     window = run_steps(job, now)
     sums = synchronize(job, window)
+    job.unfinished = None
     return record(job, now, window, sums, seconds=time.perf_counter() - window.began_s)
 
 
 def run_steps(job: Job, now: TrainState) -> Window:
     """One step after the other up to the next sync point. The host does not wait for the device here."""
-    began_s, sums = time.perf_counter(), zero_sums((*job.task.sums, "nonfinite"))  # the same names on a rank that makes no step
+    no_sums = zero_sums((*job.task.sums, "nonfinite"))  # the same names on a rank that makes no step
+    began_s, sums = job.unfinished or Unfinished(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
     for p in job.learner.own_steps(steps) if isinstance(job.learner, SharesSteps) else steps:
         job.heartbeat.beat("reading samples", p.epoch, p.step)
@@ -61,6 +63,7 @@ def run_steps(job: Job, now: TrainState) -> Window:
         hyper, micro_batches = job.prefetcher.take(p)
         job.heartbeat.beat("step", p.epoch, p.step)
         sums = add_sums(sums, job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step)))
+        job.unfinished = Unfinished(began_s, sums)
     return Window(end, job.recipe.at(steps[-1]), sums, began_s)
 
 

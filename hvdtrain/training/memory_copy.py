@@ -87,6 +87,11 @@ class MemoryCopy:
             else:
                 np.copyto(kept, array)
 
+    def go_on(self) -> TrainState:
+        """After a loss that nothing has to be restored for: what was kept, of whichever ranks, is kept until the next sync point."""
+        self._neighbours = None
+        return self.now
+
     def restore(self, fall_back: Callable[[], TrainState]) -> Restored:
         """Gives all ranks the newest state of which the living ones have everything together. A collective.
 

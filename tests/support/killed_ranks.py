@@ -1,7 +1,8 @@
 """hvdtrain on ranks that SIGKILL themselves: python tests/support/killed_ranks.py PLAN ARGUMENTS of hvdtrain ...
 
 PLAN: "2 step 7, 0 evaluate 1": rank 2 at the seventh call of a function called `step` in its process, in any thread. With a file before
-the name only that file's: "1 mpi.py:shrink 1". Ranks are those of the launcher. "-": none.
+the name only that file's: "1 mpi.py:shrink 1". With a time behind the call it does nothing for so many seconds before: "2 step 7 0.5", so
+that the others come to where they wait for it. Ranks are those of the launcher. "-": none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ class Kill(NamedTuple):
     rank: int
     function: str
     call: int
+    pause_s: float = 0.0
 
     def is_of(self, frame: FrameType) -> bool:
         file, _, name = self.function.rpartition(":")
@@ -32,7 +35,7 @@ class Kill(NamedTuple):
 
 def parse(plan: str) -> list[Kill]:
     kills = [words.split() for words in plan.split(",") if words.strip() not in ("", "-")]
-    return [Kill(int(rank), function, int(call)) for rank, function, call in kills]
+    return [Kill(int(rank), function, int(call), *map(float, pause)) for rank, function, call, *pause in kills]
 
 
 def die_at(kills: list[Kill]) -> None:
@@ -46,6 +49,7 @@ def die_at(kills: list[Kill]) -> None:
             if kill.is_of(frame):
                 calls[kill] += 1
                 if calls[kill] == kill.call:
+                    time.sleep(kill.pause_s)
                     os.kill(os.getpid(), signal.SIGKILL)
 
     threading.setprofile(look)

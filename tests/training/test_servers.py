@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,34 +15,65 @@ from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
 from hvdtrain.cli.replay.command import compare
+from hvdtrain.comm.communicator import Communicator, Interruptible, SingleProcessCommunicator
+from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks, run_threads
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, Outstanding, Update
 from hvdtrain.errors import DIVERGED, DONE, UserError
-from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order
+from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreement, LostMeanwhile
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints, go_on_from
+from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
 from hvdtrain.training.telemetry.staleness import StalenessMeter
 from hvdtrain.training.telemetry.update_log import NAME, Header, UpdateLog, open_update_log, read_updates
 
 slow = pytest.mark.slow
 
 
-def simulated(workers: int, bound: int | None, seed: int, tickets: int = 60) -> list[Update]:
-    """The updates of workers of which the last one is slow; some arrive at any time."""
-    draw, order = random.Random(seed), Order(range(workers), bound)
-    order.begin(100, 100 + tickets)
-    for worker in range(workers):
-        order.grant(worker)
-    computing: set[int] = set()
-    updates: list[Update] = []
-    while len(updates) < tickets:
-        computing |= set(order.readers())
-        while (update := order.next_update()) is None:
-            assert computing, "every worker waits for another one"
-            done = draw.choice(sorted(computing)) if draw.random() < 0.5 else min(computing)
-            computing.remove(done)
-            order.arrive(done)
-            order.grant(done)
-        updates.append(update)
-    return updates
+class Simulation:
+    """The first server, rank 0, with workers of which the last one is slow; some arrive at any time."""
+
+    def __init__(self, workers: int, bound: int | None, seed: int, tickets: int = 60) -> None:
+        self.draw, self.bound, self.order = random.Random(seed), bound, Order(bound)
+        self.workers = list(range(1, 1 + workers))
+        self.computing: set[int] = set()
+        self.whole: dict[int, int] = {}  # worker -> the ticket of the gradient that it has
+        self.behind = 100 + tickets
+        self.order.begin(Window(100, self.behind, [], {}))
+        for worker in self.workers:
+            self.order.grant(worker)
+
+    def run(self, losses: int = 0) -> list[Update]:
+        while self.order.version < self.behind:
+            self.computing |= set(self.order.readers())
+            while self.order.next_update() is None:
+                assert self.computing, "every worker waits for another one"
+                self.arrive(self.draw.choice(sorted(self.computing)) if self.draw.random() < 0.5 else min(self.computing))
+            if losses and self.draw.random() < 0.1:
+                losses -= 1
+                self.lose(self.draw.choice(self.workers), undone=self.draw.choice([0, 1]))
+        return self.order.read_updates()
+
+    def arrive(self, worker: int) -> None:
+        self.computing.remove(worker)
+        self.whole[worker] = self.order.window(self.order.version).reads[worker].ticket
+        self.order.arrive(worker)
+        self.order.grant(worker)
+
+    def lose(self, lost: int, undone: int) -> None:
+        """undone: updates that were chosen, and that not all servers could make."""
+        window = self.order.window(self.order.version - undone)
+        left = [worker for worker in self.workers if worker != lost]
+        servers = Report(0, window.first + len(window.updates), outstanding=window.reads)
+        how = go_on_from([servers, *(Report(worker, held=self.whole.get(worker)) for worker in left)], servers=1)
+        assert how is not None and len(how.sent_again) + len(how.given_again) == len(window.reads)
+        self.workers, self.computing = [how.ranks[worker] for worker in left], set()
+        self.whole = {how.ranks[worker]: ticket for worker, ticket in self.whole.items() if worker != lost}
+        self.order = Order(self.bound)
+        self.order.begin(window._replace(reads=how.sent_again))
+        for worker in self.workers:
+            if worker in how.sent_again:
+                self.order.arrive(worker)
+            self.order.grant(worker)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
@@ -49,10 +81,10 @@ def simulated(workers: int, bound: int | None, seed: int, tickets: int = 60) -> 
 def test_no_gradient_is_older_than_the_bound_and_no_worker_waits_for_ever(workers: int, bound: int | None) -> None:
     oldest = 0
     for seed in range(20):
-        updates = simulated(workers, bound, seed)
+        updates = Simulation(workers, bound, seed).run()
         assert sorted(update.ticket for update in updates) == list(range(100, 160)), "each step once"
         oldest = max(oldest, *(update.staleness for update in updates))
-        last_read = dict.fromkeys(range(workers), 100)
+        last_read = dict.fromkeys(range(1, 1 + workers), 100)
         for version, update in enumerate(updates, start=100):
             assert update.staleness <= version - last_read[update.worker]
             last_read[update.worker] = version + 1
@@ -62,6 +94,70 @@ def test_no_gradient_is_older_than_the_bound_and_no_worker_waits_for_ever(worker
         assert oldest > 8
     else:
         assert oldest == bound
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4, None])
+def test_a_lost_worker_loses_no_update(bound: int | None) -> None:
+    for seed in range(40):
+        updates = Simulation(5, bound, seed).run(losses=4)
+        assert sorted(update.ticket for update in updates) == list(range(100, 160)), "each step once"
+        assert bound is None or max(update.staleness for update in updates) <= bound
+
+
+def test_what_the_others_go_on_from() -> None:
+    reads = {2: Outstanding(14, 10), 3: Outstanding(12, 11), 4: Outstanding(15, 11)}
+    first, second = Report(0, 13, outstanding=reads), Report(1, 13, outstanding={})
+    workers = [Report(2, held=14), Report(4, held=11)]  # 3 is lost; 4 computes the next gradient, 11 is one that an update was made from
+    ranks = {0: 0, 1: 1, 2: 2, 4: 3}
+    assert go_on_from([first, second, *workers], 2) == GoOn(13, ranks, {2: Outstanding(14, 10)}, [12, 15])
+    assert go_on_from([first, *workers], 2) is None, "a server is lost"
+    assert go_on_from([first, second], 2) is None, "no worker is left"
+    assert go_on_from([first, second, *workers, None], 2) is None, "a rank is at another sync point"
+    with pytest.raises(AssertionError, match="different updates"):
+        go_on_from([first, second._replace(version=12), *workers], 2)
+    points = SyncPoints()
+    points.begin(10)
+    assert points.is_begun(10) and not points.is_behind(10)
+    points.synced()
+    assert points.is_behind(10), "its sums and weights are of more steps than the others kept"
+    assert not points.is_begun(13) and not points.is_behind(13), "13 steps are kept, and none behind them has begun"
+
+
+class Gone(Exception):
+    """What a message of a lost rank raises."""
+
+
+class LostRanks(SingleProcessCommunicator):
+    """All ranks, of which some are lost; the servers' group is another communicator."""
+
+    interruptions = 0
+
+    def is_loss(self, error: BaseException) -> bool:
+        return isinstance(error, Gone)
+
+    def interrupt(self) -> None:
+        self.interruptions += 1
+
+
+def test_servers_make_an_update_all_or_none() -> None:
+    group, worlds = ThreadRanks(3), [LostRanks() for _ in range(3)]
+    made: list[list[str]] = [[], [], []]
+
+    def serve(rank: int) -> str:
+        agreement = Agreement(cast(Interruptible, worlds[rank]), cast(Communicator, ThreadCommunicator(group, rank)))
+        try:
+            for update in ("first", "second"):
+                with agreement.all_or_none():
+                    if (rank, update) == (1, "second"):
+                        raise Gone
+                made[rank].append(update)
+        except (Gone, LostMeanwhile) as error:
+            return type(error).__name__
+        return "none"
+
+    ends = run_threads([group], [lambda rank=rank: serve(rank) for rank in range(3)])  # type: ignore[misc]
+    assert ends == ["LostMeanwhile", "Gone", "LostMeanwhile"] and made == [["first"]] * 3
+    assert [world.interruptions for world in worlds] == [1, 1, 1], "nobody waits for messages any more"
 
 
 @pytest.fixture(scope="module")

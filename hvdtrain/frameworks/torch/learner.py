@@ -20,7 +20,7 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, Update
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.global_weight import global_weight
@@ -37,6 +37,7 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
@@ -114,6 +115,21 @@ class TorchLearner:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.strategy = server_or_worker(self.config, self.mesh, named, self.stopwatch)
         self.optimizer = self.strategy.wrap(self.model, former.of_wholes).optimizer
+
+    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
+        strategy, world = self.strategy, self.mesh.world
+        if not isinstance(strategy, Server | Worker) or self.config.guard.lost != "shrink":
+            return None
+        strategy.cut_off()
+        how = go_on_from(world.allgather_object(strategy.report(former_rank, kept)), self.config.servers.count)
+        if how:
+            self.mesh = make_mesh(world, self.config)
+            self.readers = self.mesh.readers
+        return how
+
+    def go_on(self, how: GoOn, kept: int) -> None:
+        assert isinstance(self.strategy, Server | Worker), type(self.strategy)
+        self.strategy.go_on(how, kept, self.mesh.role)
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
         return self.strategy.own_steps(steps) if isinstance(self.strategy, SharesSteps) else steps

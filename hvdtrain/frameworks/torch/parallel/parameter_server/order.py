@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import Outstanding, Update
+
+
+class Window(NamedTuple):
+    """Tickets first ... behind - 1, between two sync points, and what is done of them."""
+
+    first: int
+    behind: int
+    updates: Sequence[Update]  # in their order
+    reads: dict[int, Outstanding]  # worker -> what it has read for
+
+    def left(self) -> list[int]:
+        """The tickets that nobody has."""
+        taken = {update.ticket for update in self.updates} | {read.ticket for read in self.reads.values()}
+        return [ticket for ticket in range(self.first, self.behind) if ticket not in taken]
 
 
 class Order:
@@ -17,28 +33,45 @@ class Order:
     read while s + 1 others have. A gradient of the oldest read never waits, so there is always one that may be applied.
     """
 
-    def __init__(self, workers: Sequence[int], bound: int | None) -> None:
-        self.workers, self._bound = workers, bound
+    def __init__(self, bound: int | None) -> None:
+        self._bound = bound
         self.version = 0  # updates done
-        self._next = self._behind = 0  # tickets that are left
+        self._window = Window(0, 0, [], {})
+        self._updates: list[Update] = []  # since the sync point
+        self._left: deque[int] = deque()  # tickets
         self._granted: dict[int, int] = {}  # worker -> its next ticket, for which it has not read yet
         self._waiting: list[int] = []  # of these workers those that have no other read, the first to come first
         self._tickets: dict[int, int] = {}  # worker -> the ticket that it has read for
         self._reads: dict[int, int] = {}
         self._arrived: list[int] = []  # workers whose gradient is complete, the first to come first
 
-    def begin(self, first: int, behind: int) -> None:
-        """Tickets first ... behind - 1 are to be given; all before are done."""
+    def begin(self, window: Window) -> None:
+        """Its tickets that are left are to be given; all before it are done."""
         assert not self._reads and not self._waiting, (self._reads, self._waiting)
-        self.version = self._next = first
-        self._behind = behind
+        self._window, self._updates = window, list(window.updates)
+        self.version = window.first + len(self._updates)
+        self._left = deque(window.left())
+        self._tickets = {worker: read.ticket for worker, read in window.reads.items()}
+        self._reads = {worker: read.read for worker, read in window.reads.items()}
+
+    def window(self, version: int) -> Window:
+        """As it is after so many updates: later ones are not made, and their gradients are outstanding."""
+        made = version - self._window.first
+        reads = {worker: Outstanding(self._tickets[worker], read) for worker, read in self._reads.items()}
+        for number, update in enumerate(self._updates[made:], start=version):
+            reads[update.worker] = Outstanding(update.ticket, number - update.staleness)
+        return self._window._replace(updates=self._updates[:made], reads=reads)
+
+    def read_updates(self) -> list[Update]:
+        """Of the window, at its end."""
+        updates, self._updates = self._updates, []
+        return updates
 
     def grant(self, worker: int) -> int | None:
         """The worker's next ticket; None where none is left before the sync point."""
-        if self._next == self._behind:
+        if not self._left:
             return None
-        ticket, self._next = self._next, self._next + 1
-        self._granted[worker] = ticket
+        ticket = self._granted[worker] = self._left.popleft()
         if worker not in self._reads:
             self._waiting.append(worker)
         return ticket
@@ -63,6 +96,7 @@ class Order:
             return None
         self._arrived.remove(worker)
         update = Update(self._tickets.pop(worker), self.version - self._reads.pop(worker), worker)
+        self._updates.append(update)
         self.version += 1
         if worker in self._granted:
             self._waiting.append(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from contextlib import nullcontext
 
 import torch
 
@@ -10,10 +11,12 @@ from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, Update
 from hvdtrain.frameworks.stopwatch import Stopwatch
+from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreement
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
-from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, Turns, end_all
+from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, AsynchronousTurns, Turns, end_all
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, whole_shard
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
@@ -30,25 +33,42 @@ class Server:
     waits_in_passes = False
 
     def __init__(
-        self, config: ServersConfig, ranges: Ranges, world: PointToPoint, group: Communicator, turns: Turns, stopwatch: Stopwatch
+        self,
+        config: ServersConfig,
+        ranges: Ranges,
+        world: PointToPoint,
+        group: Communicator,
+        turns: Turns,
+        stopwatch: Stopwatch,
+        agreement: Agreement | None = None,
     ) -> None:
-        """group: of the servers alone."""
+        """group: of the servers alone. agreement: of several servers that go on when a worker is lost."""
         self._config, self._ranges, self._world, self._group, self._turns = config, ranges, world, group, turns
-        self._stopwatch = stopwatch
+        self._stopwatch, self._agreement = stopwatch, agreement
         self._weights = Weights(ranges)
         self._own = torch.cat([part.cpu() for part in self._weights.parts(world.rank)])
         self._shards = {p: ranges.shard(p, self._own, world.rank) for p in ranges.slots}
         self._inboxes = {worker: _Inbox(self._own, ranges, world, worker) for worker in range(ranges.servers, world.size)}
+        self._sync_points = SyncPoints()
         self._version = 0  # updates done
+        self._goes_on = False  # at that version
+        self._sent_again: list[_Inbox] = []  # whose gradients come without a new reading of the weights
+        self._chosen: Sequence[int] = []  # the workers of whose gradients the next update is made
         self._staleness = 0  # of the gradient that is applied
         self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
 
     def own_steps(self, steps: Sequence[Progress]) -> Sequence[Progress]:
-        """All of them: each is an update."""
-        self._version = steps[0].step
-        self._turns.begin(self._version, steps[-1].step + 1)
-        return steps
+        """All of them: each is an update. After the loss of a worker those that are left."""
+        first = self._sync_points.begin(steps[0].step)
+        if not self._goes_on:
+            self._version = first
+        self._goes_on = False
+        self._turns.begin(first, steps[-1].step + 1)
+        for inbox in self._sent_again:
+            inbox.receive()
+        self._sent_again = []
+        return steps[self._version - first :]
 
     def read_updates(self) -> list[Update]:
         return self._turns.read_updates()
@@ -75,18 +95,20 @@ class Server:
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         self._stopwatch.enter("communication")
-        for read in self._turns.readers(self._own, self._version):
-            self._inboxes[read.worker].send_weights(read.weights, read.version)
+        with self._agreement.all_or_none() if self._agreement else nullcontext():
+            for read in self._turns.readers(self._own, self._version):
+                self._inboxes[read.worker].send_weights(read.weights, read.version)
+            self._chosen = self._turns.chosen()
+            for worker in self._chosen:
+                self._inboxes[worker].wait()
         return {}
 
     @torch.no_grad()
     def reduce(self) -> None:
-        chosen = self._turns.chosen()
-        gradients = [self._inboxes[worker].gradient() for worker in chosen]
-        gradient = gradients[0]
-        for other in gradients[1:]:
-            gradient += other
-        first = self._inboxes[chosen[0]]
+        first, *others = [self._inboxes[worker] for worker in self._chosen]
+        gradient = first.received
+        for other in others:
+            gradient += other.received
         self._staleness = self._version - first.read
         if self._config.correct == "delay_compensation":
             # Zheng et al. 2017, arXiv:1609.08326, eq. 10: g + lambda g g (w - w that the worker had), elementwise
@@ -109,16 +131,38 @@ class Server:
 
     @torch.no_grad()
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._agreement:
+            self._agreement.meet()
         for whole, part in zip(self._weights.parts(self._world.rank), self._ranges.split(self._own, self._world.rank), strict=True):
             whole.copy_(part)
         self._weights.broadcast(self._world)
         broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
+        self._sync_points.synced()
 
     def cut_off(self) -> None:
         """After ranks were lost: no message reaches this rank's memory any more."""
         self._turns.cut_off()
         for inbox in self._inboxes.values():
             inbox.cut_off()
+
+    def report(self, rank: int, kept: int) -> Report | None:
+        if not isinstance(self._turns, AsynchronousTurns) or self._sync_points.is_behind(kept):
+            return None
+        if not self._sync_points.is_begun(kept):
+            return Report(rank, kept)
+        return Report(rank, self._version, outstanding=self._turns.outstanding(self._version))
+
+    def go_on(self, how: GoOn, kept: int, group: Communicator) -> None:
+        assert isinstance(self._turns, AsynchronousTurns)
+        workers = range(self._ranges.servers, self._world.size)
+        self._turns.go_on(how, workers, is_begun=self._sync_points.is_begun(kept))
+        self._inboxes = {now: self._inboxes[former].of_worker(now) for former, now in how.ranks.items() if former in self._inboxes}
+        self._sent_again = [self._inboxes[worker] for worker in how.sent_again]
+        self._version, self._goes_on = how.version, True
+        self._group = group
+        if self._agreement:
+            self._agreement = self._agreement.of_group(group)
+        self.summary = summary_of(self._config, self._world.size)
 
     def held(self) -> Held:
         return Held([], [t for inbox in self._inboxes.values() for t in (inbox.weights, inbox.received)])
@@ -136,20 +180,29 @@ class _Inbox:
         self._receiving: list[Handle] = []
         self.read = 0  # the version of the weights that the worker has
 
+    def of_worker(self, worker: int) -> _Inbox:
+        """Itself; the worker has this number now, and what was under way does not come."""
+        self._worker = worker
+        self._sending, self._receiving = [], []
+        return self
+
     def send_weights(self, weights: torch.Tensor, version: int) -> None:
         """Starts to send them, and to receive the gradient that will be computed at them."""
         self._wait(self._sending)
         self.weights.copy_(weights)
         self.read = version
-        for part in self._received_parts:
-            self._receiving.append(self._world.start_recv(part, self._worker, "gradient", GRADIENT))
+        self.receive()
         for part in self._weight_parts:
             self._sending.append(self._world.start_send(part, self._worker, "weights", WEIGHTS))
 
-    def gradient(self) -> torch.Tensor:
-        """Waits for all of it."""
+    def receive(self) -> None:
+        """Starts to receive a gradient."""
+        for part in self._received_parts:
+            self._receiving.append(self._world.start_recv(part, self._worker, "gradient", GRADIENT))
+
+    def wait(self) -> None:
+        """Until all of it is there."""
         self._wait(self._receiving)
-        return self.received
 
     def cut_off(self) -> None:
         end_all([*self._sending, *self._receiving])

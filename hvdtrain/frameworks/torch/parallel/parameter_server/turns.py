@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Handle, PointToPoint
-from hvdtrain.core.updates import Update
-from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order
+from hvdtrain.core.updates import GoOn, Outstanding, Update
+from hvdtrain.frameworks.torch.parallel.parameter_server.order import Order, Window
 
 LEADER = 0  # the rank of the first server
 TICKET, DONE, DECISION, GRADIENT, WEIGHTS = range(1, 6)  # tags of messages
@@ -52,6 +52,17 @@ class Turns(Protocol):
         """After ranks were lost: ends the messages that are under way."""
 
 
+@runtime_checkable
+class AsynchronousTurns(Turns, Protocol):
+    """With servers.bound=s or none."""
+
+    def outstanding(self, version: int) -> dict[int, Outstanding]:
+        """After so many updates, of each worker that has some; on the first server alone."""
+
+    def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
+        """After a worker was lost, with these; is_begun: between the same two sync points."""
+
+
 class AllWorkers:
     """servers.bound=0: every update is made from a gradient of each worker."""
 
@@ -79,14 +90,18 @@ class Leader:
 
     def __init__(self, world: PointToPoint, servers: int, workers: Sequence[int], bound: int | None) -> None:
         self._world, self._followers, self._workers = world, range(1, servers), workers
-        self._order = Order(workers, bound)
+        self._bound, self._order = bound, Order(bound)
         self._sent: dict[tuple[int, int], Handle] = {}  # (rank, tag) -> the last message
-        self._updates: list[Update] = []
+        self._goes_on = False  # in the window that the order has
+        self._sending_again: set[int] = set()  # workers that get their next ticket when their gradient is complete, again
 
     def begin(self, first: int, behind: int) -> None:
-        self._order.begin(first, behind)
+        if not self._goes_on:
+            self._order.begin(Window(first, behind, [], {}))
         for worker in self._workers:
-            self._grant(worker)
+            if worker not in self._sending_again:
+                self._grant(worker)
+        self._goes_on, self._sending_again = False, set()
 
     def readers(self, own: torch.Tensor, version: int) -> Sequence[Read]:
         readers = self._order.readers()
@@ -98,13 +113,21 @@ class Leader:
             worker = self._world.recv_from_any(np.empty(1, np.int64), "done", DONE)
             self._order.arrive(worker)
             self._grant(worker)
-        self._updates.append(update)
         self._decide([update.worker])
         return [update.worker]
 
     def read_updates(self) -> list[Update]:
-        updates, self._updates = self._updates, []
-        return updates
+        return self._order.read_updates()
+
+    def outstanding(self, version: int) -> dict[int, Outstanding]:
+        return self._order.window(version).reads
+
+    def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
+        former, self._order = self._order, Order(self._bound)
+        self._workers, self._sent, self._goes_on = workers, {}, is_begun
+        if is_begun:
+            self._sending_again = set(how.sent_again)
+            self._order.begin(former.window(how.version)._replace(reads=how.sent_again))
 
     def cut_off(self) -> None:
         end_all(self._sent.values())
@@ -147,6 +170,12 @@ class Follower:
 
     def cut_off(self) -> None:
         end_all([self._receiving] if self._receiving else [])
+
+    def outstanding(self, version: int) -> dict[int, Outstanding]:
+        return {}
+
+    def go_on(self, how: GoOn, workers: Sequence[int], *, is_begun: bool) -> None:
+        self._message, self._receiving = np.empty(1 + len(workers), np.int64), None
 
     def _decision(self) -> list[int]:
         self._receiving = self._world.start_recv(self._message, LEADER, "decision", DECISION)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Handle, PointToPoint
+from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import Update
+from hvdtrain.core.updates import GoOn, Update
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import InOrder
+from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import DONE, GRADIENT, LEADER, NO_TICKET, TICKET, WEIGHTS, end_all
@@ -27,6 +28,8 @@ class Worker:
     The weights arrive while the samples are read, and a gradient may still be under way then. The worker updates nothing: it has 0
     elements of the training state beside the weights, which are those of the last step that it made until a sync point gives all ranks
     the newest.
+
+    Where a message fails during a pass, the pass comes to its end first: its gradient may be sent again.
     """
 
     local_mean = False
@@ -36,21 +39,39 @@ class Worker:
         self._config, self._ranges, self._world, self._stopwatch = config, ranges, world, stopwatch
         self._weights = Weights(ranges)
         self._buckets = [_Bucket(i, parameters, ranges, world) for i, parameters in enumerate(ranges.buckets)]
-        self._order = InOrder(self._buckets, _Bucket.start, stopwatch)
+        self._order = InOrder(self._buckets, self._start, stopwatch)
         self._shards = {p: Shard(torch.nn.Parameter(p.detach().reshape(-1)[:0].cpu()), p, 0, 0) for p in ranges.slots}
         self._parts = [(server, part) for server in range(ranges.servers) for part in self._weights.parts(server)]
         self._arriving: list[tuple[Handle, torch.Tensor]] = []
         self._done: Handle | None = None
         self._ticket: Handle | None = None
+        self._sync_points = SyncPoints()
+        self._made = 0  # the step that is made now, or was made last
+        self._held: int | None = None  # the same, once the buckets have all of its gradient
+        self._sends_again = False
+        self._failure: Exception | None = None  # of a message in this step
         self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterator[Progress]:
         """Those of the tickets that the first server gives; all of them with servers.bound=0."""
-        tickets = self._tickets() if self._config.are_asynchronous else range(steps[0].step, steps[-1].step + 1)
-        for ticket in tickets:
+        first = self._sync_points.begin(steps[0].step)
+        self._begin()
+        for ticket in self._tickets() if self._config.are_asynchronous else range(first, steps[-1].step + 1):
+            self._made = ticket
             self._fetch()
-            yield steps[ticket - steps[0].step]
+            yield steps[ticket - first]
+            if self._failure:
+                raise self._failure
+
+    def _begin(self) -> None:
+        if self._sends_again:
+            for bucket in self._buckets:
+                bucket.send()
+            self._say_done()
+        else:
+            self._held = None
+        self._sends_again = False
 
     def _tickets(self) -> Iterator[int]:
         message = np.empty(1, np.int64)
@@ -94,16 +115,35 @@ class Worker:
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         self._stopwatch.enter("communication")
         self._finish_fetching()
+        for bucket in self._buckets:
+            bucket.finish()
+        self._held = None  # the buckets are filled anew; all servers have made an update from it
         return run_passes(micro, divisor, one_pass, before_last=self._order.begin)
 
     def reduce(self) -> None:
         self._order.end()
+        self._held = self._made
         if self._config.are_asynchronous:
-            if self._done:
-                self._done.wait()
-            self._done = self._world.start_send(np.zeros(1, np.int64), LEADER, "done", DONE)
+            self._unless_failed(self._say_done)
         for shard in self._shards.values():
             shard.parameter.grad = torch.zeros_like(shard.parameter)
+
+    def _say_done(self) -> None:
+        if self._done:
+            self._done.wait()
+        self._done = self._world.start_send(np.zeros(1, np.int64), LEADER, "done", DONE)
+
+    def _start(self, bucket: _Bucket) -> None:
+        bucket.fill()
+        self._unless_failed(bucket.send)
+
+    def _unless_failed(self, send: Callable[[], None]) -> None:
+        if self._failure:
+            return
+        try:
+            send()
+        except Exception as error:
+            self._failure = error  # own_steps() raises it
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
@@ -116,6 +156,7 @@ class Worker:
             bucket.finish()
         self._weights.broadcast(self._world)
         broadcast_numbers(self._world, optimizer, [shard.parameter for shard in self._shards.values()])
+        self._sync_points.synced()
 
     def cut_off(self) -> None:
         """After ranks were lost: no message reaches this rank's memory any more."""
@@ -124,6 +165,20 @@ class Worker:
         end_all([*([self._done] if self._done else []), *([self._ticket] if self._ticket else [])])
         for bucket in self._buckets:
             bucket.cut_off()
+        for p in self._shards:
+            p.grad = None  # of a pass that did not come to its end
+
+    def report(self, rank: int, kept: int) -> Report | None:
+        if not self._config.are_asynchronous or self._sync_points.is_behind(kept):
+            return None
+        return Report(rank, held=self._held if self._sync_points.is_begun(kept) else None)
+
+    def go_on(self, how: GoOn, kept: int, group: Communicator) -> None:
+        self._sends_again = self._world.rank in how.sent_again
+        self._arriving, self._done, self._ticket, self._failure = [], None, None, None
+        for bucket in self._buckets:
+            bucket.forget()
+        self.summary = summary_of(self._config, self._world.size)
 
 
 class _Bucket:
@@ -148,16 +203,23 @@ class _Bucket:
         p.grad = None
         self._taken.add(p)
 
-    def start(self) -> None:
-        """Starts to send it."""
+    def fill(self) -> None:
+        """Takes what backward has not computed."""
         for p in self.parameters:
             if p not in self._taken:
                 self.take(p)
         self._taken = set()
+
+    def send(self) -> None:
+        """Starts to send it."""
         self._sending = [self._world.start_send(part, server, "gradient", GRADIENT) for server, part in enumerate(self._parts)]
 
     def cut_off(self) -> None:
         end_all(self._sending)
+
+    def forget(self) -> None:
+        """What was under way has ended, and what was taken of a pass that did not come to its end is void."""
+        self._sending, self._taken = [], set()
 
     def finish(self) -> None:
         """Waits until the last gradient is sent."""

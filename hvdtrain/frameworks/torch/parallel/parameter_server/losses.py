@@ -1,0 +1,61 @@
+"""Losses of workers: what each living rank has when one is lost between two sync points, and how they go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdtrain.core.updates import GoOn, Outstanding
+
+
+class SyncPoints:
+    """Where a rank is: at or behind which sync point. They are told by the steps that are done there."""
+
+    def __init__(self) -> None:
+        self._begun: int | None = None  # of the steps that this rank makes now, or made last, the first
+        self._synced: int | None = None  # the same, once all ranks have the weights behind them
+
+    def begin(self, first: int) -> int:
+        self._begun, self._synced = first, None
+        return first
+
+    def synced(self) -> None:
+        self._synced = self._begun
+
+    def is_begun(self, kept: int) -> bool:
+        """Whether steps behind this sync point have begun."""
+        return self._begun == kept
+
+    def is_behind(self, kept: int) -> bool:
+        """Whether this rank is at the sync point that follows, with weights that are no server's alone."""
+        return self._synced == kept
+
+
+class Report(NamedTuple):
+    """What a living rank has."""
+
+    rank: int  # before the loss
+    version: int | None = None  # of a server: updates done
+    outstanding: dict[int, Outstanding] | None = None  # of the first server, by workers
+    held: int | None = None  # of a worker: the ticket of the gradient that it has whole
+
+
+def go_on_from(reports: Sequence[Report | None], servers: int) -> GoOn | None:
+    """reports: of the living ranks, in order. None where not all servers and a worker are left, or a rank is at another sync point.
+
+    A worker has a gradient until it computes the next one, which is after all servers have made an update from it. So it is sent again
+    where the first server has it as outstanding, and is of weights of which all servers sent the same version.
+    """
+    living = [report for report in reports if report is not None]
+    of_servers = [report for report in living if report.rank < servers]
+    if len(living) < len(reports) or len(of_servers) < servers or len(living) == servers:
+        return None
+    versions = {report.version for report in of_servers}
+    assert len(versions) == 1, f"servers have made different updates: {reports}"
+    version, outstanding = of_servers[0].version, of_servers[0].outstanding or {}
+    assert version is not None, reports
+    ranks = {report.rank: now for now, report in enumerate(living)}
+    holders = {report.rank: report.held for report in living if report.held is not None}
+    kept = {worker: read for worker, read in outstanding.items() if holders.get(worker) == read.ticket}
+    again = sorted(read.ticket for worker, read in outstanding.items() if worker not in kept)
+    return GoOn(version, ranks, {ranks[worker]: read for worker, read in kept.items()}, again)
