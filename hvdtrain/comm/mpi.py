@@ -249,8 +249,9 @@ class MpiCommunicator:
 
     def is_loss(self, error: BaseException) -> bool:
         mpi = self._mpi
-        if isinstance(error, mpi.Exception):
-            return error.Get_error_class() in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        losses = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)  # a broadcast has given ERR_OTHER, too
+        if isinstance(error, mpi.Exception) and error.Get_error_class() in losses:
+            return True
         return isinstance(error, Exception) and self._is_one_gone()
 
     def _is_one_gone(self) -> bool:

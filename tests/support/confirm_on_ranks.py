@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from mpi4py import MPI
 
 from hvdtrain.comm import mpi
 from hvdtrain.comm.placement import placement
 
+UNKNOWN = MPI.Exception(MPI.ERR_OTHER)  # which Bcast has given where a rank was lost
 ranks = mpi.connect(placement(os.environ))
 ranks.be_ready_to_shrink()
 first = ranks.rank
@@ -28,10 +30,10 @@ if first == 1:
     try:
         ranks.confirm()
     except Exception as error:
-        seen = f"{ranks.is_loss(error)}"
+        seen = f"{ranks.is_loss(error)} {ranks.is_loss(UNKNOWN)}"
 lost = ranks.shrink()
 ranks.confirm()
-own_error = ranks.is_loss(ValueError("of this rank"))  # nobody else is lost
+own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(UNKNOWN)  # nobody else is lost
 after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
 found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
 if ranks.rank == 0:

@@ -187,4 +187,4 @@ def test_what_collectives_gave_before_a_loss_is_not_confirmed(tmp_path: Path) ->
     with Job(3, ["tests/support/confirm_on_ranks.py", str(out)], options=["--with-ft", "ulfm"], timeout_s=60) as job:
         result = job.wait()
     assert out.exists(), result
-    assert json.loads(out.read_text()) == [[0, [3.0], "", [2], False, [3.0]], [1, [3.0], "True", [2], False, [3.0]]]
+    assert json.loads(out.read_text()) == [[0, [3.0], "", [2], False, [3.0]], [1, [3.0], "True True", [2], False, [3.0]]]
