@@ -10,7 +10,9 @@ A chain of jobs, each of one of the numbers of ranks, which loses all of them bu
     re-form                        while the others go on without one that was killed just before
 
 The weights of each job are compared with those of one process. A line of FILE is a loss: seconds from the first failed collective until
-training goes on (go_on_s), until the first sync point after it (first_s). The arguments are those of a job (shard.stage=1).
+training goes on (go_on_s), until the first sync point after it (first_s). The arguments are those of a job (shard.stage=1
+checkpoint.every_steps=10). A job that ends before its end has its exit codes in the last line: 84 where all copies of some parts are lost
+and there is no checkpoint yet.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import random
@@ -96,8 +99,8 @@ def kill_from_outside(jobs: Sequence[Any], run: Path, chance: random.Random, kil
                 os.kill(pids[rank], signal.SIGKILL)
 
 
-def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Random, last: Any) -> list[dict[str, Any]]:
-    """The losses of one job."""
+def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Random, last: Any) -> tuple[list[dict[str, Any]], str]:
+    """The losses of one job, and the exit codes of one that has not come to its end."""
     ranks = chance.choice(chosen.ranks)
     kills = choose(ranks, chance)
     plan = ", ".join(kill.inside for kill in kills if kill.inside) or "-"
@@ -123,7 +126,8 @@ def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Ra
     print(f"{run.name}: {ranks} ranks, lost {losses or 'none'}, exit codes {codes}, {off:.1e} from one process", flush=True)
     if not off <= 1e-12:
         print(plan, *(result.stdout[-1500:] + result.stderr[-3000:] for result in results), sep="\n", flush=True)
-    return rows
+    codes_told = sorted({code for code in codes if code != -signal.SIGKILL})
+    return rows, "" if off < math.inf else f"{codes_told}"
 
 
 def main() -> None:
@@ -139,20 +143,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rule = " ".join(word for word in overrides if word.startswith("optim."))
         last = undisturbed(chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}")
-        number = 0
+        number, broken = 0, list[str]()
         while sum(len(row["ranks"]) for row in rows) < chosen.kills:
             number += 1
-            rows += one_job(chosen, words, Path(folder) / f"job-{number}", chance, last)
+            found, codes = one_job(chosen, words, Path(folder) / f"job-{number}", chance, last)
+            rows += found
+            broken += [codes] * bool(codes)
     print(f"{'':12}{'n':>5}{'quartiles, ms':>24}{'largest':>9}")
     for name in ("detect_s", "go_on_s", "first_s"):
         each = [1e3 * row[name] for row in rows]
         quartiles = " ".join(f"{quartile:7.1f}" for quartile in statistics.quantiles(each, n=4))
         print(f"{name[:-2]:12}{len(each):5}{quartiles:>24}{max(each):9.1f}")
-    kills, off = sum(len(row["ranks"]) for row in rows), max(row["off"] for row in rows)
+    kills, off = sum(len(row["ranks"]) for row in rows), max(row["off"] for row in rows if row["off"] < math.inf)
     most = max((row["steps_lost"] for row in rows if row["restored_from"] == "memory"), default=0)
     print(f"{kills} ranks lost in {number} jobs, at most {most} steps repeated, at most {off:.1e} from one process")
     print(", ".join(f"{kind} {n}" for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())))
     print(", ".join(f"from {source} {n}" for source, n in sorted(Counter(row["restored_from"] for row in rows).items())))
+    print("exit codes of jobs that did not come to their end:", ", ".join(f"{c} {n}" for c, n in sorted(Counter(broken).items())) or "none")
     if chosen.out:
         machine = platform.processor() or platform.machine()
         head = {"engine": chosen.engine, "framework": chosen.framework, "seed": chosen.seed, "words": overrides, "machine": machine}

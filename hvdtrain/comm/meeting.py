@@ -14,6 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.signed.store import SignedStore
 
 POLL_S = 0.003
+ATTEMPT_S = 0.5  # of the first connection to a store; that of torch goes on trying twice as long where the process has ended
 PROBE_S = 5.0  # for a host to answer; one that is down does not, a process that has ended is refused at once
 
 
@@ -62,11 +63,22 @@ class Meeting:
 
     def connection(self, living: Living) -> Callable[[], SignedStore]:
         """What opens a new connection to the store of an agreement."""
-        address, prefix = self._addresses[living.ranks[0]], f"agreement-{living.number}"
-        return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(address)), self._secret)
+        host, prefix = living.ranks[0], f"agreement-{living.number}"
+        return lambda: SignedStore(dist.PrefixStore(prefix, self._connect(host)), self._secret)
 
-    def _connect(self, address: Address) -> Any:
-        return dist.TCPStore(address.host, address.port, None, is_master=False, timeout=self._wait, wait_for_workers=False)
+    def _connect(self, rank: int) -> Any:
+        """Raises RuntimeError where the process of this rank has ended, or does not answer in time."""
+        (host, port), wait = self._addresses[rank], timedelta(seconds=ATTEMPT_S)
+        while True:
+            try:
+                store = dist.TCPStore(host, port, None, is_master=False, timeout=wait, wait_for_workers=False)
+            except RuntimeError:
+                if wait >= self._wait or not self._lives(rank):
+                    raise
+                wait *= 2
+            else:
+                store.set_timeout(self._wait)
+                return store
 
     def _lives(self, rank: int) -> bool:
         try:
@@ -78,7 +90,7 @@ class Meeting:
     def _follow(self, host: int) -> Living | None:
         """What another rank decides; None where it is gone, too."""
         try:
-            connected = self._connect(self._addresses[host])
+            connected = self._connect(host)
             store = SignedStore(connected, self._secret)
             call = store.add(f"call/{self.rank}", 1)
             while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -43,7 +43,8 @@ from hvdtrain.errors import LOST, UserError, exit_code_of
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp", "p2p", "shrink"}
 CLOSE_S = 10.0  # for all ranks to close
-FORM_S = 10.0  # for the living ranks to form a group after a loss; another rank may be lost meanwhile
+CONNECT_S = 10.0  # for an answer of a store after a loss
+FORM_S = 1.0  # for the living ranks to form a group after a loss, twice as long each time: another rank may be lost meanwhile
 
 
 def has_nccl() -> bool:
@@ -147,11 +148,12 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> No
 
 
 def _leave_process_group() -> None:
-    """Closes its connections, also where a step that was cut off has left collectives under way."""
-    with contextlib.suppress(RuntimeError):
-        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
+    """Closes its connections, also where a step that was cut off has left collectives under way. There may be none."""
     if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
         dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0  # the next one's name, the same on all ranks: one that was not formed has counted, too
 
 
 def _own_store(rendezvous: Rendezvous, communicator: Communicator) -> tuple[Any, str]:
@@ -192,6 +194,7 @@ class TorchDistCommunicator:
         self._meeting: Meeting | None = None
         self._pending: WeakSet[Pending] | None = None  # collectives under way, which hold the connections; None where ranks are not lost
         self._lost: list[int] = []  # whose loss shrink() has not returned yet
+        self._form_s = FORM_S
         self.rank, self.size = place.rank, place.size
         nccl: set[Feature] = {"nccl"} if has_nccl() else set()
         self.features = frozenset(FEATURES | nccl)
@@ -321,7 +324,7 @@ class TorchDistCommunicator:
                     what, "comm.engine=torchdist", "a launcher that leaves the others alone (docs/elastic.md); or guard.lost=stop"
                 )
             store, host = _own_store(self._rendezvous, self)
-            self._meeting = Meeting(self, store, host, self._secret, FORM_S)
+            self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
             assert self._store is not None
             self._store.outlives_host, self._pending = True, WeakSet()
 
@@ -336,43 +339,43 @@ class TorchDistCommunicator:
         for pending in self._pending or ():
             pending.drop()
         _leave_process_group()  # the others, which may wait for this rank, find the connection closed
-        lost = self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
+        self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
         place = split_groups(self, 0).place(self.rank)
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        return lost
-
-    def _shrink_by_mpi(self) -> list[int]:
-        assert self._mpi is not None
-        lost = self._mpi.shrink()
-        self._lost += lost
-        self.rank, self.size = self._mpi.rank, self._mpi.size
-        place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
-        rendezvous, wait = _rendezvous_over_mpi(self._mpi), timedelta(seconds=FORM_S)
-        try:
-            _start_process_group(dist.PrefixStore("group", _open_store(rendezvous, place, wait)), place, wait)
-        except (RuntimeError, UserError) as error:
-            raise _LostMeanwhile from error
-        self._secret = rendezvous.secret
         lost, self._lost = self._lost, []
         return lost
 
-    def _shrink_by_meeting(self) -> list[int]:
+    def _shrink_by_mpi(self) -> None:
+        assert self._mpi is not None
+        self._lost += self._mpi.shrink()
+        self.rank, self.size = self._mpi.rank, self._mpi.size
+        place = Placement(self.rank, self.size, self._mpi.local_rank, self._mpi.local_size, "shrink")
+        rendezvous = _rendezvous_over_mpi(self._mpi)
+        self._form(lambda wait: _open_store(rendezvous, place, wait), place)
+        self._secret = rendezvous.secret
+
+    def _shrink_by_meeting(self) -> None:
         assert self._meeting is not None and self._store is not None
         former = self._meeting.living
         living = self._meeting.agree()
         self._lost += [rank for rank in former if rank not in living.ranks]
         self.rank, self.size = living.ranks.index(self._meeting.rank), len(living.ranks)
-        store, wait = dist.PrefixStore(f"agreement-{living.number}", living.store), timedelta(seconds=FORM_S)
-        try:
-            _start_process_group(dist.PrefixStore("group", store), Placement(self.rank, self.size, 0, 1, "shrink"), wait)
-        except RuntimeError as error:
-            raise _LostMeanwhile from error
+        store = dist.PrefixStore(f"agreement-{living.number}", living.store)
+        self._form(lambda _: store, Placement(self.rank, self.size, 0, 1, "shrink"))
         self._store.retire()
         self._store = StoreSideChannel(self._meeting.connection(living), self.rank, self.size)
         self._store.outlives_host = True
-        lost, self._lost = self._lost, []
-        return lost
+
+    def _form(self, open_store: Callable[[timedelta], Any], place: Placement) -> None:
+        """The group of the living ranks. Raises _LostMeanwhile where one of them does not come in time: all meet again."""
+        wait = timedelta(seconds=self._form_s)
+        self._form_s *= 2
+        try:
+            _start_process_group(dist.PrefixStore("group", open_store(wait)), place, wait)
+        except (RuntimeError, UserError) as error:
+            raise _LostMeanwhile from error
+        self._form_s = FORM_S
 
     def abort(self, code: int) -> NoReturn:
         flush_output()
