@@ -13,10 +13,12 @@ from hvdtrain.cli.plan.faults import (
     RANKS,
     FaultTimes,
     goodputs,
+    last_checkpoints_formula,
     mtbf_of,
     read_fault_times,
     restarts_formula,
     shrink_formula,
+    simulate_last_checkpoints,
     simulate_restarts,
     simulate_shrink,
 )
@@ -37,6 +39,16 @@ def test_restarts_are_as_the_formula_says(every_s: float, cost_s: float, mtbf_s:
     assert abs(mean - restarts_formula(every_s, cost_s, mtbf_s, down_s)) < 4 * error < 0.02
 
 
+@pytest.mark.parametrize("mtbf_s", [40.0, 3600.0])
+def test_last_checkpoints_are_as_the_formula_says(mtbf_s: float) -> None:
+    """Exact in expectation; four standard errors of ten groups of 2,000 faults."""
+    random, times = Random(1), FaultTimes(sync_s=30.0, checkpoint_s=3.0)
+    groups = [simulate_last_checkpoints(times, mtbf_s, 100.0, random, 2000) for _ in range(10)]
+    mean = sum(groups) / 10
+    error = (sum((group - mean) ** 2 for group in groups) / 90) ** 0.5
+    assert abs(mean - last_checkpoints_formula(times, mtbf_s, 100.0)) < 4 * error < 0.02
+
+
 @pytest.mark.parametrize("ranks", [8, 512, 8192])
 def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
     times = FaultTimes(repair_s=36000.0)
@@ -47,11 +59,11 @@ def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
 
 
 def test_what_helps_when() -> None:
-    """The same seed gives the same table; more ranks lose more, and each way is better than the one before it."""
+    """The same seed gives the same table; more ranks lose more; restart keeps the steps since the checkpoint, shrink what stays in memory too."""
     rows = goodputs(FaultTimes())
     assert rows == goodputs(FaultTimes()) and [row.ranks for row in rows] == list(RANKS)
     for row in rows:
-        assert 0 < row.stop < row.restart < row.shrink < 1
+        assert 0 < row.stop < row.elastic < min(row.restart, row.shrink) <= max(row.restart, row.shrink) < 1
     assert [row.restart for row in rows] == sorted((row.restart for row in rows), reverse=True)
 
 

@@ -27,12 +27,13 @@ class FaultTimes(NamedTuple):
 
     rank_mtbf_hours: float = 50_700.0
     checkpoint_s: float = 1.0  # that a checkpoint stops training
-    sync_s: float = 10.0  # between two sync points, where guard.lost=shrink goes back to
+    sync_s: float = 10.0  # between two sync points, where guard.lost=shrink and restart go back to
     detect_s: float = 1.0  # a rank that dies; a host that is cut off takes mpirun 16 s under launch --elastic
     restart_s: float = 5.0  # from there to the next step: launch --elastic, torchrun
     reform_s: float = 0.05  # the same of guard.lost=shrink
     requeue_s: float = 600.0  # until somebody, or a queue, starts a job that has ended
     repair_s: float = 600.0  # until a lost rank can come back
+    lost_speed: float = 1.0  # of a rank's share of the speed, what goes with it: 0 where the others are as fast without it
     seed: int = 1
 
 
@@ -42,8 +43,9 @@ class Goodput(NamedTuple):
     ranks: int
     mtbf_s: float  # of the job
     every_s: float  # between two checkpoints: checkpoint.every=auto
-    stop: float
-    restart: float
+    stop: float  # and somebody starts it again
+    elastic: float  # guard.lost=stop under launch --elastic
+    restart: float  # guard.lost=restart under launch --elastic
     shrink: float
 
 
@@ -81,8 +83,10 @@ def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
         mtbf_s = 3600 * times.rank_mtbf_hours / count
         every_s = optimal_interval_s(times.checkpoint_s, mtbf_s)
         downs_s = (times.detect_s + times.requeue_s + times.restart_s, times.detect_s + times.restart_s)
-        stop, restart = (simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, Random(times.seed)) for down_s in downs_s)
-        found.append(Goodput(count, mtbf_s, every_s, stop, restart, simulate_shrink(times, count, every_s, Random(times.seed))))
+        stop, elastic = (simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, Random(times.seed)) for down_s in downs_s)
+        restart = simulate_last_checkpoints(times, mtbf_s, every_s, Random(times.seed))
+        shrink = simulate_shrink(times, count, every_s, Random(times.seed))
+        found.append(Goodput(count, mtbf_s, every_s, stop, elastic, restart, shrink))
     return found
 
 
@@ -92,16 +96,39 @@ def simulate_restarts(every_s: float, checkpoint_s: float, mtbf_s: float, down_s
     for _ in range(faults):
         until_fault_s = random.expovariate(1 / mtbf_s)
         useful_s += every_s * math.floor(until_fault_s / (every_s + checkpoint_s))
-        total_s += until_fault_s
-        while (another_s := random.expovariate(1 / mtbf_s)) < down_s:
-            total_s += another_s
-        total_s += down_s
+        total_s += until_fault_s + _until_it_runs(down_s, mtbf_s, random)
     return useful_s / total_s
+
+
+def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
+    """A fault in the meantime begins it anew."""
+    total_s = down_s
+    while (another_s := random.expovariate(1 / mtbf_s)) < down_s:
+        total_s += another_s
+    return total_s
 
 
 def restarts_formula(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float) -> float:
     """The expectation of simulate_restarts() (Daly 2006, eq. 20)."""
     return every_s / (mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s))
+
+
+def simulate_last_checkpoints(times: FaultTimes, mtbf_s: float, every_s: float, random: Random, faults: int = _FAULTS) -> float:
+    """Goodput of a job whose living ranks write a checkpoint of the last sync point before it starts again: guard.lost=restart."""
+    useful_s = total_s = 0.0
+    share = every_s / (every_s + times.checkpoint_s)
+    for _ in range(faults):
+        until_fault_s = random.expovariate(1 / mtbf_s)
+        useful_s += max(0.0, until_fault_s - random.uniform(0, times.sync_s)) * share
+        total_s += until_fault_s + _until_it_runs(times.detect_s + times.checkpoint_s + times.restart_s, mtbf_s, random)
+    return useful_s / total_s
+
+
+def last_checkpoints_formula(times: FaultTimes, mtbf_s: float, every_s: float) -> float:
+    """The expectation of simulate_last_checkpoints(): of max(0, X - U), X exponential, U uniform, it is M^2 (1 - exp(-sync / M)) / sync."""
+    kept_s = -(mtbf_s**2) * math.expm1(-times.sync_s / mtbf_s) / times.sync_s
+    down_s = times.detect_s + times.checkpoint_s + times.restart_s
+    return kept_s * every_s / (every_s + times.checkpoint_s) / (mtbf_s * math.exp(down_s / mtbf_s))
 
 
 def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Random, faults: int = _FAULTS) -> float:
@@ -117,13 +144,13 @@ def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Rando
         until_s = now_s + random.expovariate(1 / mtbf_of(times, ranks))
         while now_s < until_s:
             next_s = min(until_s, returns[0]) if returns else until_s
-            useful_s += max(0.0, next_s - now_s) * (1 - len(returns) / ranks) * speed_of_checkpoints
+            useful_s += max(0.0, next_s - now_s) * (1 - times.lost_speed * len(returns) / ranks) * speed_of_checkpoints
             now_s = max(now_s, next_s)
             if returns and returns[0] <= now_s:
                 while returns and returns[0] <= now_s:
                     heapq.heappop(returns)
                 now_s += times.restart_s
-        useful_s -= random.uniform(0, times.sync_s) * (1 - len(returns) / ranks) * speed_of_checkpoints
+        useful_s -= random.uniform(0, times.sync_s) * (1 - times.lost_speed * len(returns) / ranks) * speed_of_checkpoints
         now_s += down_s
         if len(returns) < ranks - 1:
             heapq.heappush(returns, now_s + times.repair_s)
@@ -135,7 +162,7 @@ def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:
     mtbf_s = mtbf_of(times, ranks)
     per_fault_s = times.sync_s / 2 + times.detect_s + times.reform_s + times.restart_s
     missing = times.repair_s / (3600 * times.rank_mtbf_hours)  # share of a rank's time
-    return every_s / (every_s + times.checkpoint_s) * (1 - per_fault_s / mtbf_s) * (1 - missing)
+    return every_s / (every_s + times.checkpoint_s) * (1 - per_fault_s / mtbf_s) * (1 - times.lost_speed * missing)
 
 
 def mtbf_of(times: FaultTimes, ranks: int) -> float:
@@ -149,13 +176,14 @@ def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
     lines = [
         "faults: share of time that moves the job (goodput), simulated",
         f"  {assumed}",
-        f"  {'ranks':>6} {'fault every':>12} {'checkpoint every':>17} {'stop':>8} {'restart':>8} {'shrink':>8}",
+        f"  {'ranks':>6} {'fault every':>12} {'checkpoint every':>17} {'stop':>8} {'elastic':>8} {'restart':>8} {'shrink':>8}",
     ]
     for row in rows:
-        shares = " ".join(f"{100 * share:7.2f}%" for share in (row.stop, row.restart, row.shrink))
+        shares = " ".join(f"{100 * share:7.2f}%" for share in (row.stop, row.elastic, row.restart, row.shrink))
         lines.append(f"  {row.ranks:>6,} {_time(row.mtbf_s):>12} {_time(row.every_s):>17} {shares}")
     lines += [
-        "  stop: the job ends, and is started again after requeue_s; restart: launch --elastic starts it again at once;",
+        "  stop: the job ends, and is started again after requeue_s; elastic: launch --elastic starts it again at once; both from the newest",
+        "  checkpoint; restart: the same with guard.lost=restart, where the living ranks write a checkpoint of the last sync point first;",
         "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds again after repair_s",
     ]
     return lines
