@@ -1,6 +1,7 @@
 """Goodput of real jobs whose ranks are killed at random times, beside what the simulation of `plan --faults` says of the same faults.
 
-python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] [--lost stop,restart,shrink] [--out FILE.jsonl] [key=value ...]
+python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] [--lost stop,restart,shrink]
+                             [--out FILE.jsonl] [key=value ...]
 
 A job under launch --elastic has so many faults, at times with exponential gaps (seeded); a fault kills one rank, where the job is starting,
 one that starts. Goodput: steps of the job that are kept x seconds of a step where nothing happens / wall time, from the first sync point
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -36,6 +38,7 @@ from hvdtrain.cli.plan.faults import FaultTimes, simulate_last_checkpoints, simu
 
 WORDS = "data.name=synthetic data.shape=[16,16,3] data.samples=64000 data.val_samples=64 batch.size=64 batch.evaluate=64 epochs=100"
 MODEL = "model.name=linear log.every_steps=10 comm.engine=mpi framework=numpy"
+EPOCH = 1000  # steps, with a checkpoint after them
 EVERY_S = 1.0  # of the supervisor's looks: a rank comes back after two
 Event = dict[str, Any]
 
@@ -49,31 +52,28 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
     with Job(0, ["-m", "hvdtrain", *launch, "--", *job_words], timeout_s=600) as job:
         trains = lambda: [line["kind"] for line in told(run)][-1:] == ["trains"] and told(run)[-1]["ranks"] == options.ranks  # noqa: E731
         wait_for(job, lambda: trains() and any(event["kind"] == "step" for event in events(run)), 120)
-        gaps_s, killed, at_s = [], [], time.time()
+        killed = []
         for _ in range(options.faults):
-            gaps_s.append(random.expovariate(1 / options.mtbf))
-            at_s = max(at_s + gaps_s[-1], time.time())
-            time.sleep(max(0.0, at_s - time.time()))
-            wait_for(job, job.pids, 120)  # where nothing runs at that moment, the first that does
-            pids = job.pids()
-            rank = random.choice(sorted(pids))
-            killed.append(time.time())
-            at_s = killed[-1]
+            time.sleep(random.expovariate(1 / options.mtbf))
+            wait_for(job, job.pids, 120)  # guard.lost=shrink: where the job starts on all ranks at that moment, the first that there is
+            pids, killed_s = job.pids(), time.time()
+            killed.append(killed_s)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[rank], signal.SIGKILL)
+                os.kill(pids[random.choice(sorted(pids))], signal.SIGKILL)
+            wait_for(job, lambda at_s=killed_s: harm_of(events(run), told(run), at_s), 120)
         wait_for(job, lambda: trains() and told(run)[-1]["time"] > killed[-1] + 0.5 and events(run)[-1]["kind"] == "step", 120)
         happened, decisions = events(run), told(run)
         os.kill(supervisor(job), signal.SIGTERM)
         job.wait()
-    row = {"lost": lost, "seed": seed, "ranks": options.ranks, "mtbf_s": round((killed[-1] - next_step(happened, 0.0)["time"]) / len(killed), 2)}
-    return row | judge(happened, decisions, killed, row["mtbf_s"], lost, options.ranks) | {"load": round(load, 1)}
+    row = {"lost": lost, "seed": seed, "ranks": options.ranks}
+    return row | judge(happened, decisions, killed, lost, options.ranks) | {"load": round(load, 1)}
 
 
 def next_step(happened: list[Event], after_s: float) -> Event:
     return next(event for event in happened if event["kind"] == "step" and event["time"] > after_s)
 
 
-def judge(happened: list[Event], decisions: list[Event], killed: list[float], mtbf_s: float, lost: str, ranks: int) -> dict[str, Any]:
+def judge(happened: list[Event], decisions: list[Event], killed: list[float], lost: str, ranks: int) -> dict[str, Any]:
     """Goodput, what the simulation says of it, and the times that it was given."""
     step_s, fewer_step_s = (seconds_per_step(happened, ranks, all_there) for all_there in (True, False))
     first = next_step(happened, 0.0)
@@ -82,13 +82,15 @@ def judge(happened: list[Event], decisions: list[Event], killed: list[float], mt
     goodput = (last["step"] - first["step"]) * step_s / (last["time"] - first["time"])
     pauses_s = [event["pause_s"] for event in happened if event["kind"] == "checkpoint"]
     sync_s, checkpoint_s = 10 * step_s, statistics.mean(pauses_s)
-    harms = [harm for killed_s, next_s in zip(killed, [*killed[1:], float("inf")], strict=True)
-             if (harm := harm_of(happened, decisions, killed_s)) and killed_s + harm.go_on_s < next_s]  # fmt: skip
+    harms = [harm_of(happened, decisions, killed_s) for killed_s in killed]
+    ready_s = [first["time"], *(killed_s + harm.go_on_s for killed_s, harm in zip(killed, harms, strict=True))]
+    gaps_s = [killed_s - since_s for killed_s, since_s in zip(killed, ready_s, strict=False)]
+    mtbf_s = statistics.mean(gaps_s)
     detect_s = statistics.mean(harm.detect_s for harm in harms)
     down_s = statistics.mean(harm.go_on_s - sync_s - harm.detect_s for harm in harms)
     starts_s = [later["time"] - line["time"] for line, later in following(decisions, "change", "trains")]
     restart_s = statistics.mean(starts_s) if lost == "shrink" and starts_s else down_s
-    every_s = next(event["step"] for event in happened if event["kind"] == "checkpoint" and event["step"]) * step_s
+    every_s = EPOCH * step_s
     lost_speed = 1.0 if math.isnan(fewer_step_s) else ranks * (1 - step_s / fewer_step_s)
     times = FaultTimes(
         rank_mtbf_hours=ranks * mtbf_s / 3600,
@@ -100,25 +102,26 @@ def judge(happened: list[Event], decisions: list[Event], killed: list[float], mt
         repair_s=2 * EVERY_S,
         lost_speed=lost_speed,
     )
-    without_term = None
-    if lost == "stop":
-        predicted = simulate_restarts(every_s, checkpoint_s, mtbf_s, detect_s + restart_s, Random(1))
-    elif lost == "restart":
-        predicted = simulate_last_checkpoints(times, mtbf_s, every_s, Random(1))
-        without_term = simulate_restarts(every_s, checkpoint_s, mtbf_s, detect_s + restart_s, Random(1))
-    else:
-        predicted = simulate_shrink(times, ranks, every_s, Random(1))
-        without_term = simulate_shrink(times._replace(lost_speed=1.0), ranks, every_s, Random(1))
+
+    def simulated(faults: int, random: Random) -> float:
+        if lost == "stop":
+            return simulate_restarts(every_s, checkpoint_s, mtbf_s, detect_s + restart_s, random, faults, while_down=False)
+        if lost == "restart":
+            return simulate_last_checkpoints(times, mtbf_s, every_s, random, faults, while_down=False)
+        return simulate_shrink(times, ranks, every_s, random, faults)
+
+    draws = Random(1)
+    likely = statistics.quantiles([simulated(len(killed), draws) for _ in range(1000)], n=20)
+    predicted = simulated(20000, Random(1))
     rounded = {key: round(value, 4) for key, value in times._asdict().items()}
-    return {"goodput": round(goodput, 4), "predicted": round(predicted, 4),
-            "without_term": without_term and round(without_term, 4), "wall_s": round(last["time"] - first["time"], 1),
+    return {"goodput": round(goodput, 4), "predicted": round(predicted, 4), "5 to 95 %": [round(likely[0], 4), round(likely[-1], 4)], "mtbf_s": round(mtbf_s, 2),
+            "wall_s": round(last["time"] - first["time"], 1),
             "faults": len(killed), "step_s": round(step_s, 5), "fewer_ranks_step_s": round(fewer_step_s, 5), "every_s": round(every_s, 2),
             "steps_lost": [harm.steps_lost for harm in harms], "times": rounded}  # fmt: skip
 
 
 def harm_of(happened: list[Event], decisions: list[Event], killed_s: float) -> Any:
-    before = [event for event in happened if event["time"] <= killed_s]
-    step = max((event["step"] for event in before[-1:] if event["kind"] in ("start", "step")), default=0)
+    step = max((event["step"] for event in happened if event["time"] <= killed_s and event["kind"] in ("start", "step")), default=0)
     later = [event for event in happened if event["time"] > killed_s]
     return measure([], step, killed_s, later, [line for line in decisions if line["time"] > killed_s])
 
@@ -135,7 +138,7 @@ def following(lines: list[Event], first: str, second: str) -> list[tuple[Event, 
 def seconds_per_step(happened: list[Event], ranks: int, all_there: bool) -> float:
     """Mean over the intervals between two sync points in which nothing else happened; nan: there are none."""
     here, seconds, steps = ranks, 0.0, 0
-    for one, two in zip(happened, happened[1:], strict=False):
+    for one, two in itertools.pairwise(happened):
         here = one["ranks"] if one["kind"] == "start" else one["left"] if one["kind"] == "lost" else here
         if one["kind"] == two["kind"] == "step" and (here == ranks) == all_there:
             seconds, steps = seconds + two["time"] - one["time"], steps + two["step"] - one["step"]

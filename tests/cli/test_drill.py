@@ -12,7 +12,8 @@ from random import Random
 import pytest
 
 from hvdtrain.cli.drill.command import Harm, drill, lines, measure
-from hvdtrain.cli.drill.victims import Rank, choose, find_ranks, kill
+from hvdtrain.cli.drill.pauses import Pause, measure_pause, pause_lines
+from hvdtrain.cli.drill.victims import Rank, choose, find_ranks, send
 from hvdtrain.errors import UserError
 from hvdtrain.training.run_lock.holder import this_process, to_bytes
 from hvdtrain.training.run_lock.lock import LOCK
@@ -33,9 +34,9 @@ def start_of(pid: int) -> int:
 
 def test_only_the_very_process_is_killed(process: subprocess.Popen[bytes]) -> None:
     start = start_of(process.pid)
-    assert not kill(Rank(1, process.pid, start + 1, 1)) and process.poll() is None
-    assert kill(Rank(1, process.pid, start, 1)) and process.wait() == -signal.SIGKILL
-    assert not kill(Rank(1, process.pid, start, 1))
+    assert not send(Rank(1, process.pid, start + 1, 1), signal.SIGKILL) and process.poll() is None
+    assert send(Rank(1, process.pid, start, 1), signal.SIGKILL) and process.wait() == -signal.SIGKILL
+    assert not send(Rank(1, process.pid, start, 1), signal.SIGKILL)
 
 
 def test_who_is_chosen() -> None:
@@ -74,3 +75,22 @@ def test_what_is_measured() -> None:
     assert " ".join(table[1].split()) == "rank 1 110 1.50 s 3.50 s 20"
     assert " ".join(table[2].split()) == "rank 0,1 210 never never"
     assert table[3] == "goes on after 3.50 s (median of 1; 3.50 to 3.50)"
+
+
+def test_what_is_said_of_a_pause() -> None:
+    """Stopped from 100 to 102: the sync point at 102.5 has it; the one at 100.1 was on its way; and a stall that ends the job."""
+    before = [{"kind": "step", "step": 10 * n, "time": 90.0 + n, "window_s": 0.1 * n} for n in (1, 2, 3)]
+    on_its_way = {"kind": "step", "step": 40, "time": 100.1, "window_s": 0.2, "slowest_rank": 0}
+    after = {"kind": "step", "step": 50, "time": 102.5, "window_s": 2.4, "slowest_rank": 1}
+    assert measure_pause([1], 100.0, 102.0, before, [on_its_way]) is None
+    found = measure_pause([1], 100.0, 102.0, before, [on_its_way, after])
+    assert found is not None
+    assert found == Pause([1], 30, 2.0, 0.2, 2.4, 1, "", 0.5)
+    stalled = measure_pause([1], 100.0, 102.0, before, [{"kind": "failed", "step": 30, "time": 101.0, "reason": "no progress for 1 s"}])
+    assert stalled is not None and stalled == Pause([1], 30, 2.0, 0.2, None, None, "failed: no progress for 1 s", None)
+    table = [" ".join(line.split()) for line in pause_lines([found, stalled, found._replace(slowest_rank=0)])]
+    assert table[1:] == [
+        "rank 1 30 2.00 s 2.40 s 0.20 s slowest is rank 1",
+        "rank 1 30 2.00 s - 0.20 s failed: no progress for 1 s",
+        "rank 1 30 2.00 s 2.40 s 0.20 s slowest is rank 0, which was not paused",
+    ]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import events, reached, same_end, supervisor, told, wait_for
@@ -100,22 +101,41 @@ def test_ends_that_are_no_new_start(tmp_path: Path) -> None:
 
 
 def test_a_drill(tmp_path: Path) -> None:
-    """It kills rank 1 twice; the job ends with exit code 84 (guard.lost=restart), and is started again on the same slots."""
+    """Each kind of kill on one job, which ends with 84 (guard.lost=restart) and is started again; then a rank is paused."""
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     slots(hosts, 2)
     with supervise(hosts, run, "guard.lost=restart") as job:
         wait_for(job, lambda: reached(run) >= 100)
-        options = ["--kill", "rank", "--every", "1s", "--times", "2", "--wait", "30s", "--json", str(tmp_path / "drill.json")]
-        with Job(0, ["-m", "hvdtrain", "drill", str(run), *options], timeout_s=90) as drill:
-            result = drill.wait()
+        killed = [drilled(run, "--kill", kind) for kind in ("rank", "rank0", "host", "random")]
+        wait_for(job, lambda: kinds(run)[-1] == "trains")
+        pids = job.pids()
+        paused = drilled(run, "--kill", "rank", "--pause", "2s")
+        assert job.pids() == pids
         os.kill(supervisor(job), signal.SIGTERM)
         assert job.wait().returncode == REQUEUE
-    assert result.returncode == DONE, result
-    assert [line["code"] for line in told(run) if line["kind"] == "failed"] == [LOST, LOST]
-    harms = json.loads((tmp_path / "drill.json").read_text())["harms"]
-    assert [harm["ranks"] for harm in harms] == [[1], [1]] and kinds(run).count("failed") == 2
-    assert all(0 < harm["detect_s"] < harm["go_on_s"] < 30 and 0 <= harm["steps_lost"] <= 300 for harm in harms), harms
+    assert [harm["ranks"] for harm in killed[:3]] == [[1], [0], [0, 1]]
+    codes = [line["code"] for line in told(run) if line["kind"] == "failed"]
+    assert len(codes) == 4 and codes[:2] == [LOST, LOST]
+    starts = [number for number, event in enumerate(events(run)) if event["kind"] == "start"]
+    for harm, number, failed in zip(killed, starts[1:], (line for line in told(run) if line["kind"] == "failed"), strict=True):
+        again, last = events(run)[number], next(e for e in reversed(events(run)[:number]) if e["kind"] in ("start", "step"))
+        first = next(event for event in events(run)[number:] if event["kind"] == "step")
+        assert harm["steps_lost"] == last["step"] - again["step"] >= 0
+        assert harm["go_on_s"] - harm["detect_s"] == pytest.approx(first["time"] - failed["time"], abs=0.01)
+        assert 0 < harm["detect_s"] < harm["go_on_s"] < 30
+    assert paused["ranks"] == [1] and paused["said"] == "" and 0 <= paused["go_on_s"] < 10
+    assert paused["window_s"] > 1.5 > paused["usual_s"], paused
+
+
+def drilled(run: Path, *options: str) -> dict[str, Any]:
+    """The one harm of a drill."""
+    file = run.parent / "drill.json"
+    limits = ["--every", "0.5s", "--times", "1", "--wait", "30s", "--json", str(file)]
+    with Job(0, ["-m", "hvdtrain", "drill", str(run), *options, *limits], timeout_s=60) as drill:
+        result = drill.wait()
     print(result.stdout)
+    assert result.returncode == DONE, result
+    return json.loads(file.read_text())["harms"][0]
 
 
 def test_a_job_shrinks_in_memory_and_grows_back(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_shrinking_is_as_the_formula_says(ranks: int) -> None:
 
 
 def test_what_helps_when() -> None:
-    """The same seed gives the same table; more ranks lose more; restart keeps the steps since the checkpoint, shrink what stays in memory too."""
+    """The same seed gives the same table; more ranks lose more, and each way is better than stop under launch --elastic."""
     rows = goodputs(FaultTimes())
     assert rows == goodputs(FaultTimes()) and [row.ranks for row in rows] == list(RANKS)
     for row in rows:

@@ -1,1 +1,1 @@
-"""`drill`: kills ranks of a running job of one's own, to see that it lives."""
+"""`drill`: kills or pauses ranks of a running job of one's own, to see that it lives."""

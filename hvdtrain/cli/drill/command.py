@@ -1,30 +1,34 @@
-"""hvdtrain drill RUN: kills ranks of a job again and again, and tells how long it takes to go on and how many steps it loses."""
+"""hvdtrain drill RUN: kills or pauses ranks of a job again and again, and tells how long it takes to go on and how many steps it loses."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
-from hvdtrain.cli.drill.victims import KINDS, Rank, choose, find_ranks, kill
+from hvdtrain.cli.drill.pauses import Pause, pause, pause_lines
+from hvdtrain.cli.drill.victims import KINDS, Rank, choose, find_ranks, send
+from hvdtrain.cli.drill.watch import lines_of, wait
 from hvdtrain.cli.json_output import print_result, with_json_value
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, LOST, UserError, nearest
 
 USAGE = """\
-hvdtrain drill RUN [--kill rank|host|rank0|random] [--every 30s] [--times 3] [--seed 1] [--wait 5m] [--json [FILE]]
+hvdtrain drill RUN [--kill rank|host|rank0|random] [--pause 5s] [--every 30s] [--times 3] [--seed 1] [--wait 5m] [--json [FILE]]
   kills (SIGKILL) ranks of the job that runs in RUN, a process of this user on this machine, --every so long after it goes on, and measures
+  how long until the job says it and until it goes on, and how many steps are done again
+  --pause   a straggler: stops them for so long (SIGSTOP, SIGCONT) instead of killing them, and shows what the job says of it: the slowest
+            rank, how long the steps took, or the stall that ended it (guard.stall_s)
   --kill    rank: one that is not rank 0 where there is another; host: all ranks of one host; rank0; random: one of these each time
   --times   how often; it ends earlier where the job ends
   --wait    how long the job may take to go on; where it does not, the exit code is 84"""
 _COMMAND_LINE = "command line of drill"
-_LOOK_S = 0.05
 
 
 class Harm(NamedTuple):
@@ -45,10 +49,11 @@ def drill(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     run, random = expand(options.run, "RUN"), Random(options.seed)
     every_s, wait_s = parse_duration(options.every, "--every"), parse_duration(options.wait, "--wait")
+    pause_s = parse_duration(options.pause, "--pause") if options.pause else None
     find_ranks(run)
-    harms: list[Harm] = []
+    harms: list[Harm | Pause] = []
     while len(harms) < options.times:
-        if _wait(lambda: _is_over(run), every_s):
+        if wait(lambda: _is_over(run), every_s):
             break
         try:
             victims = choose(find_ranks(run), options.kill, random)
@@ -56,25 +61,32 @@ def drill(arguments: Sequence[str]) -> int:
             if harms or _is_over(run):
                 break
             raise
-        harms.append(_harm(run, victims, wait_s))
-        if harms[-1].go_on_s is None:
+        harms.append(_harm(run, victims, wait_s) if pause_s is None else pause(run, victims, pause_s, wait_s))
+        if _is_stuck(harms[-1]):
             break
-    print_result(options.json, lines(harms), {"run": str(run), "harms": [harm._asdict() for harm in harms]})
-    return LOST if harms and harms[-1].go_on_s is None else DONE
+    pauses = [harm for harm in harms if isinstance(harm, Pause)]
+    table = pause_lines(pauses) if pauses else lines([harm for harm in harms if isinstance(harm, Harm)])
+    told = table if harms else ["the job ended before the first fault"]
+    print_result(options.json, told, {"run": str(run), "harms": [harm._asdict() for harm in harms]})
+    return LOST if harms and _is_stuck(harms[-1]) else DONE
+
+
+def _is_stuck(harm: Harm | Pause) -> bool:
+    return harm.go_on_s is None and not (isinstance(harm, Pause) and harm.said)
 
 
 def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
     ranks = [victim.rank for victim in victims]
-    events = _lines(run / "events.jsonl")
+    events = lines_of(run / "events.jsonl")
     step = max((event["step"] for event in events if event["kind"] in ("start", "step")), default=0)
-    count, decisions, began_s = len(events), len(_lines(run / "launch.jsonl")), time.time()
+    count, decisions, began_s = len(events), len(lines_of(run / "launch.jsonl")), time.time()
     for victim in victims:
-        kill(victim)
+        send(victim, signal.SIGKILL)
 
     def recovered() -> Harm | None:
-        return measure(ranks, step, began_s, _lines(run / "events.jsonl")[count:], _lines(run / "launch.jsonl")[decisions:])
+        return measure(ranks, step, began_s, lines_of(run / "events.jsonl")[count:], lines_of(run / "launch.jsonl")[decisions:])
 
-    return _wait(recovered, wait_s) or Harm(ranks, step, None, None, None)
+    return wait(recovered, wait_s) or Harm(ranks, step, None, None, None)
 
 
 def measure(
@@ -103,7 +115,7 @@ def lines(harms: Sequence[Harm]) -> list[str]:
     times = [harm.go_on_s for harm in harms if harm.go_on_s is not None]
     if times:
         found.append(f"goes on after {median(times):.2f} s (median of {len(times)}; {min(times):.2f} to {max(times):.2f})")
-    return found if harms else ["the job ended before the first fault"]
+    return found
 
 
 def _s(seconds: float | None) -> str:
@@ -115,32 +127,8 @@ def _text(value: int | None) -> str:
 
 
 def _is_over(run: Path) -> bool:
-    last = next((event["kind"] for event in reversed(_lines(run / "events.jsonl")) if event["kind"] in ("start", "end", "stop")), "")
+    last = next((event["kind"] for event in reversed(lines_of(run / "events.jsonl")) if event["kind"] in ("start", "end", "stop")), "")
     return last == "end"
-
-
-def _wait(condition: Callable[[], Any], limit_s: float) -> Any:
-    """What the condition returns once that is true; its last value after limit_s."""
-    end_s = time.monotonic() + limit_s
-    while not (value := condition()) and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
-    return value
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file that may be growing: whole lines only."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            try:
-                found.append(json.loads(line[max(0, line.rfind('{"time":')) :]))
-            except ValueError:
-                continue
-    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,6 +140,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="hvdtrain drill", add_help=False, allow_abbrev=False)
     parser.add_argument("run")
     parser.add_argument("--kill", default="rank")
+    parser.add_argument("--pause")
     parser.add_argument("--every", default="30s")
     parser.add_argument("--wait", default="5m")
     parser.add_argument("--times", type=int, default=3)

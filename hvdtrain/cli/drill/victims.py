@@ -63,8 +63,8 @@ def choose(ranks: list[Rank], what: What, random: Random) -> list[Rank]:
     return [rank for rank in ranks if rank.parent == parent]
 
 
-def kill(victim: Rank) -> bool:
-    """SIGKILL to that very process; False where it has ended."""
+def send(victim: Rank, number: int) -> bool:
+    """A signal to that very process; False where it has ended."""
     try:
         handle = os.pidfd_open(victim.pid)
     except OSError:
@@ -73,7 +73,7 @@ def kill(victim: Rank) -> bool:
         now = _read(victim.pid)  # after the handle is there, so that it cannot be another process
         if now is None or now.start != victim.start:
             return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        signal.pidfd_send_signal(handle, number)
         return True
     except ProcessLookupError:
         return False

@@ -90,13 +90,18 @@ def goodputs(times: FaultTimes, ranks: Sequence[int] = RANKS) -> list[Goodput]:
     return found
 
 
-def simulate_restarts(every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float, random: Random, faults: int = _FAULTS) -> float:
-    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still for down_s, where faults come, too."""
+def simulate_restarts(
+    every_s: float, checkpoint_s: float, mtbf_s: float, down_s: float, random: Random, faults: int = _FAULTS, while_down: bool = True
+) -> float:
+    """Goodput of a job that goes back to its newest checkpoint after each fault and stands still for down_s.
+
+    while_down: faults come then, too; not in a drill, which waits until the job goes on.
+    """
     useful_s = total_s = 0.0
     for _ in range(faults):
         until_fault_s = random.expovariate(1 / mtbf_s)
         useful_s += every_s * math.floor(until_fault_s / (every_s + checkpoint_s))
-        total_s += until_fault_s + _until_it_runs(down_s, mtbf_s, random)
+        total_s += until_fault_s + (_until_it_runs(down_s, mtbf_s, random) if while_down else down_s)
     return useful_s / total_s
 
 
@@ -113,14 +118,17 @@ def restarts_formula(every_s: float, checkpoint_s: float, mtbf_s: float, down_s:
     return every_s / (mtbf_s * math.exp(down_s / mtbf_s) * math.expm1((every_s + checkpoint_s) / mtbf_s))
 
 
-def simulate_last_checkpoints(times: FaultTimes, mtbf_s: float, every_s: float, random: Random, faults: int = _FAULTS) -> float:
+def simulate_last_checkpoints(
+    times: FaultTimes, mtbf_s: float, every_s: float, random: Random, faults: int = _FAULTS, while_down: bool = True
+) -> float:
     """Goodput of a job whose living ranks write a checkpoint of the last sync point before it starts again: guard.lost=restart."""
+    down_s = times.detect_s + times.checkpoint_s + times.restart_s
     useful_s = total_s = 0.0
     share = every_s / (every_s + times.checkpoint_s)
     for _ in range(faults):
         until_fault_s = random.expovariate(1 / mtbf_s)
         useful_s += max(0.0, until_fault_s - random.uniform(0, times.sync_s)) * share
-        total_s += until_fault_s + _until_it_runs(times.detect_s + times.checkpoint_s + times.restart_s, mtbf_s, random)
+        total_s += until_fault_s + (_until_it_runs(down_s, mtbf_s, random) if while_down else down_s)
     return useful_s / total_s
 
 
