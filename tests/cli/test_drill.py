@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from hvdtrain.cli.drill.command import Harm, drill, lines, measure
+from hvdtrain.cli.drill.command import Harm, drill, lines, measure, step_of
 from hvdtrain.cli.drill.pauses import Pause, measure_pause, pause_lines
 from hvdtrain.cli.drill.victims import Rank, choose, find_ranks, send
 from hvdtrain.errors import UserError
@@ -69,6 +69,7 @@ def test_what_is_measured() -> None:
     after = [*before, start, {"kind": "step", "step": 110, "time": 103.5}]
     assert measure([1], 110, 100.0, after, decisions) == Harm([1], 110, 1.5, 3.5, 20)
     assert measure([1], 110, 100.0, after, []) == Harm([1], 110, 3.0, 3.5, 20)
+    assert step_of(after) == 110 and step_of(after[:2]) == 100 and step_of([]) == 0  # not 120, which was lost
     shrunk = [{"kind": "lost", "step": 110, "time": 100.2}, {"kind": "step", "step": 120, "time": 100.3}]
     assert measure([1], 110, 100.0, shrunk, []) == Harm([1], 110, 0.2, 0.3, 0)
     table = lines([Harm([1], 110, 1.5, 3.5, 20), Harm([0, 1], 210, None, None, None)])

@@ -78,7 +78,7 @@ def _is_stuck(harm: Harm | Pause) -> bool:
 def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
     ranks = [victim.rank for victim in victims]
     events = lines_of(run / "events.jsonl")
-    step = max((event["step"] for event in events if event["kind"] in ("start", "step")), default=0)
+    step = step_of(events)
     count, decisions, began_s = len(events), len(lines_of(run / "launch.jsonl")), time.time()
     for victim in victims:
         send(victim, signal.SIGKILL)
@@ -87,6 +87,11 @@ def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
         return measure(ranks, step, began_s, lines_of(run / "events.jsonl")[count:], lines_of(run / "launch.jsonl")[decisions:])
 
     return wait(recovered, wait_s) or Harm(ranks, step, None, None, None)
+
+
+def step_of(events: Sequence[dict[str, Any]]) -> int:
+    """Where the job is: the last event counts, as steps that were lost may have come further."""
+    return next((event["step"] for event in reversed(events) if event["kind"] in ("start", "step", "lost")), 0)
 
 
 def measure(
