@@ -6,7 +6,8 @@ python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] 
 A job under launch --elastic has so many faults, each an exponential time (seeded) after the job goes on from the one before. A fault kills
 one rank; where the job starts on more ranks at that moment, one that starts. Goodput: steps that are kept x seconds of a step where nothing
 happens / wall time, from the first sync point to the first one of all ranks after the last fault. The simulation gets the times measured in
-that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated jobs of so many faults.
+that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated jobs of so many
+faults.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hvdtrain.cli.plan.faults import FaultTimes, simulate_last_checkpoints, simu
 
 WORDS = "data.name=synthetic data.shape=[16,16,3] data.samples=64000 data.val_samples=64 batch.size=64 batch.evaluate=64 epochs=100"
 MODEL = "model.name=linear log.every_steps=10 comm.engine=mpi framework=numpy"
-EPOCH = 1000  # steps, with a checkpoint after them
+CHECKPOINT_STEPS = 300
 EVERY_S = 1.0  # of the supervisor's looks: a rank comes back after two
 Event = dict[str, Any]
 
@@ -48,7 +49,7 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
     random, load = Random(seed), os.getloadavg()[0]
     (run.parent / "hosts").write_text(f"localhost slots={options.ranks}\n")
     launch = ["launch", "--elastic", "--every", f"{EVERY_S:g}", "--max", str(options.ranks), "--hostfile", str(run.parent / "hosts")]
-    job_words = [f"run={run}", *WORDS.split(), *MODEL.split(), f"guard.lost={lost}", *words]
+    job_words = [f"run={run}", *WORDS.split(), *MODEL.split(), f"checkpoint.every_steps={CHECKPOINT_STEPS}", f"guard.lost={lost}", *words]
     with Job(0, ["-m", "hvdtrain", *launch, "--", *job_words], timeout_s=600) as job:
         trains = lambda: [line["kind"] for line in told(run)][-1:] == ["trains"] and told(run)[-1]["ranks"] == options.ranks  # noqa: E731
         wait_for(job, lambda: trains() and any(event["kind"] == "step" for event in events(run)), 120)
@@ -81,7 +82,7 @@ def judge(happened: list[Event], decisions: list[Event], killed: list[float], lo
     last = next_step(happened, begun_s)
     goodput = (last["step"] - first["step"]) * step_s / (last["time"] - first["time"])
     pauses_s = [event["pause_s"] for event in happened if event["kind"] == "checkpoint"]
-    sync_s, checkpoint_s = 10 * step_s, statistics.mean(pauses_s)
+    sync_s, checkpoint_s = 10 * step_s, statistics.mean(pauses_s or [0.0])
     harms = [harm_of(happened, decisions, killed_s) for killed_s in killed]
     ready_s = [first["time"], *(killed_s + harm.go_on_s for killed_s, harm in zip(killed, harms, strict=True))]
     gaps_s = [killed_s - since_s for killed_s, since_s in zip(killed, ready_s, strict=False)]
@@ -90,7 +91,7 @@ def judge(happened: list[Event], decisions: list[Event], killed: list[float], lo
     down_s = statistics.mean(harm.go_on_s - sync_s - harm.detect_s for harm in harms)
     starts_s = [later["time"] - line["time"] for line, later in following(decisions, "change", "trains")]
     restart_s = statistics.mean(starts_s) if lost == "shrink" and starts_s else down_s
-    every_s = EPOCH * step_s
+    every_s = CHECKPOINT_STEPS * step_s
     lost_speed = 1.0 if math.isnan(fewer_step_s) else ranks * (1 - step_s / fewer_step_s)
     times = FaultTimes(
         rank_mtbf_hours=ranks * mtbf_s / 3600,

@@ -190,8 +190,8 @@ def fault_lines(times: FaultTimes, rows: Sequence[Goodput]) -> list[str]:
         shares = " ".join(f"{100 * share:7.2f}%" for share in (row.stop, row.elastic, row.restart, row.shrink))
         lines.append(f"  {row.ranks:>6,} {_time(row.mtbf_s):>12} {_time(row.every_s):>17} {shares}")
     lines += [
-        "  stop: the job ends, and is started again after requeue_s; elastic: launch --elastic starts it again at once; both from the",
-        "  newest checkpoint; restart: the same with guard.lost=restart, where the living ranks write a checkpoint of the last sync point first;",
+        "  stop: the job ends, and is started again after requeue_s from the newest checkpoint; elastic: at once, by launch --elastic;",
+        "  restart: launch --elastic and guard.lost=restart, where the living ranks write a checkpoint of the last sync point first;",
         "  shrink: guard.lost=shrink goes on without the lost ranks, which launch --elastic adds again after repair_s",
     ]
     return lines
