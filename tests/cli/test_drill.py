@@ -80,18 +80,18 @@ def test_what_is_measured() -> None:
 
 def test_what_is_said_of_a_pause() -> None:
     """Stopped from 100 to 102: the sync point at 102.5 has it; the one at 100.1 was on its way; and a stall that ends the job."""
-    before = [{"kind": "step", "step": 10 * n, "time": 90.0 + n, "window_s": 0.1 * n} for n in (1, 2, 3)]
-    on_its_way = {"kind": "step", "step": 40, "time": 100.1, "window_s": 0.2, "slowest_rank": 0}
-    after = {"kind": "step", "step": 50, "time": 102.5, "window_s": 2.4, "slowest_rank": 1}
+    before = [{"kind": "step", "step": 10 * n, "time": 99.1 + 0.25 * n} for n in (1, 2, 3)]
+    on_its_way = {"kind": "step", "step": 40, "time": 100.1, "slowest_rank": 0}
+    after = {"kind": "step", "step": 50, "time": 102.5, "slowest_rank": 1}
     assert measure_pause([1], 100.0, 102.0, before, [on_its_way]) is None
     found = measure_pause([1], 100.0, 102.0, before, [on_its_way, after])
     assert found is not None
-    assert found == Pause([1], 30, 2.0, 0.2, 2.4, 1, "", 0.5)
+    assert found == Pause([1], 30, 2.0, 0.25, 2.4, 1, "", 0.5)
     stalled = measure_pause([1], 100.0, 102.0, before, [{"kind": "failed", "step": 30, "time": 101.0, "reason": "no progress for 1 s"}])
-    assert stalled is not None and stalled == Pause([1], 30, 2.0, 0.2, None, None, "failed: no progress for 1 s", None)
+    assert stalled is not None and stalled == Pause([1], 30, 2.0, 0.25, None, None, "failed: no progress for 1 s", None)
     table = [" ".join(line.split()) for line in pause_lines([found, stalled, found._replace(slowest_rank=0)])]
     assert table[1:] == [
-        "rank 1 30 2.00 s 2.40 s 0.20 s slowest is rank 1",
-        "rank 1 30 2.00 s - 0.20 s failed: no progress for 1 s",
-        "rank 1 30 2.00 s 2.40 s 0.20 s slowest is rank 0, which was not paused",
+        "rank 1 30 2.00 s 2.40 s 0.25 s slowest is rank 1",
+        "rank 1 30 2.00 s - 0.25 s failed: no progress for 1 s",
+        "rank 1 30 2.00 s 2.40 s 0.25 s slowest is rank 0, which was not paused",
     ]

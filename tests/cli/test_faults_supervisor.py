@@ -119,13 +119,13 @@ def test_a_drill(tmp_path: Path) -> None:
     starts = [number for number, event in enumerate(events(run)) if event["kind"] == "start"]
     for harm, number, failed in zip(killed, starts[1:], (line for line in told(run) if line["kind"] == "failed"), strict=True):
         again, last = events(run)[number], next(e for e in reversed(events(run)[:number]) if e["kind"] in ("start", "step"))
-        seen_s = [e["time"] for e in events(run)[:number] if e["kind"] == "failed" and e["time"] > last["time"]]  # a living rank 0 says it
+        seen_s = [e["time"] for e in events(run)[:number] if e["kind"] in ("failed", "lost") and e["time"] >= last["time"]]
         first = next(event for event in events(run)[number:] if event["kind"] == "step")
         assert harm["steps_lost"] == last["step"] - again["step"] >= 0
         assert harm["go_on_s"] - harm["detect_s"] == pytest.approx(first["time"] - min([failed["time"], *seen_s]), abs=0.01)
         assert 0 < harm["detect_s"] < harm["go_on_s"] < 30
     assert paused["ranks"] == [1] and paused["said"] == "" and 0 <= paused["go_on_s"] < 10
-    assert paused["window_s"] > 1.5 > paused["usual_s"], paused
+    assert paused["window_s"] > 2 > paused["usual_s"], paused
 
 
 def drilled(run: Path, *options: str) -> dict[str, Any]:

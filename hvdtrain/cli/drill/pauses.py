@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from hvdtrain.cli.drill.victims import Rank, send
 from hvdtrain.cli.drill.watch import lines_of, wait
 
-_USUAL = 20  # sync points before, whose median is the usual time
+_USUAL = 20  # sync points before: the median of the times between them is the usual time
 
 
 class Pause(NamedTuple):
@@ -22,7 +23,7 @@ class Pause(NamedTuple):
     step: int  # of the last sync point before
     pause_s: float
     usual_s: float | None  # between two sync points, before
-    window_s: float | None  # between the two sync points around the pause
+    window_s: float | None  # between the two sync points around the pause, an evaluation there included
     slowest_rank: int | None  # as the job says; None: one rank, or it ended
     said: str  # that ended the job or its start: an event and its message
     go_on_s: float | None  # from the end of the pause to the next sync point
@@ -57,8 +58,10 @@ def measure_pause(
         return found._replace(said=": ".join(filter(None, (last["kind"], _message(last)))), go_on_s=_since(ended_s, on))
     if on is None:
         return None
-    longest = max((event for event in after if event["kind"] == "step"), key=lambda event: event["window_s"])
-    return found._replace(window_s=longest["window_s"], slowest_rank=longest.get("slowest_rank"), go_on_s=_since(ended_s, on))
+    steps = [*_steps(before)[-1:], *_steps(after)]
+    around_s, event = max(((two["time"] - one["time"], two) for one, two in pairwise(steps)), key=lambda pair: pair[0], default=(None, on))
+    window_s = None if around_s is None else round(around_s, 3)
+    return found._replace(window_s=window_s, slowest_rank=event.get("slowest_rank"), go_on_s=_since(ended_s, on))
 
 
 def pause_lines(pauses: Sequence[Pause]) -> list[str]:
@@ -76,9 +79,14 @@ def _slowest(one: Pause) -> str:
 
 
 def _never(ranks: list[int], pause_s: float, before: Sequence[dict[str, Any]]) -> Pause:
-    steps = [event for event in before if event["kind"] == "step"]
-    usual_s = median(event["window_s"] for event in steps[-_USUAL:]) if steps else None
+    steps = _steps(before)
+    times_s = [two["time"] - one["time"] for one, two in pairwise(steps[-_USUAL:])]
+    usual_s = round(median(times_s), 3) if times_s else None
     return Pause(ranks, steps[-1]["step"] if steps else 0, round(pause_s, 3), usual_s, None, None, "", None)
+
+
+def _steps(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == "step"]
 
 
 def _message(event: dict[str, Any]) -> str:
