@@ -167,7 +167,7 @@ class Supervisor:
         before, start.ranks = start.ranks, self._job.ranks or start.ranks
         if start.ranks < before:
             fields = {"step": self._job.step, "ranks": start.ranks, "lost": before - start.ranks}
-            self._record.add("shrunk", f"{before - start.ranks} of {before} ranks lost: the job goes on on {start.ranks}", **fields)
+            self._record.add("shrunk", f"{before - start.ranks} of {before} ranks lost, {start.ranks} left", **fields)
             if start.trains_since_s is not None:
                 start.trains_since_s = now_s
             self._book.doubt(host.name for host in start.hosts)
