@@ -4,7 +4,7 @@ python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] 
                              [--out FILE.jsonl] [key=value ...]
 
 A job under launch --elastic has so many faults, each an exponential time (seeded) after the job goes on from the one before. A fault kills
-one rank; where the job starts on more ranks at that moment, one that starts. Goodput: steps that are kept x seconds of a step where nothing
+one rank; where the job starts on more ranks at that moment, it waits for the first steps. Goodput: steps that are kept x seconds of a step where nothing
 happens / wall time, from the first sync point to the first one of all ranks after the last fault. The simulation gets the times measured in
 that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated jobs of so many
 faults.
@@ -56,7 +56,7 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
         killed = []
         for _ in range(options.faults):
             time.sleep(random.expovariate(1 / options.mtbf))
-            wait_for(job, job.pids, 120)  # guard.lost=shrink: where the job starts on all ranks at that moment, the first that there is
+            wait_for(job, lambda: is_training(run) and job.pids(), 120)  # guard.lost=shrink: it may be starting on all ranks
             pids, killed_s = job.pids(), time.time()
             killed.append(killed_s)
             with contextlib.suppress(ProcessLookupError):
@@ -68,6 +68,10 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
         job.wait()
     row = {"lost": lost, "seed": seed, "ranks": options.ranks}
     return row | judge(happened, decisions, killed, lost, options.ranks) | {"load": round(load, 1)}
+
+
+def is_training(run: Path) -> bool:
+    return next((e["kind"] for e in reversed(events(run)) if e["kind"] in ("start", "step", "lost", "stop")), "") in ("step", "lost")
 
 
 def next_step(happened: list[Event], after_s: float) -> Event:
