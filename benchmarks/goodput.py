@@ -4,10 +4,10 @@ python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] 
                              [--out FILE.jsonl] [key=value ...]
 
 A job under launch --elastic has so many faults, each an exponential time (seeded) after the job goes on from the one before. A fault kills
-one rank; where the job starts on more ranks at that moment, it waits for the first steps. Goodput: steps that are kept x seconds of a step where nothing
-happens / wall time, from the first sync point to the first one of all ranks after the last fault. The simulation gets the times measured in
-that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated jobs of so many
-faults.
+one rank; where the job starts on more ranks at that moment, it waits for the first steps. Goodput: steps that are kept x seconds of a step
+where nothing happens / wall time, from the first sync point to the first one of all ranks after the last fault. The simulation gets the
+times measured in that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated
+jobs of so many faults.
 """
 
 from __future__ import annotations
