@@ -127,7 +127,7 @@ def judge(happened: list[Event], decisions: list[Event], killed: list[float], lo
         "wall_s": round(last["time"] - first["time"], 1),
         "faults": len(killed),
         "step_s": round(step_s, 5),
-        "fewer_ranks_step_s": round(fewer_step_s, 5),
+        "fewer_ranks_step_s": None if math.isnan(fewer_step_s) else round(fewer_step_s, 5),
         "every_s": round(every_s, 2),
         "steps_lost": [harm.steps_lost for harm in harms],
         "times": rounded,
