@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli.launch import offers
+from hvdtrain.cli.launch import offers, supervisor
 from hvdtrain.cli.launch.command import launch
 from hvdtrain.cli.launch.decision_record import Record
 from hvdtrain.cli.launch.decisions import (
@@ -27,7 +28,7 @@ from hvdtrain.cli.launch.host_book import FORGOTTEN_S, HostBook, left_out_s
 from hvdtrain.cli.launch.job_events import JobEvents
 from hvdtrain.cli.launch.launcher_commands import Host
 from hvdtrain.cli.launch.lost_ranks import outlives_ranks
-from hvdtrain.cli.launch.offers import of_file, of_script
+from hvdtrain.cli.launch.offers import of_file, of_script, this_machine
 from hvdtrain.cli.launch.probes import SHORTEST_S, Probes
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
@@ -261,3 +262,23 @@ def test_below_min_after_patience(tmp_path: Path, capfd: pytest.CaptureFixture[s
         "hvdtrain launch: 1 slots for 1 s, at least 2 are needed: given up, exit code 84; the same command resumes the job",
     ]
     assert os.listdir(tmp_path) == ["hosts"]
+
+
+def test_a_launcher_that_does_not_end_after_the_jobs_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job says that it stopped, as at its time limit; SIGTERM does not end its launcher."""
+    events = [{"time": 1.0, "kind": "start", "step": 0, "ranks": 1}, {"time": 2.0, "kind": "step", "step": 10}]
+    events.append({"time": 3.0, "kind": "stop", "step": 10})
+    program = f"""
+import json, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path({str(tmp_path / "run" / "events.jsonl")!r}).write_text({"".join(json.dumps(event) + chr(10) for event in events)!r})
+time.sleep(60)
+"""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(supervisor, "OVER_S", 0.5)
+    limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
+    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: [sys.executable, "-c", program], lambda host: [])
+    began_s = time.monotonic()
+    assert found.run() == REQUEUE and time.monotonic() - began_s < 30
+    told = [json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()]
+    assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), told

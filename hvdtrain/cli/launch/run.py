@@ -27,7 +27,7 @@ class LauncherRun:
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_s: float | None = None  # time.monotonic() of the first signal
         self._killed = 0  # the number of the second one
-        self._asked = False
+        self._asked = self._is_terminated = False
 
     @property
     def stopped(self) -> bool:
@@ -38,6 +38,11 @@ class LauncherRun:
         """Sends the ranks a request to stop, as the first signal does."""
         self._asked = True
         self._send(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """Ends the launcher; called again it does not leave that to the launcher. Its ranks have ended."""
+        self._send(signal.SIGKILL if self._is_terminated else signal.SIGTERM)
+        self._is_terminated = True
 
     def run(self, look: Callable[[], None] | None = None, look_s: float = 1.0) -> int:
         """Returns the exit code of the launcher; 75 where the job was stopped before its ranks could listen.

@@ -21,6 +21,7 @@ from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
 
 LOOK_S = 0.2  # between two looks at what goes on
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
+OVER_S = 30.0  # for a launcher to end after the job's last word: mpirun with ULFM may hang where a rank is lost meanwhile
 SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts are changed
 
 
@@ -140,6 +141,8 @@ class Supervisor:
         code = launcher.run(lambda: self._watch(start), LOOK_S)
         self._job.poll()
         self._book.worked((host.name for host in hosts), time.monotonic() - began_s)
+        if start.is_cut_off:
+            code = {"end": DONE, "stop": REQUEUE}.get(self._job.ending, code)
         ended = Ended(code, self._job.ending, self._job.step, launcher.stopped, start.asked)
         return self._after(start, ended)
 
@@ -153,6 +156,8 @@ class Supervisor:
             start.trains_since_s = now_s
             self._record.add("trains", f"step {self._job.step} on {self._job.ranks} ranks", step=self._job.step, ranks=self._job.ranks)
         self._see_losses(start, now_s)
+        if self._is_over_for_long(start, now_s):
+            return
         if start.asked or start.trains_since_s is None or now_s - start.trains_since_s < SETTLED * self._limits.every_s:
             return
         chosen = choose(self._book.usable(), self._limits.most)
@@ -161,6 +166,19 @@ class Supervisor:
             start.asked = True
             self._record.add("change", f"{why}: the job stops at its next sync point, to go on there", step=self._job.step)
             start.launcher.ask_to_stop()
+
+    def _is_over_for_long(self, start: _Start, now_s: float) -> bool:
+        """The job has said its last word, and its launcher has not ended: it is killed, and the word counts."""
+        is_over = bool(self._job.ending) and self._job.step >= 0
+        start.over_since_s = (start.over_since_s or now_s) if is_over else None
+        if start.over_since_s is None or now_s - start.over_since_s < OVER_S:
+            return False
+        if not start.is_cut_off:
+            start.is_cut_off = True
+            text = f"the job has ended ({self._job.ending}), its launcher has not for {OVER_S:g} s: it is killed"
+            self._record.add("warning", text, step=self._job.step)
+        start.launcher.kill()
+        return True
 
     def _see_losses(self, start: _Start, now_s: float) -> None:
         """The job has gone on without some of its ranks (guard.lost=shrink): whether their hosts answer has to be asked anew."""
@@ -218,3 +236,5 @@ class _Start:
         self.ranks = slots_of(hosts)  # that are left
         self.asked = False  # to stop
         self.trains_since_s: float | None = None
+        self.over_since_s: float | None = None  # the job's last word
+        self.is_cut_off = False  # its launcher, which had not ended
