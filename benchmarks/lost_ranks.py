@@ -130,6 +130,16 @@ def one_job(chosen: argparse.Namespace, words: str, run: Path, chance: random.Ra
     return rows, "" if off < math.inf else f"{codes_told}"
 
 
+def write(chosen: argparse.Namespace, overrides: Sequence[str], load: float, rows: Sequence[dict[str, Any]]) -> None:
+    """A line for each loss, where --out names a file."""
+    machine = platform.processor() or platform.machine()
+    head = {"engine": chosen.engine, "framework": chosen.framework, "seed": chosen.seed, "words": overrides, "machine": machine}
+    head |= {"load": round(load, 1), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    if chosen.out:
+        with open(chosen.out, "a") as file:
+            file.writelines(json.dumps(head | row) + "\n" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="at least so many ranks")
@@ -139,7 +149,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")], default=[4])
     parser.add_argument("--out")
     chosen, overrides = parser.parse_known_args()
-    chance, rows, words, load = random.Random(chosen.seed), list[dict[str, Any]](), " ".join(overrides), os.getloadavg()[0]
+    chance, rows, words = random.Random(chosen.seed), list[dict[str, Any]](), " ".join(overrides)
     with tempfile.TemporaryDirectory() as folder:
         rule = " ".join(word for word in overrides if word.startswith("optim."))
         last = undisturbed(chosen.framework, Path(folder) / "one", f"{LENGTH[chosen.framework]} {rule}")
@@ -148,6 +158,7 @@ def main() -> None:
             number += 1
             found, codes = one_job(chosen, words, Path(folder) / f"job-{number}", chance, last)
             rows += found
+            write(chosen, overrides, os.getloadavg()[0], found)
             broken += [codes] * bool(codes)
     print(f"{'':12}{'n':>5}{'quartiles, ms':>24}{'largest':>9}")
     for name in ("detect_s", "go_on_s", "first_s"):
@@ -160,12 +171,6 @@ def main() -> None:
     print(", ".join(f"{kind} {n}" for kind, n in sorted(Counter(kind for row in rows for kind in row["kinds"]).items())))
     print(", ".join(f"from {source} {n}" for source, n in sorted(Counter(row["restored_from"] for row in rows).items())))
     print("exit codes of jobs that did not come to their end:", ", ".join(f"{c} {n}" for c, n in sorted(Counter(broken).items())) or "none")
-    if chosen.out:
-        machine = platform.processor() or platform.machine()
-        head = {"engine": chosen.engine, "framework": chosen.framework, "seed": chosen.seed, "words": overrides, "machine": machine}
-        head |= {"load_before": round(load, 1), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-        with open(chosen.out, "a") as file:
-            file.writelines(json.dumps(head | row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
