@@ -3,11 +3,11 @@
 python benchmarks/goodput.py [--ranks 3] [--faults 4] [--mtbf 15] [--seeds 1,2] [--lost stop,restart,shrink]
                              [--out FILE.jsonl] [key=value ...]
 
-A job under launch --elastic has so many faults, each an exponential time (seeded) after the job goes on from the one before. A fault kills
-one rank; where the job starts on more ranks at that moment, it waits for the first steps. Goodput: steps that are kept x seconds of a step
-where nothing happens / wall time, from the first sync point to the first one of all ranks after the last fault. The simulation gets the
-times measured in that job (checkpoints, sync points, detection, starts, the mean gap), not its goodput; "5 to 95 %" is of 1,000 simulated
-jobs of so many faults.
+A job under launch --elastic has so many faults, each an exponential time of mean --mtbf (seeded) after the job goes on from the one before.
+A fault kills one rank, while the job trains. A pass costs a sleep for each sample, so ranks are as fast as machines of their own. Goodput:
+steps that are kept x seconds of a step where nothing happens / wall time, from the first sync point to the first one of all ranks after the
+last fault. The prediction of a job takes --mtbf and the mean times of the jobs of the other seeds (checkpoints, detection, starts); "5 to
+95 %" is of 1,000 simulated jobs of so many faults.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from faults import events, supervisor, told, wait_for
@@ -38,10 +40,25 @@ from hvdtrain.cli.drill.command import measure, step_of
 from hvdtrain.cli.plan.faults import FaultTimes, simulate_last_checkpoints, simulate_restarts, simulate_shrink
 
 WORDS = "data.name=synthetic data.shape=[16,16,3] data.samples=64000 data.val_samples=64 batch.size=64 batch.evaluate=64 epochs=100"
-MODEL = "model.name=linear log.every_steps=10 comm.engine=mpi framework=numpy"
+SYNC_STEPS = 10
+MODEL = f"model.name=goodput:Paced model.sample_s=0.0005 log.every_steps={SYNC_STEPS} comm.engine=mpi"
+ENV = {"PYTHONPATH": os.pathsep.join(str(Path(__file__).resolve().parents[folders]) for folders in (0, 1)), "OMP_NUM_THREADS": "1"}
 CHECKPOINT_STEPS = 300
 EVERY_S = 1.0  # of the supervisor's looks: a rank comes back after two
 Event = dict[str, Any]
+
+
+class Paced(torch.nn.Module):
+    """A linear model whose passes of training cost a sleep for each sample: a rank is as fast as a machine of its own."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, sample_s: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.sample_s = torch.nn.Linear(math.prod(shape), classes), sample_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            time.sleep(self.sample_s * len(x))
+        return self.linear(x.flatten(1))
 
 
 def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words: list[str]) -> dict[str, Any]:
@@ -50,7 +67,7 @@ def one_job(run: Path, lost: str, options: argparse.Namespace, seed: int, words:
     (run.parent / "hosts").write_text(f"localhost slots={options.ranks}\n")
     launch = ["launch", "--elastic", "--every", f"{EVERY_S:g}", "--max", str(options.ranks), "--hostfile", str(run.parent / "hosts")]
     job_words = [f"run={run}", *WORDS.split(), *MODEL.split(), f"checkpoint.every_steps={CHECKPOINT_STEPS}", f"guard.lost={lost}", *words]
-    with Job(0, ["-m", "hvdtrain", *launch, "--", *job_words], timeout_s=600) as job:
+    with Job(0, ["-m", "hvdtrain", *launch, "--", *job_words], timeout_s=600, env=ENV) as job:
         trains = lambda: [line["kind"] for line in told(run)][-1:] == ["trains"] and told(run)[-1]["ranks"] == options.ranks  # noqa: E731
         wait_for(job, lambda: trains() and any(event["kind"] == "step" for event in events(run)), 120)
         killed = []
@@ -79,59 +96,60 @@ def next_step(happened: list[Event], after_s: float) -> Event:
 
 
 def judge(happened: list[Event], decisions: list[Event], killed: list[float], lost: str, ranks: int) -> dict[str, Any]:
-    """Goodput, what the simulation says of it, and the times that it was given."""
+    """Goodput of a job, and the times that a prediction takes."""
     step_s, fewer_step_s = (seconds_per_step(happened, ranks, all_there) for all_there in (True, False))
     first = next_step(happened, 0.0)
     begun_s = max(event["time"] for event in happened if event["kind"] in ("start", "lost"))
     last = next_step(happened, begun_s)
     goodput = (last["step"] - first["step"]) * step_s / (last["time"] - first["time"])
     pauses_s = [event["pause_s"] for event in happened if event["kind"] == "checkpoint"]
-    sync_s, checkpoint_s = 10 * step_s, statistics.mean(pauses_s or [0.0])
     harms = [harm_of(happened, decisions, killed_s) for killed_s in killed]
-    ready_s = [first["time"], *(killed_s + harm.go_on_s for killed_s, harm in zip(killed, harms, strict=True))]
-    gaps_s = [killed_s - since_s for killed_s, since_s in zip(killed, ready_s, strict=False)]
-    mtbf_s = statistics.mean(gaps_s)
     detect_s = statistics.mean(harm.detect_s for harm in harms)
-    down_s = statistics.mean(harm.go_on_s - sync_s - harm.detect_s for harm in harms)
+    down_s = statistics.mean(harm.go_on_s - SYNC_STEPS * step_s - harm.detect_s for harm in harms)
     starts_s = [later["time"] - line["time"] for line, later in following(decisions, "change", "trains")]
-    restart_s = statistics.mean(starts_s) if lost == "shrink" and starts_s else down_s
-    every_s = CHECKPOINT_STEPS * step_s
-    lost_speed = 1.0 if math.isnan(fewer_step_s) else ranks * (1 - step_s / fewer_step_s)
+    return {
+        "goodput": round(goodput, 4),
+        "wall_s": round(last["time"] - first["time"], 1),
+        "faults": len(killed),
+        "steps_lost": [harm.steps_lost for harm in harms],
+        "step_s": step_s,
+        "fewer_ranks_step_s": fewer_step_s,
+        "checkpoint_s": statistics.mean(pauses_s or [0.0]),
+        "detect_s": detect_s,
+        "down_s": max(0.0, down_s),
+        "restart_s": statistics.mean(starts_s) if lost == "shrink" and starts_s else max(0.0, down_s),
+    }
+
+
+def predict(row: dict[str, Any], others: list[dict[str, Any]], mtbf_s: float) -> dict[str, Any]:
+    """Of the job of this row by the times of other jobs: the long-run value, and what 90 % of jobs of so many faults have."""
+    mean = {key: statistics.mean(other[key] for other in others) for key in ("step_s", "checkpoint_s", "detect_s", "down_s", "restart_s")}
+    fewer = [other["fewer_ranks_step_s"] for other in others if not math.isnan(other["fewer_ranks_step_s"])]
+    ranks, faults = row["ranks"], row["faults"]
+    every_s = CHECKPOINT_STEPS * mean["step_s"]
     times = FaultTimes(
         rank_mtbf_hours=ranks * mtbf_s / 3600,
-        checkpoint_s=checkpoint_s,
-        sync_s=sync_s,
-        detect_s=detect_s,
-        restart_s=restart_s,
-        reform_s=max(0.0, down_s),
+        checkpoint_s=mean["checkpoint_s"],
+        sync_s=SYNC_STEPS * mean["step_s"],
+        detect_s=mean["detect_s"],
+        restart_s=mean["restart_s"],
+        reform_s=mean["down_s"],
         repair_s=2 * EVERY_S,
-        lost_speed=lost_speed,
+        lost_speed=ranks * (1 - mean["step_s"] / statistics.mean(fewer)) if fewer else 1.0,
     )
 
     def simulated(faults: int, random: Random) -> float:
-        if lost == "stop":
-            return simulate_restarts(every_s, checkpoint_s, mtbf_s, detect_s + restart_s, random, faults, while_down=False)
-        if lost == "restart":
+        if row["lost"] == "stop":
+            down_s = times.detect_s + times.restart_s
+            return simulate_restarts(every_s, times.checkpoint_s, mtbf_s, down_s, random, faults, while_down=False)
+        if row["lost"] == "restart":
             return simulate_last_checkpoints(times, mtbf_s, every_s, random, faults, while_down=False)
         return simulate_shrink(times, ranks, every_s, random, faults)
 
     draws = Random(1)
-    likely = statistics.quantiles([simulated(len(killed), draws) for _ in range(1000)], n=20)
-    predicted = simulated(20000, Random(1))
-    rounded = {key: round(value, 4) for key, value in times._asdict().items()}
-    return {
-        "goodput": round(goodput, 4),
-        "predicted": round(predicted, 4),
-        "5 to 95 %": [round(likely[0], 4), round(likely[-1], 4)],
-        "mtbf_s": round(mtbf_s, 2),
-        "wall_s": round(last["time"] - first["time"], 1),
-        "faults": len(killed),
-        "step_s": round(step_s, 5),
-        "fewer_ranks_step_s": None if math.isnan(fewer_step_s) else round(fewer_step_s, 5),
-        "every_s": round(every_s, 2),
-        "steps_lost": [harm.steps_lost for harm in harms],
-        "times": rounded,
-    }
+    likely = statistics.quantiles([simulated(faults, draws) for _ in range(1000)], n=20)
+    given = {key: round(value, 4) for key, value in times._asdict().items()}
+    return {"predicted": round(simulated(20000, Random(1)), 4), "5 to 95 %": [round(likely[0], 4), round(likely[-1], 4)], "times": given}
 
 
 def harm_of(happened: list[Event], decisions: list[Event], killed_s: float) -> Any:
@@ -164,20 +182,29 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--faults", type=int, default=4)
     parser.add_argument("--mtbf", type=float, default=15.0, help="seconds")
-    parser.add_argument("--seeds", default="1,2")
+    parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--lost", default="stop,restart,shrink")
     parser.add_argument("--out")
     options, words = parser.parse_known_args()
-    machine = {"machine": platform.machine(), "processors": os.cpu_count(), "words": words}
-    for seed in map(int, options.seeds.split(",")):
-        for lost in options.lost.split(","):
+    machine = {"machine": platform.machine(), "processors": os.cpu_count(), "words": words, "mtbf_s": options.mtbf}
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if len(seeds) < 2:
+        parser.error("--seeds: two or more, as the times of the other jobs predict each")
+    for lost in options.lost.split(","):
+        rows = []
+        for seed in seeds:
             with tempfile.TemporaryDirectory() as folder:
-                row = one_job(Path(folder) / "run", lost, options, seed, words)
-            print(*(f"{key}={row[key]}" for key in row), flush=True)
-            if options.out:
-                date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                with open(options.out, "a") as file:
-                    file.write(json.dumps(row | machine | {"date": date}) + "\n")
+                rows.append(one_job(Path(folder) / "run", lost, options, seed, words))
+            print(f"{lost}, seed {seed}: goodput {100 * rows[-1]['goodput']:.1f} % in {rows[-1]['wall_s']} s", flush=True)
+        for row in rows:
+            row.update(predict(row, [other for other in rows if other is not row], options.mtbf))
+            low, high = row["5 to 95 %"]
+            print(f"{lost}, seed {row['seed']}: {100 * row['goodput']:.1f} %, predicted {100 * row['predicted']:.1f} %", end=" ")
+            print(f"({100 * low:.1f} to {100 * high:.1f}), load {row['load']}", flush=True)
+        if options.out:
+            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            with open(options.out, "a") as file:
+                file.writelines(json.dumps(row | machine | {"date": date}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

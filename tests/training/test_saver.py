@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Event, Log
-from hvdtrain.training.checkpoint import files
+from hvdtrain.training.checkpoint import checkpoints, files
+from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
 from hvdtrain.training.progress.train_state import TrainState
@@ -222,3 +224,30 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path: Path) -> None:
     job.learner.state = lambda: {"b.mask": np.array([-np.inf]), **fine()}  # type: ignore[method-assign]
     job.synchronize(3)
     assert job.steps() == [1, 3]
+
+
+class LostInTheSecondSum(SingleProcessCommunicator):
+    """Of two ranks, of which the other one ends."""
+
+    size, sums = 2, 0
+
+    def allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Buffer:
+        self.sums += 1
+        if self.sums == 2:
+            raise ConnectionError("the other rank is lost")
+        return x
+
+
+def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waits for the part, until somebody notices; rank 0 would wait for its writer."""
+    monkeypatch.setattr(checkpoints, "LOOK_S", 0.01)
+    job, given_up = SavedRun(tmp_path, every_steps=4), threading.Event()
+    job.learner.is_sharded = True  # type: ignore[attr-defined]
+    ranks = LostInTheSecondSum()
+    of_job = Checkpoints(ranks, job.learner, tmp_path, 2**20, job.saver)  # type: ignore[arg-type]
+    job.saver._thread = threading.Thread(target=given_up.wait, args=(10,))
+    job.saver._thread.start()
+    with pytest.raises(ConnectionError):
+        of_job.save(at(8))
+    assert job.saver._thread.is_alive()
+    given_up.set()

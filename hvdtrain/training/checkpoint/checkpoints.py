@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.core.arrays import Arrays
@@ -22,6 +24,7 @@ from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
+LOOK_S = 0.5  # between two looks whether rank 0 still writes
 GRACE_S = 10.0  # of a job that ends, for rank 0 to make the folder that the others write into
 
 
@@ -85,7 +88,8 @@ class Checkpoints:
         def unfinished() -> str:
             return files.unfinished_name(now.progress.step, secrets.token_hex(8)) if self.saver and self.saver.wants(now) else ""
 
-        name = on_rank_0(self._communicator, unfinished)  # waits for the write before
+        self._wait_for_the_write_before()
+        name = on_rank_0(self._communicator, unfinished)
         self._stop_writing()
         if not name:
             return
@@ -106,6 +110,15 @@ class Checkpoints:
                 target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
             )
             self._thread.start()
+
+    def _wait_for_the_write_before(self) -> None:
+        """A collective again and again, in which the loss of a rank is seen whose part rank 0's writer waits for."""
+        if not self._learner.is_sharded or self._communicator.size == 1:
+            return
+        is_writing = True
+        while is_writing:
+            own = self.saver is not None and self.saver.is_writing(LOOK_S)
+            is_writing = bool(self._communicator.allreduce(np.array([own], np.int64), "checkpoint.is_writing")[0])
 
     def _see_one_disk(self) -> bool:
         """Whether all ranks see what rank 0 writes in the run folder. A collective."""
@@ -145,6 +158,7 @@ class Checkpoints:
         Raises UserError where none is good.
         """
         restored: Arrays | None = None
+        self._wait_for_the_write_before()
 
         def read() -> TrainState:
             nonlocal restored
@@ -163,6 +177,7 @@ class Checkpoints:
             failure: str | None = None
             while failure is None:
                 self._save_parts(now)
+                self._wait_for_the_write_before()
                 failure = on_rank_0(self._communicator, lambda: self.saver.last_failure(now) if self.saver else "")
             last = failure
             return on_rank_0(self._communicator, lambda: LastWrite(last, bool(files.finished(self.run))))
@@ -175,6 +190,7 @@ class Checkpoints:
 
     def close_on_all_ranks(self) -> None:
         """Returns on every rank once no write is under way on rank 0. Every rank calls it."""
+        self._wait_for_the_write_before()
         on_rank_0(self._communicator, self.close)
 
     def close(self) -> None:

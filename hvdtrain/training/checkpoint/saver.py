@@ -174,6 +174,12 @@ class Saver:
         """Waits for a write that is under way."""
         self._collect()
 
+    def is_writing(self, wait_s: float) -> bool:
+        """Whether a write is under way, which gets so long to end."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+        return self._thread is not None and self._thread.is_alive()
+
     def _write(self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
         began, step = time.perf_counter(), now.progress.step
