@@ -212,9 +212,10 @@ def test_a_disk_that_stays_full_is_reported_at_the_end(disk: Disk) -> None:
     with disk.start(command, "run") as job:
         wait_for(job, lambda: newest(run) >= 50)
         disk.fill()
-        kept = newest(run)
+        written = newest(run)
         result = job.wait()
-    assert result.returncode == USER, result
+    kept = newest(run)
+    assert (result.returncode, kept >= written) == (USER, True), (result, written)  # the one being written may have had its room
     assert (
         f"hvdtrain: the job is done (epochs={command.epochs}), but its last checkpoint is not written: no room on the disk: needs 0."
         in result.stderr
