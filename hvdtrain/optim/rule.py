@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
 
 Array = Any  # the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops, never by operators
 Scalar = Any  # one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where work on it
@@ -36,6 +37,12 @@ class Ops(Protocol):
     def norm(self, x: Array) -> Scalar:
         """The Euclidean norm of each parameter's array, which does not depend on another norm: one sum over ranks serves all of them."""
 
+    def orthogonalize(self, x: Array, rounds: int, eps: float, dtype: str) -> Array:
+        """newton_schulz() of each parameter's array, whole, of two dimensions or more, in new memory and x's dtype.
+
+        dtype: of the rounds, "bfloat16" or "" for x's own
+        """
+
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar: ...
     def sqrt(self, a: Scalar) -> Scalar: ...
 
@@ -55,6 +62,22 @@ class Rule(Protocol):
 
     def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
         """(new parameters, new state). g is the gradient of the mean loss and is not changed; P and the state may be overwritten."""
+
+
+def newton_schulz(x: Array, rounds: int, eps: float, norm: Scalar) -> Array:
+    """x -> a x + (b x x' + c (x x')^2) x, `rounds` times from x / max(norm, eps): about the orthogonal matrix nearest to x.
+
+    x: (..., out, in), a matrix or a stack of them; norm: its Euclidean norm. The matrix is transposed where it is tall: less work.
+    Source: Jordan 2024, kellerjordan.github.io/posts/muon, as torch.optim.Muon has it.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.swapaxes(-1, -2) if tall else x
+    x = x / norm.clip(eps)
+    for _ in range(rounds):
+        square = x @ x.swapaxes(-1, -2)
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x.swapaxes(-1, -2) if tall else x
 
 
 class ArrayOps:
@@ -86,6 +109,13 @@ class ArrayOps:
 
     def norm(self, x: Array) -> Scalar:
         return self._xp.sqrt((x * x).sum())
+
+    def orthogonalize(self, x: Array, rounds: int, eps: float, dtype: str) -> Array:
+        assert x.ndim >= 2, x.shape  # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
+        if dtype and self._xp.__name__ == "numpy":
+            raise UserError(f"numpy has no {dtype}", "the dtype of the rounds", "the parameter's own")
+        matrix = x.reshape(x.shape[0], -1).astype(dtype or x.dtype)  # (out, in kh kw)
+        return newton_schulz(matrix, rounds, eps, self.norm(matrix)).astype(x.dtype).reshape(x.shape)
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar:
         return self._xp.where(condition, a, b)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain.optim.rule import newton_schulz
+
 Arrays = list[torch.Tensor]  # of one dtype on one device
 Row = torch.Tensor  # (n,), one number for each of n parameters
 
@@ -52,6 +54,19 @@ class TorchOps:
         if all(t.device.type == "cpu" and t.is_contiguous() for t in x):
             return torch.stack([torch.dot(t.view(-1), t.view(-1)) for t in x]).sqrt()  # on two cores half the time of vector_norm
         return torch.stack(torch._foreach_norm(x))
+
+    def orthogonalize(self, x: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
+        assert all(t.ndim >= 2 for t in x), [tuple(t.shape) for t in x]  # a flattened part of a matrix would give wrong numbers
+        alike: dict[torch.Size, list[int]] = {}
+        for i, t in enumerate(x):
+            alike.setdefault(t.flatten(1).shape, []).append(i)
+        found = list(x)
+        for members in alike.values():
+            stack = torch.stack([x[i].flatten(1) for i in members]).to(getattr(torch, dtype) if dtype else None)  # (n, out, in kh kw)
+            norms = stack.flatten(1).norm(dim=1).view(-1, 1, 1)
+            for i, matrix in zip(members, newton_schulz(stack, rounds, eps, norms), strict=True):
+                found[i] = matrix.to(x[i].dtype).reshape(x[i].shape)
+        return found
 
     def where(self, condition: torch.Tensor, a: Row | float, b: Row | float) -> Row:
         assert isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor), f"{a}, {b}: torch would make their dtype the default one"
