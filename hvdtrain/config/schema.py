@@ -173,7 +173,7 @@ class OptimConfig(OpenSection):
     section = "optim"
     name: str = Field(
         default="sgd",
-        description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, or a torch.optim.Optimizer by its import path: "
+        description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, muon, or a torch.optim.Optimizer by its import path: "
         "torch.optim.RMSprop",
     )
     base_lr: float = Field(default=0.02, ge=0, le=1e6, description="learning rate for a global batch of base_batch, after the warm-up")
@@ -187,7 +187,7 @@ class OptimConfig(OpenSection):
         default=None,
         ge=0,
         lt=1,
-        description="momentum, or the first beta of Adam-like optimizers; default: the optimizer's own, 0.9 or 0.95 for novograd",
+        description="momentum, or the first beta of Adam-like optimizers; default: the optimizer's own, 0.9 or 0.95 for novograd and muon",
     )
     weight_decay: float = Field(
         default=0.0,

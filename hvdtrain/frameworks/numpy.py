@@ -49,9 +49,9 @@ class NumpyLearner:
         self.is_sharded = False
         self.weights = {name: np.zeros(shape, dtype) for name, shape in shapes(config, task).items()}
         self.ops = ArrayOps(np)
-        self.optimizer_state = {name: rule.init(p, self.ops) for name, p in self.weights.items()}
         excluded = {name for name, p in self.weights.items() if is_excluded(p.shape) and config.optim.exclude == "norms_and_biases"}
-        self.rules = {name: rule.without_trust_ratio() if name in excluded else rule for name in self.weights}
+        self.rules = {name: rule.of_parameter(name, p.shape, name in excluded) for name, p in self.weights.items()}
+        self.optimizer_state = {name: self.rules[name].init(p, self.ops) for name, p in self.weights.items()}
         self.decays = {name: 0.0 if name in excluded else 1.0 for name in self.weights}
 
     def cache_on_device(self, source: Source) -> bool:

@@ -19,7 +19,7 @@ class Adam:
     eps: float = 1e-8
     momentum: float = 0.9
 
-    def without_trust_ratio(self) -> Rule:
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
@@ -59,11 +59,11 @@ def adapted_gradient(g: Array, state: tuple[Any, ...], h: Hyper, beta2: float, e
     return AdaptedGradient(root / (1 - h.momentum**t), ops.divide_by_sqrt(m, v, eps * root), (m, v))
 
 
-def check_moments(beta2: float, eps: float) -> None:
+def check_moments(beta2: float, eps: float, key: str = "optim.beta2") -> None:
     """Raises UserError where beta2 makes no running mean, or eps cannot be added to a divisor."""
     if not 0 <= beta2 < 1:
         what = f"a beta2 of {beta2} makes no running mean"
-        raise UserError(what, "optim.beta2", "give 0 or more and less than 1, as in optim.beta2=0.999")
+        raise UserError(what, key, f"give 0 or more and less than 1, as in {key}=0.999")
     if not 0 <= eps < math.inf:
         raise UserError(f"eps={eps} is negative or not finite", "optim.eps", "give 0 or more, as in optim.eps=1e-8")
 

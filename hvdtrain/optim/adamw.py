@@ -21,7 +21,7 @@ class AdamW:
     eps: float = 1e-8
     momentum: float = 0.9
 
-    def without_trust_ratio(self) -> Rule:
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:

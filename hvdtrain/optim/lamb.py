@@ -23,8 +23,8 @@ class Lamb:
     adapt: bool = True
     momentum: float = 0.9
 
-    def without_trust_ratio(self) -> Rule:
-        return replace(self, adapt=False)
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        return replace(self, adapt=not excluded)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return moments(p, ops)

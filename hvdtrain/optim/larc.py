@@ -32,8 +32,8 @@ class Larc:
     adapt: bool = True
     momentum: float = 0.9
 
-    def without_trust_ratio(self) -> Rule:
-        return replace(self, adapt=False)
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        return replace(self, adapt=not excluded)
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)

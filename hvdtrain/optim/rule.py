@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hvdtrain.core.progress import Hyper
-from hvdtrain.errors import UserError
 
 Array = Any  # the array of a parameter, or a list of several, as the Ops take them: rules change it by Ops, never by operators
 Scalar = Any  # one number for each parameter, as a 0-d array or a row of them: Python's operators and Ops.where work on it
@@ -37,10 +36,10 @@ class Ops(Protocol):
     def norm(self, x: Array) -> Scalar:
         """The Euclidean norm of each parameter's array, which does not depend on another norm: one sum over ranks serves all of them."""
 
-    def orthogonalize(self, x: Array, rounds: int, eps: float, dtype: str) -> Array:
-        """newton_schulz() of each parameter's array, whole, of two dimensions or more, in new memory and x's dtype.
+    def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
+        """newton_schulz() of each parameter's array x, of two dimensions or more as a whole, in new memory and x's dtype.
 
-        dtype: of the rounds, "bfloat16" or "" for x's own
+        p: the parameters; dtype: of the rounds, "bfloat16" or "" for x's own
         """
 
     def where(self, condition: Any, a: Scalar | float, b: Scalar | float) -> Scalar: ...
@@ -54,8 +53,8 @@ class Rule(Protocol):
     def momentum(self) -> float:
         """The default of optim.momentum."""
 
-    def without_trust_ratio(self) -> Rule:
-        """The rule for parameters that no trust ratio scales (norms, biases): itself where the rule has no trust ratio."""
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
+        """The rule for one parameter: itself, or without its trust ratio where `excluded` (norms, biases), or another one."""
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         """The state before the first step."""
@@ -110,10 +109,8 @@ class ArrayOps:
     def norm(self, x: Array) -> Scalar:
         return self._xp.sqrt((x * x).sum())
 
-    def orthogonalize(self, x: Array, rounds: int, eps: float, dtype: str) -> Array:
+    def orthogonalize(self, x: Array, p: Array, rounds: int, eps: float, dtype: str) -> Array:
         assert x.ndim >= 2, x.shape  # a flattened part of a matrix would be orthogonalized on its own: wrong numbers
-        if dtype and self._xp.__name__ == "numpy":
-            raise UserError(f"numpy has no {dtype}", "the dtype of the rounds", "the parameter's own")
         matrix = x.reshape(x.shape[0], -1).astype(dtype or x.dtype)  # (out, in kh kw)
         return newton_schulz(matrix, rounds, eps, self.norm(matrix)).astype(x.dtype).reshape(x.shape)
 

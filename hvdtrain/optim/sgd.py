@@ -16,7 +16,7 @@ class Sgd:
     nesterov: bool = False
     momentum: float = 0.9
 
-    def without_trust_ratio(self) -> Rule:
+    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
         return self
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:

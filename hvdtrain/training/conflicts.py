@@ -351,6 +351,26 @@ def _dense_updates(job: PlannedJob) -> Iterator[UserError]:
             yield UserError(what, job.where(name), f"leave {name} out, or parallel.dense_updates=1")
 
 
+def whole_matrices(job: PlannedJob) -> Iterator[UserError]:
+    """optim.name=muon makes whole matrices orthogonal; where each rank has a part of one, shard.stage of framework=torch alone does it."""
+    config = job.config
+    if config.optim.name != "muon":
+        return
+    others = {
+        "shard.stage": config.shard.stage > 0 and config.framework == "jax",
+        "parallel.tensor": config.parallel.tensor > 1,
+        "parallel.pipeline": config.parallel.pipeline > 1,
+        "parallel.dense": config.parallel.dense != "none",
+        "servers.count": config.servers.count > 0,
+    }
+    for key, is_set in others.items():
+        if is_set:
+            what = f"optim.name=muon does not support {key}={_as_yaml(_value(config, key))}{' in JAX' * (key == 'shard.stage')}"
+            yield UserError(what, job.where(key), f"leave {key} out, or optim.name=adamw")
+    if config.optim.options.get("bf16") and config.framework == "numpy":
+        yield UserError("numpy has no bfloat16", job.where("optim.bf16"), "leave optim.bf16 out, or framework=torch")
+
+
 def servers(job: PlannedJob) -> Iterator[UserError]:
     """servers.count gives the weights to some ranks, and the samples to the others."""
     config, servers = job.config, job.config.servers
@@ -566,6 +586,7 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     parallel,
     dense,
     pipeline,
+    whole_matrices,
     servers,
     tune,
     horovod_settings,

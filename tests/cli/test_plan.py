@@ -133,6 +133,8 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
     assert "numbers: neither: stem.1.weight, stem.1.bias, " in text and " more (--all lists them)" in text
     text = " ".join(planned(capsys, *arguments, "--all"))
     assert "more (--all" not in text and "fc.bias" in text
+    text = " ".join(" ".join(planned(capsys, *arguments[1:], "optim.name=muon", "optim.rest_rule=sgd", "--all")).split())
+    assert "numbers: by sgd at 0.015 of the rate, momentum 0.9: stem.1.weight, " in text and "fc.weight, fc.bias" in text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_known_names() -> None:
     assert images | {"image_tokens", "text"} == set(plugins.files("data/datasets"))
     assert {"wide_resnet", "resnet18", "resnet50", "mlp", "linear"} <= set(plugins.files("frameworks/torch/models"))
     assert set(plugins.files("frameworks")) == {"torch", "numpy", "jax"}
-    assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"}
+    assert set(plugins.files("optim")) == {"sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"}
     assert set(plugins.files("frameworks/jax/models")) == {"linear", "mlp", "convnet"}
 
 

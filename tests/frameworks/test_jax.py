@@ -26,7 +26,7 @@ from hvdtrain.training.build import build_learner
 pytestmark = pytest.mark.usefixtures("jax_compilation_cache")
 
 TASK = Classification((5, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
-RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd"]
+RULES = ["sgd", "adam", "adamw", "lars", "larc", "lamb", "novograd", "muon"]
 
 
 def learner(*words: str, communicator: Communicator | None = None) -> Learner:

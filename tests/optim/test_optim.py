@@ -25,10 +25,15 @@ def build(name: str, **options: Any) -> Rule:
     return importlib.import_module(f"hvdtrain.optim.{name}").build(**options)
 
 
+def of_each(rule: Rule, run: Run) -> list[Rule]:
+    """What on_torch() makes of it too, by names that are the numbers of the arrays."""
+    return [rule.of_parameter(str(i), w.shape, out) for i, (w, out) in enumerate(zip(run.weights(), run.excluded(), strict=True))]
+
+
 def on_numpy(rule: Rule, run: Run) -> Arrays:
     ops, weights = ArrayOps(np), run.weights()
-    rules = [rule.without_trust_ratio() if excluded else rule for excluded in run.excluded()]
-    optimizer_state = [rule.init(w, ops) for w in weights]
+    rules = of_each(rule, run)
+    optimizer_state = [one.init(w, ops) for one, w in zip(rules, weights, strict=True)]
     for h in run.hypers():
         for i, g in enumerate(run.gradients(h.step)):
             one = h._replace(weight_decay=0.0) if run.excluded()[i] else h
@@ -38,16 +43,17 @@ def on_numpy(rule: Rule, run: Run) -> Arrays:
 
 def on_jax(rule: Rule, run: Run) -> Arrays:
     """One jitted update of all weights, whose numbers are tracers: it is compiled once."""
-    ops, excluded = ArrayOps(jax.numpy), run.excluded()
+    ops, excluded, rules = ArrayOps(jax.numpy), run.excluded(), of_each(rule, run)
 
     def update(gradients: list[Any], optimizer_state: list[Any], weights: list[Any], h: Hyper) -> Any:
-        rules = [(rule.without_trust_ratio(), h._replace(weight_decay=0.0)) if out else (rule, h) for out in excluded]
-        moved = [one.update(g, s, w, own, ops) for (one, own), g, s, w in zip(rules, gradients, optimizer_state, weights, strict=True)]
+        hypers = [h._replace(weight_decay=0.0) if out else h for out in excluded]
+        each = zip(rules, gradients, optimizer_state, weights, hypers, strict=True)
+        moved = [one.update(g, s, w, own, ops) for one, g, s, w, own in each]
         return [w for w, _ in moved], [s for _, s in moved]
 
     with jax.enable_x64(True):
         weights: list[Any] = [jax.numpy.array(w) for w in run.weights()]
-        optimizer_state, compiled = [rule.init(w, ops) for w in weights], jax.jit(update)
+        optimizer_state, compiled = [one.init(w, ops) for one, w in zip(rules, weights, strict=True)], jax.jit(update)
         for h in run.hypers():
             weights, optimizer_state = compiled(run.gradients(h.step), optimizer_state, weights, h)
         assert compiled._cache_size() == 1
@@ -209,7 +215,7 @@ def test_deviations_from_the_independent_implementations(float64: None) -> None:
     np.testing.assert_allclose(kozistr[0] - timm[0], [np.array([8, -6]) * (0.1 - 2**-0.5)], rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "lars", "larc", "lamb", "novograd", "adam", "adamw", "muon"])
 def test_dtypes_stay(name: str) -> None:
     rule, ops, p = build(name), ArrayOps(np), np.ones((2, 3), np.float32)
     optimizer_state = rule.init(p, ops)
@@ -221,8 +227,17 @@ def test_dtypes_stay(name: str) -> None:
 def test_rules_print_and_compare() -> None:
     assert str(build("lars")) == "Lars(form='torch', trust=0.001, eps=0.0, adapt=True, momentum=0.9)"
     assert build("larc", trust=0.1) == build("larc", trust=0.1) != build("larc") and build("novograd").momentum == 0.95
-    assert [build(name).without_trust_ratio().adapt for name in ("lars", "larc", "lamb")] == [False] * 3
-    assert all(build(name).without_trust_ratio() == build(name) for name in ("sgd", "adam", "adamw", "novograd"))
+    for name in ("lars", "larc", "lamb"):
+        assert [build(name).of_parameter("fc.bias", (3,), excluded).adapt for excluded in (False, True)] == [True, False]
+    assert all(build(name).of_parameter("fc.bias", (3,), True) == build(name) for name in ("sgd", "adam", "adamw", "novograd"))
+
+
+def test_which_parameters_muon_leaves_to_another_rule() -> None:
+    rule = build("muon", rest=("head.*",))
+    kernel = rule.of_parameter("conv1.weight", (8, 2, 1, 1), False)
+    assert kernel == rule.of_parameter("conv2.weight", (8, 2), True) != rule and kernel.factor == 2.0
+    rest = [rule.of_parameter(name, shape, False) for name, shape in {"conv1.bias": (8,), "head.weight": (8, 2)}.items()]
+    assert [str(one) for one in rest] == ["adamw at 0.015 of the rate, momentum 0.9"] * 2
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -101,6 +102,28 @@ def optax_lars(rate: Any, decay: float, keep: list[bool]) -> Any:
     return optax.lars(rate, decay, weight_decay_mask=keep, trust_ratio_mask=keep, momentum=M)
 
 
+def torchs_muon(adjust: str, nesterov: bool, rest: Callable[[list[dict]], torch.optim.Optimizer]) -> Oracle:
+    """torch.optim.Muon, with its rounds in float64, of matrices and kernels as matrices; `rest` of all others, at half the rate."""
+
+    def walk(run: Run) -> Arrays:
+        weights = [torch.nn.Parameter(torch.tensor(w).flatten(1) if w.ndim > 1 else torch.tensor(w)) for w in run.weights()]
+        options = {"momentum": M, "weight_decay": run.decay, "nesterov": nesterov, "adjust_lr_fn": adjust}
+        matrices = torch.optim.Muon([w for w in weights if w.ndim > 1], **options)
+        others = rest([{"params": [w], "weight_decay": 0.0 if run.exclude else run.decay} for w in weights if w.ndim == 1])
+        with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.clone()):
+            for h in run.hypers():
+                matrices.param_groups[0]["lr"] = h.lr
+                for group in others.param_groups:
+                    group["lr"] = h.lr * 0.5
+                for w, g in zip(weights, run.gradients(h.step), strict=True):
+                    w.grad = torch.tensor(g).view(w.shape)
+                matrices.step()
+                others.step()
+        return [w.detach().numpy().reshape(shape) for w, shape in zip(weights, SHAPES, strict=True)]
+
+    return walk
+
+
 class Case(NamedTuple):
     name: str
     options: dict[str, Any]
@@ -133,6 +156,18 @@ CASES = {
     "lamb": Case("lamb", {}, Run(0.1), {"timm": timm("Lamb", max_grad_norm=None, **BETAS)}),
     "lamb, all alike": Case(
         "lamb", {}, Run(0.1, exclude=False), {"optax": by_optax(lambda rate, decay, _: optax.lamb(rate, M, weight_decay=decay))}
+    ),
+    "muon": Case(
+        "muon",
+        {"rest_rate": 0.5},
+        Run(0.1),
+        {"torch": torchs_muon("original", True, lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95)))},
+    ),
+    "muon, adjusted": Case(
+        "muon",
+        {"adjust": "match_rms_adamw", "nesterov": False, "rest_rule": "sgd", "rest_rate": 0.5, "rest_momentum": 0.8},
+        Run(0.1, exclude=False),
+        {"torch": torchs_muon("match_rms_adamw", False, lambda groups: torch.optim.SGD(groups, momentum=0.8))},
     ),
     "novograd": Case("novograd", {}, Run(0.1), {"timm": timm("NvNovoGrad", betas=(M, 0.98)), "kozistr": by_torch(kozistr)}),
 }

@@ -49,6 +49,7 @@ KINDS = {  # of state that a job may have, in the torch framework; float32 but f
     "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
     "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
     "novograd": f"{RESNET} optim.name=novograd optim.base_lr=0.01",
+    "muon": f"{RESNET} optim.name=muon optim.base_lr=0.02",
     "sync norm": f"{RESNET} norm.kind=sync",
     "ghost norm": f"{RESNET} norm.kind=ghost norm.ghost=5",
     "torch.optim.RMSprop": f"{MLP} optim.name=torch.optim.RMSprop optim.base_lr=0.001 optim.momentum=0.9",

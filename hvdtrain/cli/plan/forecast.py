@@ -156,5 +156,8 @@ def memory(shapes: Shapes, rule: Rule | None, precision: str) -> Memory:
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes.values()]  # one number each, whatever the shape
     weights = sum(array.nbytes for array in arrays)
     ops = ArrayOps(SimpleNamespace(zeros_like=lambda array: array, zeros=np.zeros))
-    optimizer_state = None if rule is None else sum(state.nbytes for array in arrays for state in rule.init(array, ops))
+    optimizer_state = None
+    if rule is not None:
+        rules = [rule.of_parameter(name, shape, False) for name, shape in shapes.items()]
+        optimizer_state = sum(state.nbytes for one, array in zip(rules, arrays, strict=True) for state in one.init(array, ops))
     return Memory(weights, weights, optimizer_state, weights)

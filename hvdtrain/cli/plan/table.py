@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_recipe, memory
@@ -152,15 +152,33 @@ def _parameters(plan: Plan, most_names: int) -> list[str]:
     excludes = plan.config.optim.exclude == "norms_and_biases"
     excluded = {name: shape for name, shape in plan.shapes.items() if excludes and is_excluded(shape)}
     included = {name: shape for name, shape in plan.shapes.items() if name not in excluded}
-    has_trust_ratio = plan.rule is not None and plan.rule.without_trust_ratio() != plan.rule
+    has_trust_ratio = plan.rule is not None and plan.rule.of_parameter("", (1,), True) != plan.rule.of_parameter("", (1,), False)
     with_both, without = ("decayed and adapted layer by layer", "neither") if has_trust_ratio else ("decayed", "not decayed")
     lines = _labelled("parameters", f"{_count(included)}: {with_both}")
     if not excluded:
-        return [*lines, *_labelled("", f"{without}: none (optim.exclude={plan.config.optim.exclude})")]
-    names = list(excluded)[:most_names]
-    if len(excluded) > most_names:
-        names.append(f"and {len(excluded) - most_names} more (--all lists them)")
-    return [*lines, *_labelled("", f"{_count(excluded)}: {without}: {', '.join(names)}")]
+        lines += _labelled("", f"{without}: none (optim.exclude={plan.config.optim.exclude})")
+    else:
+        lines += _labelled("", f"{_count(excluded)}: {without}: {_listed(excluded, most_names)}")
+    for rule, shapes in _of_other_rules(plan).items():
+        lines += _labelled("", f"{_count(shapes)}: by {rule}: {_listed(shapes, most_names)}")
+    return lines
+
+
+def _listed(names: Iterable[str], most: int) -> str:
+    some = list(names)
+    return ", ".join(some if len(some) <= most else [*some[:most], f"and {len(some) - most} more (--all lists them)"])
+
+
+def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
+    """The parameters that optim.name leaves to another rule, by what that says of itself."""
+    found: dict[str, Shapes] = {}
+    if plan.rule is None:
+        return found
+    for name, shape in plan.shapes.items():
+        rule = plan.rule.of_parameter(name, shape, False)
+        if type(rule) is not type(plan.rule):
+            found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
+    return found
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -48,7 +48,7 @@ class JaxLearner:
         with target.enable_x64():
             formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)))
         self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
-        optimizer = Optimizer(config, rule, [p.shape for p in model.start])
+        optimizer = Optimizer(config, rule, model.names, [p.shape for p in model.start])
         strategy = Zero if config.shard.stage else Replicated
         self._strategy: Strategy = strategy(config, model, optimizer, communicator, target, self._phases)
         self.is_sharded = self._strategy.is_sharded

@@ -23,10 +23,10 @@ OptimizerState = list[tuple[Any, ...]]  # of each parameter, in the order of Mod
 class Optimizer:
     """A rule for all parameters of a model, of which some neither decay nor adapt."""
 
-    def __init__(self, config: Config, rule: Rule, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, config: Config, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = list(shapes)
         self._excluded = [config.optim.exclude == "norms_and_biases" and is_excluded(shape) for shape in shapes]
-        self._rules = [rule.without_trust_ratio() if excluded else rule for excluded in self._excluded]
+        self._rules = [rule.of_parameter(*each) for each in zip(names, shapes, self._excluded, strict=True)]
 
     def start(self, weights: Sequence[Any]) -> OptimizerState:
         """The state before the first step, for each array of `weights`."""

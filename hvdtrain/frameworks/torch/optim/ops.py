@@ -55,7 +55,7 @@ class TorchOps:
             return torch.stack([torch.dot(t.view(-1), t.view(-1)) for t in x]).sqrt()  # on two cores half the time of vector_norm
         return torch.stack(torch._foreach_norm(x))
 
-    def orthogonalize(self, x: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
+    def orthogonalize(self, x: Arrays, p: Arrays, rounds: int, eps: float, dtype: str) -> Arrays:
         assert all(t.ndim >= 2 for t in x), [tuple(t.shape) for t in x]  # a flattened part of a matrix would give wrong numbers
         alike: dict[torch.Size, list[int]] = {}
         for i, t in enumerate(x):

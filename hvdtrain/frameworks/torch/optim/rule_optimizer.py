@@ -127,8 +127,15 @@ def dense(p: torch.nn.Parameter) -> torch.Tensor:
 def make_optimizer(rule: Rule, named: NamedParameters, exclude: bool) -> torch.optim.Optimizer:
     """The optimizer that computes what `rule` says; where `exclude`, norms and biases neither decay nor adapt."""
     follow = ("lr", "momentum", "weight_decay", "step")
+    found: dict[tuple[bool, Rule], Parameters] = {}
+    for name, p in named:
+        excluded = exclude and is_excluded(tuple(p.shape))
+        found.setdefault((excluded, rule.of_parameter(name, tuple(p.shape), excluded)), []).append(p)
     return RuleOptimizer(
-        [group | {"rule": rule.without_trust_ratio() if group["excluded"] else rule, "follow": follow} for group in groups(named, exclude)]
+        [
+            {"params": found[key], "excluded": key[0], "rule": key[1], "follow": follow}
+            for key in sorted(found, key=lambda key: key[0])  # the adapted parameters first, whatever the order of the model's
+        ]
     )
 
 

@@ -210,7 +210,7 @@ class Fsdp:
         return total_over(self._mesh.shard, x)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+        return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         return run_passes(micro, divisor, one_pass)  # each backward adds the sum over ranks to p.grad

@@ -15,12 +15,10 @@ from hvdtrain.comm.communicator import Communicator, Handle, part_of
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
-from hvdtrain.frameworks.torch.optim.ops import TorchOps
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel.buckets import InOrder, group
+from hvdtrain.frameworks.torch.parallel.sharded_ops import ShardedOps, Total
 from hvdtrain.frameworks.torch.parallel.strategy import Held, NamedParameters, OnePass, Shard, Wrapped, reduction_device, whole_shard
-
-Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Zero:
@@ -66,7 +64,7 @@ class Zero:
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         self._of_wholes = optimizer
-        return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
+        return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
 
     def divide_anew(self) -> torch.optim.Optimizer:
         self._order.cut_off()
@@ -74,7 +72,7 @@ class Zero:
         for bucket in self._buckets:
             bucket.divide()
         self._shards = self._find_shards()
-        return of_shards(self._of_wholes, self._shards, self.total)
+        return of_shards(self._of_wholes, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.shard, x)
@@ -269,18 +267,13 @@ def shard_summary(mesh: Mesh) -> str:
     return f"{mesh.shard.size} rank{'s' * (mesh.shard.size > 1)}" + f" of each of {len(mesh.table)} hosts" * (len(mesh.table) > 1)
 
 
-class ShardedOps(TorchOps):
-    """The norm of an array of which each rank has a part is one of all parts."""
+def of_shards(
+    optimizer: torch.optim.Optimizer, shards: dict[torch.nn.Parameter, Shard], total: Total, rank: int = 0, size: int = 1
+) -> torch.optim.Optimizer:
+    """The same optimizer, without state, for the shards in the place of the parameters.
 
-    def __init__(self, total: Total) -> None:
-        self._total = total
-
-    def norm(self, x: list[torch.Tensor]) -> torch.Tensor:
-        return self._total(super().norm(x).square()).sqrt()
-
-
-def of_shards(optimizer: torch.optim.Optimizer, shards: dict[torch.nn.Parameter, Shard], total: Total) -> torch.optim.Optimizer:
-    """The same optimizer, without state, for the shards in the place of the parameters."""
+    rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others do without
+    """
     groups: list[dict[str, Any]] = []
     for of_all in optimizer.param_groups:
         groups.append({key: value for key, value in of_all.items() if key != "params"})
@@ -291,5 +284,6 @@ def of_shards(optimizer: torch.optim.Optimizer, shards: dict[torch.nn.Parameter,
     assert isinstance(optimizer, RuleOptimizer)
     sharded = type(optimizer)(groups)
     nbytes = {shard.parameter: math.prod(shard.shape) * shard.whole.element_size() for shard in shards.values()}
-    sharded.ops, sharded.bytes_of = ShardedOps(total), nbytes.__getitem__
+    sharded.ops = ShardedOps({shard.parameter: shard for shard in shards.values()}, total, rank, size)
+    sharded.bytes_of = nbytes.__getitem__
     return sharded
