@@ -92,7 +92,7 @@ FRAMEWORKS = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "novograd", "muon"])
 @pytest.mark.parametrize(("framework", "arguments"), FRAMEWORKS, ids=[f"{framework} {arguments[0]}" for framework, arguments in FRAMEWORKS])
 def test_shapes_and_memory_are_those_of_the_learner(framework: str, arguments: list[str], optimizer: str) -> None:
     config = configure(None, [f"framework={framework}", *arguments, f"optim.name={optimizer}", "speed.device=cpu", "speed.precision=fp64"])

@@ -50,7 +50,8 @@ class ShardedOps(TorchOps):
         key = tuple(p)
         if key not in self._cut:
             own = [0 < shard.stop - shard.start < math.prod(shard.shape) for shard in (self._shards[q] for q in p)]
-            self._cut[key] = (self._total(p[0].new_tensor(own)) > 0).tolist()
+            on_ranks = self._total(p[0].new_tensor(own)).tolist()
+            self._cut[key] = [here or ranks > 0 for here, ranks in zip(own, on_ranks, strict=True)]  # ranks: unknown in a prediction
         return self._cut[key]
 
     def _put_together(self, shapes: Sequence[tuple[int, ...]], given: Mapping[int, tuple[int, torch.Tensor]], like: torch.Tensor) -> Parts:
