@@ -142,7 +142,8 @@ class ModelConfig(OpenSection):
     section = "model"
     name: str = Field(
         default="wide_resnet",
-        description="model: wide_resnet, convnet, alexnet, resnet18 ... resnet152, gpt, mlp, linear, or package.module:Class of your own",
+        description="model: wide_resnet, convnet, airbench, alexnet, resnet18 ... resnet152, gpt, mlp, linear, or package.module:Class of "
+        "your own",
     )
     loss: Literal["cross_entropy", "squared_error"] = Field(
         default="cross_entropy",

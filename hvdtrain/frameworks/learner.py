@@ -116,6 +116,18 @@ class SharesSteps(Protocol):
 
 
 @runtime_checkable
+class BeginsWithSamples(Protocol):
+    """A learner whose model may compute some of its first weights from training samples."""
+
+    @property
+    def first_samples(self) -> int:
+        """How many; 0 of a model that does not. The same on all ranks."""
+
+    def begin_with(self, batch: Any) -> None:
+        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is sent to all."""
+
+
+@runtime_checkable
 class DividesAnew(Protocol):
     """A learner whose ranks have parts of the state, which may become those of other ranks."""
 

@@ -47,10 +47,12 @@ class Muon:
     nesterov: bool = True
     rounds: int = 5
     bf16: bool = False
-    adjust: Literal["original", "match_rms_adamw"] = "original"
+    adjust: Literal["original", "match_rms_adamw", "none"] = "original"
+    unit_rows: bool = False
     rest: tuple[str, ...] = ()
     rule_of_rest: Rule = OfTheRest(AdamW(0.95), 0.015, 0.9)
     factor: float = 1.0  # s
+    rows: int = 0  # of the parameter
     eps: float = 1e-7
     momentum: float = 0.95
 
@@ -58,8 +60,8 @@ class Muon:
         if len(shape) < 2 or any(fnmatchcase(name, pattern) for pattern in self.rest):
             return self.rule_of_rest
         rows, columns = shape[0], math.prod(shape[1:])
-        s = max(1.0, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
-        return replace(self, factor=s, rest=())
+        scales = {"original": max(1.0, rows / columns) ** 0.5, "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5, "none": 1.0}
+        return replace(self, factor=scales[self.adjust], rows=rows if self.unit_rows else 0, rest=())
 
     def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
         return (ops.zeros_like(p),)
@@ -68,6 +70,9 @@ class Muon:
         v = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, state[0]))
         direction = ops.axpy(1 - h.momentum, g, ops.scale(h.momentum, ops.copy(v))) if self.nesterov else v
         step = ops.orthogonalize(direction, P, self.rounds, self.eps, "bfloat16" if self.bf16 else "")
+        if self.unit_rows:
+            norm = ops.norm(P)
+            P = ops.scale(ops.where(norm > 0, self.rows**0.5 / ops.where(norm > 0, norm, 1.0), 1.0), P)
         return ops.axpy(-h.lr * self.factor, step, ops.scale(1 - h.lr * h.weight_decay, P)), (v,)
 
 
@@ -76,7 +81,8 @@ def build(
     nesterov: bool = True,
     rounds: int = 5,
     bf16: bool = False,
-    adjust: Literal["original", "match_rms_adamw"] = "original",
+    adjust: Literal["original", "match_rms_adamw", "none"] = "original",
+    unit_rows: bool = False,
     rest: tuple[str, ...] = ("*tokens*", "*positions*", "*embed*", "*head*", "fc.*", "*.fc.*"),
     rest_rule: Literal["adamw", "sgd"] = "adamw",
     rest_rate: float = 0.015,
@@ -88,7 +94,8 @@ def build(
     nesterov: true: look ahead along the momentum (Nesterov)
     rounds: of Newton-Schulz: how nearly orthogonal a step is
     bf16: true: the rounds in bfloat16, as in torch.optim.Muon; torch and jax
-    adjust: of a step's size to a matrix's shape: original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns))
+    adjust: factor of a step: original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)); none: 1
+    unit_rows: true: a matrix is first scaled to the norm sqrt(rows), so that its rows have norm 1 in the mean (airbench)
     rest: names of parameters, with * for any characters, that rest_rule updates: embeddings and the last layer; so are biases and norms
     rest_rule: adamw or sgd (with Nesterov as in `nesterov`), for parameters of one dimension and those that `rest` names
     rest_rate: their rate, as a share of that of the matrices
@@ -106,4 +113,4 @@ def build(
         raise UserError(what, "optim.rest_momentum", "give 0 or more and less than 1, as in optim.rest_momentum=0.9")
     check_moments(rest_beta2, 0.0, "optim.rest_beta2")
     of_rest = Sgd(nesterov) if rest_rule == "sgd" else AdamW(rest_beta2)
-    return Muon(nesterov, rounds, bf16, adjust, rest, OfTheRest(of_rest, rest_rate, rest_momentum))
+    return Muon(nesterov, rounds, bf16, adjust, unit_rows, rest, OfTheRest(of_rest, rest_rate, rest_momentum))

@@ -10,9 +10,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
+from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.tokens.images import codebook_of
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import BeginsWithSamples, Learner
 from hvdtrain.training.begin import begin
 from hvdtrain.training.checkpoint.changes import Change
 from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
@@ -81,6 +82,8 @@ def start_or_resume(config: Config, datasets: Datasets, communicator: Communicat
         return Found(run, point, [*notes, *point.notes], goes_on, is_over)
 
     run, point, notes, goes_on, is_over = on_rank_0(communicator, find)
+    if isinstance(learner, BeginsWithSamples) and learner.first_samples:
+        on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner) if restored is None else None)
     digest = broadcast_state(communicator, learner, restored)
     if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
@@ -96,6 +99,14 @@ def start_or_resume(config: Config, datasets: Datasets, communicator: Communicat
         weights=weights,
         checkpoint_limit_bytes=limit_bytes,
     )
+
+
+def _begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
+    """Of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
+    assert isinstance(learner, BeginsWithSamples)
+    train = datasets.train
+    batch = train.read(evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed))
+    learner.begin_with(learner.to_device({name: array for name, array in batch.items() if name in datasets.task.fields}))
 
 
 def _write_first_files(config: Config, datasets: Datasets, run: Path, lock: RunLock) -> None:

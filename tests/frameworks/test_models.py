@@ -8,7 +8,7 @@ import torch
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.classifier_init import init_classifier
-from hvdtrain.frameworks.torch.models import alexnet, convnet, linear, mlp, resnet, wide_resnet
+from hvdtrain.frameworks.torch.models import airbench, alexnet, convnet, linear, mlp, resnet, wide_resnet
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -119,6 +119,44 @@ def test_convnet_computes_what_it_describes(norm: bool) -> None:
         expected = rows.clamp(min=0)
     expected = expected.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"]
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_airbench_computes_what_it_describes() -> None:
+    torch.manual_seed(3)
+    model = airbench.build("airbench", (12, 9, 2), 5, widths=(20, 6)).double()
+    x, f = torch.randn(7, 2, 12, 9, dtype=torch.float64), torch.nn.functional
+    model.begin_with(x)
+    state = dict(model.state_dict())
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        "whitening.weight",
+        *(f"blocks.{i}.{k}.weight" for i in (1, 2) for k in (2, 5)),
+    }
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean((0, 2, 3), keepdim=True)
+        return centred / (centred.square().mean((0, 2, 3), keepdim=True) + 1e-12).sqrt()
+
+    expected = f.gelu(f.conv2d(x, state["whitening.weight"]))
+    for i in (1, 2):
+        expected = f.max_pool2d(f.conv2d(expected, state[f"blocks.{i}.0.weight"], padding=1), 2)
+        expected = f.gelu(norm(f.conv2d(f.gelu(norm(expected)), state[f"blocks.{i}.4.weight"], padding=1)))
+    expected = expected.amax((2, 3)) @ state["fc.weight"].T / 6
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
+    first = state["blocks.1.0.weight"]
+    assert state["fc.weight"].std() == pytest.approx(1)
+    torch.testing.assert_close(f.conv2d(torch.ones(1, 16, 3, 3).double(), first[:16], padding=1), torch.ones(1, 16, 3, 3).double())
+
+
+def test_airbench_whitens() -> None:
+    torch.manual_seed(4)
+    layer = airbench.Whitening(3, eps=1e-9).double()
+    x = (torch.randn(50, 3, 10, 10, dtype=torch.float64).cumsum(3) @ torch.randn(10, 10, dtype=torch.float64)).cumsum(1)
+    layer.begin_with(x)
+    outputs = layer(x).transpose(0, 1).flatten(1)  # (24, patches)
+    torch.testing.assert_close(outputs[:12] @ outputs[:12].T / outputs.shape[1], torch.eye(12).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(outputs[12:], -outputs[:12])
+    with pytest.raises(UserError, match="3 blocks halve images of 8x9 to nothing"):
+        airbench.build("airbench", (8, 9, 1), 3)
 
 
 def test_convnet_first_weights_are_uniform_as_described() -> None:

@@ -103,20 +103,27 @@ def optax_lars(rate: Any, decay: float, keep: list[bool]) -> Any:
 
 
 def torchs_muon(adjust: str, nesterov: bool, rest: Callable[[list[dict]], torch.optim.Optimizer]) -> Oracle:
-    """torch.optim.Muon, with its rounds in float64, of matrices and kernels as matrices; `rest` of all others, at half the rate."""
+    """torch.optim.Muon, with its rounds in float64, of matrices and kernels as matrices; `rest` of all others, at half the rate.
+
+    adjust="none": its "original", whose factor the rate and the decay take back; matrices are scaled to unit rows before each step.
+    """
 
     def walk(run: Run) -> Arrays:
         weights = [torch.nn.Parameter(torch.tensor(w).flatten(1) if w.ndim > 1 else torch.tensor(w)) for w in run.weights()]
-        options = {"momentum": M, "weight_decay": run.decay, "nesterov": nesterov, "adjust_lr_fn": adjust}
-        matrices = torch.optim.Muon([w for w in weights if w.ndim > 1], **options)
+        factors = {w: max(1.0, w.shape[0] / w.shape[1]) ** 0.5 if adjust == "none" else 1.0 for w in weights if w.ndim > 1}
+        options = {"momentum": M, "nesterov": nesterov, "adjust_lr_fn": "original" if adjust == "none" else adjust}
+        matrices = torch.optim.Muon([{"params": [w], "weight_decay": run.decay * factors[w]} for w in factors], **options)
         others = rest([{"params": [w], "weight_decay": 0.0 if run.exclude else run.decay} for w in weights if w.ndim == 1])
         with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.clone()):
             for h in run.hypers():
-                matrices.param_groups[0]["lr"] = h.lr
+                for group in matrices.param_groups:
+                    group["lr"] = h.lr / factors[group["params"][0]]
                 for group in others.param_groups:
                     group["lr"] = h.lr * 0.5
                 for w, g in zip(weights, run.gradients(h.step), strict=True):
                     w.grad = torch.tensor(g).view(w.shape)
+                    if adjust == "none" and w in factors:
+                        w.data *= len(w) ** 0.5 / w.data.norm()
                 matrices.step()
                 others.step()
         return [w.detach().numpy().reshape(shape) for w, shape in zip(weights, SHAPES, strict=True)]
@@ -168,6 +175,12 @@ CASES = {
         {"adjust": "match_rms_adamw", "nesterov": False, "rest_rule": "sgd", "rest_rate": 0.5, "rest_momentum": 0.8},
         Run(0.1, exclude=False),
         {"torch": torchs_muon("match_rms_adamw", False, lambda groups: torch.optim.SGD(groups, momentum=0.8))},
+    ),
+    "muon, unit rows": Case(
+        "muon",
+        {"adjust": "none", "unit_rows": True, "rest_rate": 0.5},
+        Run(0.1),
+        {"torch": torchs_muon("none", True, lambda groups: torch.optim.AdamW(groups, betas=(0.9, 0.95)))},
     ),
     "novograd": Case("novograd", {}, Run(0.1), {"timm": timm("NvNovoGrad", betas=(M, 0.98)), "kozistr": by_torch(kozistr)}),
 }

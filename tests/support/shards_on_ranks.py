@@ -65,7 +65,7 @@ JOBS = {
     "empty shares": EMPTY_SHARES,
     "own weights": "model.name=shards_on_ranks:OwnWeights optim.base_lr=0.05 max_steps=4",
     **{name: f"{MLP} {words}" for name, words in RULES.items()},
-    "mlp, muon": f"{MLP} optim.name=muon optim.rest=[] optim.rest_rate=0.1 {CLIPPED}",
+    "mlp, muon": f"{MLP} optim.name=muon optim.rest=[] optim.rest_rate=0.1 optim.unit_rows=true {CLIPPED}",
     "convnet, muon": f"model.name=convnet model.widths=[4,6] model.norm=false optim.name=muon {CLIPPED} max_steps=6",
     "resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=4",
     "unused layer": "model.name=faulty:Faulty optim.base_lr=0.05 max_steps=6",

@@ -26,7 +26,7 @@ from hvdtrain.frameworks.torch.assemble import assemble, make_optimizer
 from hvdtrain.frameworks.torch.compile import check_compiler
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import check_shared, pick_device
-from hvdtrain.frameworks.torch.model import check_outputs, checked_model, example, normed_model
+from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model, example, normed_model
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.timed import timed
@@ -66,6 +66,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         model = normed_model(config, task, communicator).to(device=device, dtype=precision.weights)
     like = torch.empty(0, dtype=precision.weights, device=device)
     check_outputs(model, config, task, like)
+    check_first_samples(model, config)
     refuse_tiny_images(model, example(2, config, task, like), precision, config.where("speed.precision"))
     if sharded:
         cuts = dict(sharded.cuts)

@@ -34,6 +34,7 @@ from hvdtrain.frameworks.torch.device import gpu, seed_dropout
 from hvdtrain.frameworks.torch.forward import Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
+from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
@@ -232,6 +233,15 @@ class TorchLearner:
             self.strategy.optimizer_step(self.optimizer)
         self.optimizer.zero_grad()
         return sums
+
+    @property
+    def first_samples(self) -> int:
+        return first_samples_of(self.model)
+
+    def begin_with(self, batch: DeviceBatch) -> None:
+        model: Any = self.model
+        model.begin_with(self.forward.inputs_of(batch))
+        self.strategy.weights_changed()
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)

@@ -35,6 +35,19 @@ def normed_model(config: Config, task: Task, communicator: Communicator) -> torc
     return model
 
 
+def first_samples_of(model: torch.nn.Module) -> int:
+    """How many training samples model.begin_with(inputs) takes before the first step: its first_samples; 0 of a model without it."""
+    return int(getattr(model, "first_samples", 5000)) if callable(getattr(model, "begin_with", None)) else 0
+
+
+def check_first_samples(model: torch.nn.Module, config: Config) -> None:
+    """Raises UserError where rank 0 would have only a part of the weights that begin_with() computes."""
+    keys = {"shard.stage": config.shard.stage == 3, "parallel": config.parallel.cuts, "parallel.dense": config.parallel.dense != "none"}
+    for key in (key for key, cuts in keys.items() if cuts and first_samples_of(model)):
+        what = f"begin_with() of model.name={config.model.name} needs whole weights on rank 0"
+        raise UserError(what, config.where(key) if "." in key else key, f"leave {key} out, or shard.stage=2")
+
+
 def check_outputs(model: torch.nn.Module, config: Config, task: Task, like: torch.Tensor | None = None) -> None:
     """Raises UserError where a forward pass of two samples of zeros does not give what the task needs; with norm.kind=sync also of none.
 

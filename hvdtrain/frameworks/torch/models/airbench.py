@@ -1,0 +1,106 @@
+"""airbench: the network that holds the records of training CIFAR-10 to 94 % in the shortest time (Jordan 2024, arXiv:2404.00498)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from hvdtrain.errors import UserError
+
+
+class Whitening(nn.Conv2d):
+    """2x2 patches times the eigenvectors of their covariance, each with both signs, so that what comes out is uncorrelated, of variance 1.
+
+    (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels come from training samples before the first step and stay; the bias is trained.
+    """
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__(channels, 8 * channels, kernel_size=2)
+        self.eps = eps
+        self.weight.requires_grad_(False)
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def begin_with(self, x: torch.Tensor) -> None:
+        """x: (n, C, H, W), samples as the network gets them. Section 3.2 of the paper; they are few numbers, so in float64 on the host."""
+        patches = nn.functional.unfold(x.detach().to("cpu", torch.float64), 2).transpose(1, 2).flatten(0, 1)  # (patches, 4 C)
+        variances, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+        largest = vectors.flip(1).T / torch.sqrt(variances.flip(0) + self.eps)[:, None]  # a row for each, the largest first
+        largest = largest * torch.where(largest.sum(1, keepdim=True) < 0, -1.0, 1.0)  # the sign of an eigenvector is the library's choice
+        self.weight.copy_(torch.cat([largest, -largest]).view(self.weight.shape))
+
+
+class Block(nn.Sequential):
+    """Two convolutions that begin as the identity of their first channels; the image is halved behind the first."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(
+            _identity(before, after), nn.MaxPool2d(2), _norm(after), nn.GELU(), _identity(after, after), _norm(after), nn.GELU()
+        )
+
+
+class Airbench(nn.Module):
+    """begin_with() is the trainer's to call, with `first_samples` of the training set, once, before the first step."""
+
+    first_samples = 5000
+
+    def __init__(self, channels: int, widths: tuple[int, ...], outputs: int, whitening_eps: float) -> None:
+        super().__init__()
+        self.whitening = Whitening(channels, whitening_eps)
+        self.blocks = nn.Sequential(nn.GELU(), *(Block(*pair) for pair in itertools.pairwise((8 * channels, *widths))))
+        self.pool = nn.AdaptiveMaxPool2d(1)
+        self.fc = nn.Linear(widths[-1], outputs, bias=False)
+        with torch.no_grad():
+            self.fc.weight /= self.fc.weight.std()
+
+    def begin_with(self, x: torch.Tensor) -> None:
+        self.whitening.begin_with(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.blocks(self.whitening(x))).flatten(1)
+        return self.fc(x) / x.shape[1]
+
+
+def _identity(before: int, after: int) -> nn.Conv2d:
+    layer = nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)
+    with torch.no_grad():
+        nn.init.dirac_(layer.weight[:before])
+    return layer
+
+
+def _norm(width: int) -> nn.BatchNorm2d:
+    """Without a trained weight."""
+    layer = nn.BatchNorm2d(width, eps=1e-12, momentum=0.4)  # momentum: the weight of the new statistics
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+def build(
+    name: str,
+    shape: tuple[int, int, int],
+    outputs: int,
+    *,
+    widths: tuple[int, ...] = (64, 256, 256),
+    whitening_eps: float = 5e-4,
+) -> nn.Module:
+    """A whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest number of each channel, a linear layer.
+
+    Images (n, C, H, W) of 9x9 pixels and more, for three blocks. The first layer is computed from 5,000 training samples. In a block:
+    conv, max-pool of 2, batch norm, GELU, conv, batch norm, GELU; norms have no weight. The last layer's weights have a standard deviation
+    of 1, and its outputs are divided by its width.
+
+    widths: channels of each block
+    whitening_eps: added to the variances of the patches
+
+    Raises UserError for widths below 1 and images that the blocks halve to nothing.
+    """
+    if min(widths, default=0) < 1:
+        raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each block")
+    smallest = 2 ** len(widths) + 1
+    if min(shape[:2]) < smallest:
+        what = f"{len(widths)} blocks halve images of {shape[0]}x{shape[1]} to nothing"
+        raise UserError(what, "model.widths", f"fewer widths, or images of {smallest}x{smallest} and more")
+    return Airbench(shape[2], widths, outputs, whitening_eps)

@@ -1,0 +1,59 @@
+"""begin_with(): weights that rank 0 computes from training samples before the first step, on any number of ranks, and not again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import mpirun, needs_mpirun
+from safetensors.numpy import load_file
+
+from hvdtrain.__main__ import main
+from hvdtrain.config.read import configure
+from hvdtrain.data.sampler import evaluated_samples
+from hvdtrain.frameworks.torch.models.airbench import Whitening
+from hvdtrain.training.datasets import open_datasets
+
+WORDS = ["data.name=digits", "model.name=airbench", "model.widths=[3,4]", "norm.kind=sync", "speed.precision=fp64", "batch.size=31"]
+WORDS += ["optim.name=sgd", "optim.base_lr=0.1", "seed=5", "stop.steps=6", "epochs=null", "data.sampling=global"]
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    (newest,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
+    return load_file(newest / "weights.safetensors")
+
+
+def by_hand() -> np.ndarray:
+    """The kernels from the samples that the seed draws of all, scaled as the task scales images."""
+    datasets = open_datasets(configure(None, WORDS))
+    images = datasets.train.read(evaluated_samples(len(datasets.train), min(5000, len(datasets.train)), 5))["x"]
+    task = datasets.task
+    x = (torch.tensor(images).permute(0, 3, 1, 2).double() / 255 - float(task.mean[0])) / float(task.std[0])
+    layer = Whitening(1, 5e-4).double()
+    layer.begin_with(x)
+    return layer.weight.detach().numpy()
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_two_ranks_begin_with_the_weights_of_one_and_a_resumed_job_keeps_them(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*WORDS, f"run={one}"]) == 0
+    result = mpirun(2, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={two}"], timeout_s=120)
+    assert result.returncode == 0, result
+    alone, together = weights(one), weights(two)
+    name = next(name for name in alone if name.endswith("whitening.weight"))
+    np.testing.assert_allclose(alone[name], by_hand(), rtol=0, atol=1e-12)
+    for key, array in alone.items():
+        np.testing.assert_allclose(together[key], array, rtol=0, atol=1e-11, err_msg=key)
+    assert main([f"resume={one}", f"run={one}", "stop.steps=9"]) == 0
+    resumed = weights(one)
+    assert (resumed[name] == alone[name]).all() and any((resumed[key] != array).any() for key, array in alone.items())
+
+
+def test_parts_of_the_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "norm.kind=batch", "shard.stage=3", f"run={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert "begin_with() of model.name=airbench needs whole weights on rank 0" in said and "leave shard.stage out, or shard.stage=2" in said
