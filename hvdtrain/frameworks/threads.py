@@ -8,6 +8,12 @@ import socket
 from hvdtrain.comm.communicator import Communicator
 
 
+def asked_threads() -> int | None:
+    """OMP_NUM_THREADS, of which a list is of nested levels and the first one counts; None where it is no number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else None
+
+
 def fair_threads(communicator: Communicator) -> int:
     """This rank's share of the cores that it may use. A collective."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

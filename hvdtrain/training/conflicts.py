@@ -519,6 +519,9 @@ def recompute(job: PlannedJob) -> Iterator[UserError]:
 def lost(job: PlannedJob) -> Iterator[UserError]:
     """guard.lost=shrink needs a state that the living ranks have, and a step that is the same on fewer ranks."""
     config = job.config
+    if config.guard.lost != "stop" and config.servers.count and job.engine != "mpi":
+        what = f"guard.lost={config.guard.lost} does not go on with servers.count={config.servers.count} on the {job.engine} engine"
+        yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
     if config.guard.lost != "shrink":
         return
     chosen = {
@@ -535,9 +538,6 @@ def lost(job: PlannedJob) -> Iterator[UserError]:
             what = f"guard.lost=shrink does not go on with {key}={_as_yaml(_value(config, key))} on fewer ranks"
             instead = {"shard.stage": "shard.stage=2", "shard.group": "shard.group=all"}.get(key, f"without {key}")
             yield UserError(what, job.where("guard.lost"), f"guard.lost=restart, or {instead}")
-    if config.servers.count and job.engine != "mpi":
-        what = f"guard.lost=shrink does not go on with servers.count={config.servers.count} on the {job.engine} engine"
-        yield UserError(what, job.where("guard.lost"), "comm.engine=mpi (mpirun --with-ft ulfm), or guard.lost=stop")
     if config.framework == "jax":
         what = "guard.lost=shrink does not go on with framework=jax, whose step is compiled for a number of ranks"
         yield UserError(what, job.where("guard.lost"), "guard.lost=restart, or framework=torch")

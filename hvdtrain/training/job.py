@@ -19,7 +19,7 @@ from hvdtrain.data.source import Source
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import RankWarnings
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.threads import fair_threads
+from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.recipe.noise_scale import NoiseScale
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
@@ -106,8 +106,9 @@ def make_job(
             saver = make_saver(config, datasets, log, start, run, checkpoint_limit_bytes, record_config, open_run)
     updates = None
     if config.servers.log and run is not None:
-        threads = int(os.environ.get("OMP_NUM_THREADS") or fair_threads(communicator))
-        header = Header(config.servers.count, communicator.size - config.servers.count, threads, start.progress.step)
+        fair = fair_threads(communicator)
+        workers = communicator.size - config.servers.count
+        header = Header(config.servers.count, workers, asked_threads() or fair, start.progress.step)
         updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
     recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)

@@ -58,6 +58,7 @@ class Neighbours:
         """pieces: this rank's parts. A collective."""
         self.arrays = [Array(piece.name, piece.shape, piece.array.dtype.str) for piece in pieces]
         self._communicator, self._rank, self._size = communicator, communicator.rank, communicator.size
+        self._memory: Copies | None = None
         away = distance(split_groups(communicator, 0).hosts)
         self._to, self._source = (self._rank + away) % self._size, (self._rank - away) % self._size
         of_all = communicator.allgather_object([list(piece.runs()) for piece in pieces])
@@ -77,6 +78,7 @@ class Neighbours:
         for view, piece in zip(own.views(self.arrays), pieces, strict=True):
             np.copyto(view, piece.array)
         if kept is not own:
+            self._memory = memory  # of messages that may still come where a rank is lost: it stays until there are other neighbours
             peers = point_to_point(self._communicator, "guard.lost")
             coming = peers.start_recv(kept.memory, self._source, "copy.parts")
             going = peers.start_send(own.memory, self._to, "copy.parts")

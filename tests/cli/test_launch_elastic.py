@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -26,8 +29,8 @@ from hvdtrain.cli.launch.decisions import (
 )
 from hvdtrain.cli.launch.host_book import FORGOTTEN_S, HostBook, left_out_s
 from hvdtrain.cli.launch.job_events import JobEvents
+from hvdtrain.cli.launch.job_words import value_of
 from hvdtrain.cli.launch.launcher_commands import Host
-from hvdtrain.cli.launch.lost_ranks import outlives_ranks
 from hvdtrain.cli.launch.offers import of_file, of_script, this_machine
 from hvdtrain.cli.launch.probes import SHORTEST_S, Probes
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
@@ -129,7 +132,11 @@ def test_a_host_that_fails_is_left_out_for_a_growing_while() -> None:
     assert book.failed("n2", 100.0) == 15
 
 
-def test_a_host_that_answers_and_one_that_does_not() -> None:
+def out_of_room(*_: object, **options: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of n1 prints the word and hangs; n2's says nothing: it is lost long before answer_s, as n1 has answered at once."""
     words = {"n1": "echo answers; sleep 60", "n2": "sleep 60", "n3": "exit 1"}
     probes = Probes(lambda name: ["sh", "-c", words[name]], 60.0)
@@ -142,6 +149,14 @@ def test_a_host_that_answers_and_one_that_does_not() -> None:
     while probes.are_open:
         found |= probes.poll()
         time.sleep(0.01)
+    with monkeypatch.context() as full:  # the disk: no host is asked, and none is lost
+        full.setattr(tempfile, "TemporaryDirectory", out_of_room)
+        probes.ask(["n1"])
+        assert (probes.poll(), probes.are_open, probes.error) == ({}, False, "No space left on device")
+    probes.ask(["n1"])
+    while probes.are_open:
+        assert probes.poll() in ({}, {"n1": True})
+    assert probes.error == ""
     assert found == {"n1": True, "n2": False, "n3": False} and SHORTEST_S <= time.monotonic() - began_s < 30
 
 
@@ -155,12 +170,17 @@ def test_a_host_that_answers_and_one_that_does_not() -> None:
         (["train", "--config", "F"], True),
         (["--config=F", "guard.lost=stop"], False),
         (["--config", "none"], False),
+        (["resume=former"], True),
+        (["resume=former", "guard.lost=stop"], False),
+        (["resume=nowhere"], False),
     ],
 )
-def test_whether_a_job_outlives_its_ranks(job: list[str], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_words_of_a_job_set(job: list[str], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("F").write_text("guard:\n  lost: shrink\n")
-    assert outlives_ranks(job) is lives
+    for path in (Path("F"), Path("former/config.yaml")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("guard:\n  lost: shrink\n")
+    assert (value_of(job, "guard.lost") in ("shrink", "restart")) is lives
 
 
 def test_what_a_job_tells(tmp_path: Path) -> None:
@@ -177,6 +197,10 @@ def test_what_a_job_tells(tmp_path: Path) -> None:
     tell({"kind": "stop", "step": 20})
     job.begin()
     assert (job.ending, job.step, job.trains) == ("stop", -1, False)
+    tell({"kind": "failed", "step": 21, "exit_code": 70})
+    job.poll()
+    assert (job.ending, job.exit_code) == ("failed", 70)
+    job.begin()
     tell({"kind": "step", "step": 7}, end="")
     job.poll()
     assert job.step == -1  # half a line
@@ -235,6 +259,7 @@ def test_the_record_waits_for_the_run_folder(tmp_path: Path, capfd: pytest.Captu
         (["--elastic", "--", "epochs=1"], "the job needs a run folder"),
         (["--elastic", "--", "check", "run=r"], "check runs once"),
         (["--elastic", "--", "run=r", "resume=no"], "with resume=no each start would begin anew"),
+        (["--elastic", "--", "--run=r", "--resume=no"], "with resume=no each start would begin anew"),
         (["--elastic", "-np", "2", "--", "run=r"], "-np does not go with --elastic\n.*\n  fix: --max 2"),
         (["--elastic", "--slurm", "--", "run=r"], "--slurm does not go with --elastic"),
         (["--elastic", "--min", "4", "--max", "2", "--", "run=r"], "--min 4 is more than --max 2"),

@@ -74,8 +74,15 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads((tmp_path / "plan.json").read_text())["faults"]
     assert found["times"]["restart_s"] == 60 and [row["ranks"] for row in found["rows"]] == list(RANKS)
     assert plan([*DATA, "--ranks", "8", "--faults", "epochs=1"]) == 0
-    with pytest.raises(UserError, match="--faults has no 'restrat'"):
-        plan([*DATA, "--ranks", "8", "--faults", "restrat=1"])
+    for words, message in (("restrat=1", "--faults has no 'restrat'"), ("lost_speed=8.5", "lost_speed=8.5: of 8 ranks none would be left")):
+        with pytest.raises(UserError, match=message):
+            plan([*DATA, "--ranks", "8", "--faults", words])
+
+
+def test_a_start_that_is_never_over_before_the_next_fault() -> None:
+    """It is as long as the exponential of 24 hours over 26 seconds: no draw would end."""
+    for row in goodputs(FaultTimes(requeue_s=86400.0, rank_mtbf_hours=1.0, lost_speed=8.0)):
+        assert all(0 <= value < 1 for value in (row.stop, row.elastic, row.restart, row.shrink)) and row.stop < 1e-3
 
 
 @pytest.mark.parametrize(

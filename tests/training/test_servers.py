@@ -233,21 +233,26 @@ def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engi
 
 
 def test_a_log_goes_on_at_the_update_that_follows(tmp_path: Path) -> None:
-    header, updates = Header(2, 3, 1, 0), [Update(ticket, ticket % 3, 2 + ticket % 2) for ticket in (1, 0, 2, 4, 3)]
+    header, updates = Header(2, 3, 1, 0), [Update(ticket, n % 3, 2 + ticket % 2) for n, ticket in enumerate((1, 0, 2, 4, 3))]
     log = UpdateLog(tmp_path, header)
     log.append(updates[:2])
     log.append(updates[2:])
     assert (tmp_path / NAME).stat().st_size == 32 + 8 * 5 and read_updates(tmp_path) == (header, updates)
     again = UpdateLog(tmp_path, header._replace(first=3))  # from a checkpoint of step 3
-    again.append([Update(3, 65535, 2)])
-    assert read_updates(tmp_path) == (header, [*updates[:3], Update(3, 65535, 2)])
+    again.append([Update(3, 3, 2)])
+    assert read_updates(tmp_path) == (header, [*updates[:3], Update(3, 3, 2)])
     with (tmp_path / NAME).open("ab") as file:
         file.write(b"\0\0\0")  # of a job that was killed
     assert len(read_updates(tmp_path)[1]) == 4
-    UpdateLog(tmp_path, header._replace(first=7)).append([Update(7, 0, 2)])  # 4 ... 6 were made without a log
-    assert read_updates(tmp_path) == (header._replace(first=7), [Update(7, 0, 2)])
-    UpdateLog(tmp_path, Header(1, 3, 1, 7))  # other servers
-    assert read_updates(tmp_path) == (Header(1, 3, 1, 7), [])
+    with pytest.warns(UserWarning, match="updates end before step 70000; the former one is updates-before-70000.bin"):
+        UpdateLog(tmp_path, header._replace(first=70000)).append([Update(70000, 65535, 2)])  # 4 ... 6 were made without a log
+    assert read_updates(tmp_path) == (header._replace(first=70000), [Update(70000, 65535, 2)])
+    with pytest.warns(UserWarning, match="there were 2 servers, not 1"):
+        UpdateLog(tmp_path, Header(1, 3, 1, 70001))
+    assert read_updates(tmp_path) == (Header(1, 3, 1, 70001), [])
+    with pytest.warns(UserWarning, match="each rank had 1 threads, not 2: OMP_NUM_THREADS=1 would go on with it"):
+        UpdateLog(tmp_path, Header(1, 3, 2, 70002))
+    assert Folder.open(tmp_path).names() == [*(f"updates-before-{step}.bin" for step in (70000, 70001, 70002)), NAME]
 
 
 def test_replay_says_what_it_does_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,6 +283,17 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b"hvdtrain\x02" + bytes(23))
     with pytest.raises(UserError, match=r"updates\.bin is no log of version 1"):
         read_updates(tmp_path)
+    for header, update, message in (
+        (Header(1, 2, 0, 0), Update(0, 0, 1), "it begins with 1 servers, 2 workers, 0 threads"),
+        (Header(1, 2, 1, 0), Update(0, 1, 1), "update 0 has ticket 0 and staleness 1"),
+        (Header(1, 2, 1, 0), Update(-1, 0, 1), "update 0 has ticket -1 and staleness 0"),
+    ):
+        (tmp_path / NAME).unlink()
+        UpdateLog(tmp_path, header).append([update])
+        with pytest.raises(UserError, match=f"updates.bin is damaged: {message}"):
+            read_updates(tmp_path)
+    with pytest.raises(UserError, match=r"cannot read updates\.bin: Not a directory"):
+        read_updates(tmp_path / NAME)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
     for use in (read_updates, lambda run: open_update_log(run, Header(1, 1, 1, 0))):

@@ -79,12 +79,14 @@ def _harm(run: Path, victims: Sequence[Rank], wait_s: float) -> Harm:
     ranks = [victim.rank for victim in victims]
     events = lines_of(run / "events.jsonl")
     step = step_of(events)
-    count, decisions, began_s = len(events), len(lines_of(run / "launch.jsonl")), time.time()
+    count, decisions, began_s = len(events), len(lines_of(run / "launch.jsonl", with_step=False)), time.time()
     for victim in victims:
         send(victim, signal.SIGKILL)
 
     def recovered() -> Harm | None:
-        return measure(ranks, step, began_s, lines_of(run / "events.jsonl")[count:], lines_of(run / "launch.jsonl")[decisions:])
+        return measure(
+            ranks, step, began_s, lines_of(run / "events.jsonl")[count:], lines_of(run / "launch.jsonl", with_step=False)[decisions:]
+        )
 
     return wait(recovered, wait_s) or Harm(ranks, step, None, None, None)
 
@@ -154,4 +156,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(with_json_value(arguments))
     if options.kill not in KINDS:
         raise UserError(f"--kill {options.kill} is not known", _COMMAND_LINE, nearest(options.kill, KINDS))
+    if options.times < 1:
+        raise UserError(f"--times {options.times} harms nothing", _COMMAND_LINE, "--times 1 or more")
     return options

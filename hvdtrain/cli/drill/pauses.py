@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hvdtrain.cli.drill.victims import Rank, send
 from hvdtrain.cli.drill.watch import lines_of, wait
@@ -34,17 +35,33 @@ def pause(run: Path, victims: Sequence[Rank], pause_s: float, wait_s: float) -> 
     path = run / "events.jsonl"
     before = lines_of(path)
     began_s = time.time()
-    try:
-        for victim in victims:
-            send(victim, signal.SIGSTOP)
-        time.sleep(pause_s)
-    finally:
-        for victim in victims:
-            send(victim, signal.SIGCONT)
+    with _signals_as_exceptions():
+        try:
+            for victim in victims:
+                send(victim, signal.SIGSTOP)
+            time.sleep(pause_s)
+        finally:
+            for victim in victims:
+                send(victim, signal.SIGCONT)
     ranks, ended_s = [victim.rank for victim in victims], time.time()
     return wait(lambda: measure_pause(ranks, began_s, ended_s, before, lines_of(path)[len(before) :]), wait_s) or _never(
         ranks, pause_s, before
     )
+
+
+@contextlib.contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, end this process as an error does, so that what is stopped goes on first."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def measure_pause(

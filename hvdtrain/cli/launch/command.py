@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from hvdtrain.cli.launch import elastic
+from hvdtrain.cli.launch.job_words import value_of
 from hvdtrain.cli.launch.launcher_commands import (
     Host,
     LaunchRequest,
@@ -25,7 +26,6 @@ from hvdtrain.cli.launch.launcher_commands import (
     select_pmi,
     srun_command,
 )
-from hvdtrain.cli.launch.lost_ranks import outlives_ranks
 from hvdtrain.cli.launch.machine import (
     MpiLauncher,
     available_cores,
@@ -120,7 +120,7 @@ def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[st
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
-        fault_tolerant=outlives_ranks(job),
+        fault_tolerant=value_of(job, "guard.lost") in ("shrink", "restart"),  # its launcher must not end the other ranks
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hvdtrain.cli.launch import offers
 from hvdtrain.cli.launch.decisions import choose
+from hvdtrain.cli.launch.job_words import value_of
 from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_command, read_hosts
 from hvdtrain.cli.launch.machine import MpiLauncher
 from hvdtrain.cli.launch.offers import Offer
@@ -89,13 +90,13 @@ def _run_folder(job: Sequence[str]) -> Path:
     """Of the job's arguments. Raises UserError where the job would not go on in it."""
     if job and job[0] == "check":
         raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
-    values = {key: value for argument in job for key, equals, value in [argument.partition("=")] if equals}
-    if not values.get("run"):
+    run = value_of(job, "run")
+    if not run:
         fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
         raise UserError("the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix)
-    if values.get("resume") == "no":
+    if value_of(job, "resume") == "no":
         raise UserError("with resume=no each start would begin anew", f"{_WHERE}, after --", "without it: run=DIR goes on")
-    return expand(values["run"], "run")
+    return expand(f"{run}", "run")
 
 
 def _limits(options: Namespace) -> Limits:

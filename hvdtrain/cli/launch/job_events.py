@@ -41,6 +41,7 @@ class JobEvents:
             return
 
     def _forget(self) -> None:
+        self.exit_code = 1  # that an ending says
         self.step = -1  # of its last sync point; -1 before it has started
         self.ranks = 0  # that it has
         self.trains = False  # whether it has come to a sync point
@@ -52,6 +53,8 @@ class JobEvents:
             return
         self.ending = kind if kind in _ENDINGS else ""
         self.step = step if kind == "start" else max(self.step, step)
+        code = event.get("exit_code")
+        self.exit_code = code if isinstance(code, int) else 1
         self.trains = kind == "step" or (self.trains and kind != "start")
         ranks = event.get({"start": "ranks", "lost": "left"}.get(kind, ""))
         self.ranks = ranks if isinstance(ranks, int) else self.ranks

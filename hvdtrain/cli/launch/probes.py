@@ -27,7 +27,11 @@ class _Probe(NamedTuple):
     @property
     def has_answered(self) -> bool:
         """The word is enough: Open MPI's mpirun may hang when its program has ended (5.0.11: 1 in 20)."""
-        return self.process.poll() == 0 or PROGRAM[-1].encode() in _output(self.folder.name).read_bytes()
+        if self.process.poll() == 0:
+            return True
+        with suppress(OSError):  # somebody has removed it
+            return PROGRAM[-1].encode() in _output(self.folder.name).read_bytes()
+        return False
 
 
 class Probes:
@@ -41,6 +45,7 @@ class Probes:
         self._slowest_s: float | None = None  # of the answers
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
+        self.error = ""  # why the last host could not be asked; empty where it was
 
     def ask(self, names: Sequence[str]) -> None:
         """Those that are asked already are not asked twice."""
@@ -51,7 +56,10 @@ class Probes:
         return bool(self._waiting or self._running)
 
     def poll(self) -> dict[str, bool]:
-        """The hosts that have answered, or not, since the last call."""
+        """The hosts that have answered, or not, since the last call.
+
+        Those that cannot be asked now (no room on the disk, no process) are not in it: ask() again.
+        """
         found = {name: True for name in self._waiting if name in (LOOPBACK_NAME, socket.gethostname())}
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
@@ -63,7 +71,12 @@ class Probes:
             if answers:
                 self._slowest_s = max(seconds, self._slowest_s or 0.0)
         while self._waiting and len(self._running) < AT_A_TIME:
-            self._start(self._waiting.pop(0))
+            try:
+                self._start(self._waiting.pop(0))
+                self.error = ""
+            except OSError as error:
+                self.error = error.strerror or f"{error}"
+                self._waiting.clear()
         return found
 
     @property
@@ -80,15 +93,19 @@ class Probes:
 
     def _start(self, name: str) -> None:
         folder = tempfile.TemporaryDirectory(prefix="hvd", ignore_cleanup_errors=True)
-        with _output(folder.name).open("wb") as output:
-            process = subprocess.Popen(
-                self._command(name),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "TMPDIR": folder.name},
-                start_new_session=True,
-            )
+        try:
+            with _output(folder.name).open("wb") as output:
+                process = subprocess.Popen(
+                    self._command(name),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "TMPDIR": folder.name},
+                    start_new_session=True,
+                )
+        except OSError:
+            folder.cleanup()
+            raise
         self._running[name] = _Probe(process, time.monotonic(), folder)
 
     def _end(self, probe: _Probe) -> None:

@@ -18,10 +18,12 @@ from hvdtrain.cli.launch.probes import Probes
 from hvdtrain.cli.launch.run import STOPPING, LauncherRun
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.errors import DONE, LOST, REQUEUE, UserError
+from hvdtrain.events.background import CLOSE_S
 
 LOOK_S = 0.2  # between two looks at what goes on
 LEFT_OUT = 3  # looks at the offered hosts, for which a host is left out after its first failure
-OVER_S = 30.0  # for a launcher to end after the job's last word: mpirun with ULFM may hang where a rank is lost meanwhile
+# For a launcher to end after the job's last word, beside what sinks may take: mpirun with ULFM may hang where a rank is lost meanwhile.
+OVER_S = 30.0 + CLOSE_S
 SETTLED = 2  # looks at the offered hosts while a job trains, before its hosts are changed
 
 
@@ -53,7 +55,7 @@ class Supervisor:
         self._starts = 0
         self._signals = EarlySignals()  # of the time between two starts
         self._looked_s = -float("inf")
-        self._offer_error = ""
+        self._offer_error = self._probe_error = ""
 
     def run(self) -> int:
         """Returns the exit code: the job's, or 84 where fewer hosts than it needs are left. Raises UserError from the first offer."""
@@ -118,6 +120,10 @@ class Supervisor:
             else:
                 pause_s = self._book.failed(name, now_s)
                 self._record.add("host_lost", f"{name} does not answer: left out for {pause_s:g} s", host=name, left_out_s=pause_s)
+        if self._probes.error != self._probe_error:
+            self._probe_error = self._probes.error
+            if self._probe_error:
+                self._record.add("warning", f"no host can be asked whether it answers: {self._probe_error}")
 
     def _read_offer(self) -> None:
         """Where it cannot be read, that is said once, and the last one stays."""
@@ -142,7 +148,7 @@ class Supervisor:
         self._job.poll()
         self._book.worked((host.name for host in hosts), time.monotonic() - began_s)
         if start.is_cut_off:
-            code = {"end": DONE, "stop": REQUEUE}.get(self._job.ending, code)
+            code = {"end": DONE, "stop": REQUEUE, "failed": self._job.exit_code}.get(self._job.ending, code)
         ended = Ended(code, self._job.ending, self._job.step, launcher.stopped, start.asked)
         return self._after(start, ended)
 

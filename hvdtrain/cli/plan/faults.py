@@ -15,6 +15,8 @@ from hvdtrain.training.checkpoint.interval import optimal_interval_s
 
 RANKS = (8, 32, 128, 512, 2048, 8192)
 _FAULTS = 4000  # that are simulated for a value
+_SURE = 4.0  # times the mean between two faults: the next one comes before the end with 98 %
+_LARGEST = 600.0  # whose exponential is a number
 _EXAMPLE = "--faults, or --faults restart_s=60,rank_mtbf_hours=20000"
 
 
@@ -73,6 +75,9 @@ def read_fault_times(text: str) -> FaultTimes:
             raise UserError(f"{key}={value} is no number", "--faults", _EXAMPLE) from None
         if not (0 <= values[key] < 1e9) or (key in ("rank_mtbf_hours", "sync_s", "checkpoint_s") and not values[key]):
             raise UserError(f"{key}={value} is out of range", "--faults", f"more than 0, less than 1e9: {_EXAMPLE}")
+        if key == "lost_speed" and values[key] > RANKS[0]:
+            what = f"lost_speed={value}: of {RANKS[0]} ranks none would be left with any speed after a loss"
+            raise UserError(what, "--faults", "0 to 1: the share of its own speed that goes with a lost rank")
     return FaultTimes(**values)  # type: ignore[arg-type]  # seed is an int
 
 
@@ -106,7 +111,9 @@ def simulate_restarts(
 
 
 def _until_it_runs(down_s: float, mtbf_s: float, random: Random) -> float:
-    """A fault in the meantime begins it anew."""
+    """A fault in the meantime begins it anew; where that is nearly certain, the mean, without the many draws."""
+    if down_s > _SURE * mtbf_s:
+        return mtbf_s * math.expm1(min(down_s / mtbf_s, _LARGEST))
     total_s = down_s
     while (another_s := random.expovariate(1 / mtbf_s)) < down_s:
         total_s += another_s
@@ -152,17 +159,21 @@ def simulate_shrink(times: FaultTimes, ranks: int, every_s: float, random: Rando
         until_s = now_s + random.expovariate(1 / mtbf_of(times, ranks))
         while now_s < until_s:
             next_s = min(until_s, returns[0]) if returns else until_s
-            useful_s += max(0.0, next_s - now_s) * (1 - times.lost_speed * len(returns) / ranks) * speed_of_checkpoints
+            useful_s += max(0.0, next_s - now_s) * _speed(times, ranks, len(returns)) * speed_of_checkpoints
             now_s = max(now_s, next_s)
             if returns and returns[0] <= now_s:
                 while returns and returns[0] <= now_s:
                     heapq.heappop(returns)
                 now_s += times.restart_s
-        useful_s -= random.uniform(0, times.sync_s) * (1 - times.lost_speed * len(returns) / ranks) * speed_of_checkpoints
+        useful_s -= random.uniform(0, times.sync_s) * _speed(times, ranks, len(returns)) * speed_of_checkpoints
         now_s += down_s
         if len(returns) < ranks - 1:
             heapq.heappush(returns, now_s + times.repair_s)
     return max(0.0, useful_s / now_s)
+
+
+def _speed(times: FaultTimes, ranks: int, missing: int) -> float:
+    return max(0.0, 1 - times.lost_speed * missing / ranks)
 
 
 def shrink_formula(times: FaultTimes, ranks: int, every_s: float) -> float:

@@ -20,13 +20,14 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.program import command_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
+from hvdtrain.report.run import read_run
 from hvdtrain.training.begin import begin
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import check_identity, newest_good
 from hvdtrain.training.datasets import Datasets, identity, open_datasets, unstaged
 from hvdtrain.training.input.prefetch import Prefetcher
-from hvdtrain.training.telemetry.update_log import read_updates
+from hvdtrain.training.telemetry.update_log import NAME, read_updates
 
 USAGE = """\
 hvdtrain replay RUN
@@ -61,7 +62,26 @@ def replay(arguments: Sequence[str]) -> int:
     if step > len(updates):
         what = f"the newest checkpoint is of step {step}, the log has {len(updates)}"
         raise UserError(what, str(run), "a run that had servers.log=true all the time")
-    return compare(run, arrays, _replay(config, found, updates[:step], header.threads), step)
+    if not step:
+        raise UserError("the newest checkpoint is of step 0: there is no update to make again", str(run), "a run that has trained")
+    used = updates[:step]
+    if sorted(update.ticket for update in used) != list(range(step)):
+        what = f"the first {step} updates of the log are not those of the first {step} tickets: the log is damaged"
+        raise UserError(what, str(run / NAME), "another copy of it, if there is one")
+    _print_changes(run)
+    return compare(run, arrays, _replay(config, found, used, header.threads), step)
+
+
+def _print_changes(run: Path) -> None:
+    """Keys that a resumed job had otherwise: what differs may come from them."""
+    try:
+        starts = read_run(run).events_of("start")
+    except UserError:
+        return
+    for start in starts:
+        changed = start.get("changed")
+        for key in changed if isinstance(changed, dict) else ():
+            print(f"{key} was changed at step {start['step']}: the replay has the value of config.yaml from the beginning")
 
 
 def _config_of(run: Path) -> Config:
@@ -107,6 +127,6 @@ def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
         return DONE
     gap = max(float(np.abs(arrays[name] - replayed[name]).max()) for name in different)
     print(f"{len(different)} of {len(compared)} arrays of step {step} differ, by {gap:.3g} at most, the first is {different[0]}:")
-    print("another processor, another version of torch, or a model that draws random numbers of its own")
+    print("another processor, another version of torch, changed keys, or a model that draws random numbers of its own")
     print(f"report   {command_line('report', str(run))}")
     return DIVERGED

@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.build_rule import build_rule
 from hvdtrain.frameworks.learner import Learner
-from hvdtrain.frameworks.threads import fair_threads
+from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.tasks.task import Task
 
 
@@ -47,10 +47,9 @@ def start_threads(jax: Any, communicator: Communicator) -> None:
     JAX takes as many threads as the process may use cores, once, at its start; it does not read OMP_NUM_THREADS, and no XLA flag changes
     the number. PJRT_NPROC sets it: the user's value wins, then OMP_NUM_THREADS. No effect where JAX has started before.
     """
-    asked, fair = os.environ.get("OMP_NUM_THREADS", ""), fair_threads(communicator)
-    threads = int(asked) if asked.isdecimal() and int(asked) else fair
+    fair = fair_threads(communicator)
     ours = "PJRT_NPROC" not in os.environ
-    os.environ.setdefault("PJRT_NPROC", str(threads))
+    os.environ.setdefault("PJRT_NPROC", str(asked_threads() or fair))
     try:
         jax.devices()  # reads it
     finally:

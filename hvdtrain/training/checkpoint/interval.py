@@ -52,7 +52,10 @@ def faults_of(run: Path) -> Faults:
                 match = _EVENT.match(line[max(0, line.rfind(b'{"time":')) :])
                 if match is None:
                     continue
-                time_s, kind = float(match[1]), match[2].decode()
+                try:
+                    time_s, kind = float(match[1]), match[2].decode()
+                except ValueError:  # a damaged line
+                    continue
                 if kind == "start":
                     count += not math.isnan(open_since)  # the one before was killed
                     seconds += 0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)
@@ -63,7 +66,7 @@ def faults_of(run: Path) -> Faults:
                     open_since = math.nan
                 count += kind == "lost"
                 last_s = time_s
-    except (OSError, ValueError):
+    except OSError:
         return Faults()
     return Faults(count, seconds + (0.0 if math.isnan(open_since) else max(0.0, last_s - open_since)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ _HEADER = struct.Struct("<8sIIIIQ")  # magic, version, servers, workers, threads
 _RECORD = np.dtype([("ahead", "<i4"), ("staleness", "<u2"), ("worker", "<u2")])  # ahead: ticket - number of the update
 MOST_STALE = 2**16 - 1
 MOST_BYTES = 2**32
+_MOST_THREADS = 2**16
 
 
 class Header(NamedTuple):
@@ -50,6 +52,8 @@ class UpdateLog:
                 goes_on = self._cut(folder, header.first)
             if not goes_on:
                 self._first = header.first
+                if former is not None and header.first:
+                    _keep(folder, former, header)
                 folder.replace(NAME, header.to_bytes())
 
     def cut(self, step: int) -> None:
@@ -83,6 +87,18 @@ class UpdateLog:
         self._next += len(updates)
 
 
+def _keep(folder: Folder, former: Header, header: Header) -> None:
+    """The former log under another name: the job goes on in a way that it cannot tell."""
+    kept = f"updates-before-{header.first}.bin"
+    folder.rename(NAME, kept)
+    why = f"updates end before step {header.first}"
+    if former.threads != header.threads:
+        why = f"each rank had {former.threads} threads, not {header.threads}: OMP_NUM_THREADS={former.threads} would go on with it"
+    elif former.servers != header.servers:
+        why = f"there were {former.servers} servers, not {header.servers}"
+    warnings.warn(f"{NAME} begins anew at step {header.first}, and `replay` refuses it: {why}; the former one is {kept}", stacklevel=2)
+
+
 def open_update_log(run: Path, header: Header) -> UpdateLog:
     """Raises UserError where it cannot be written."""
     try:
@@ -108,7 +124,7 @@ def read_header(folder: Folder) -> Header | None:
 
 
 def read_updates(run: Path) -> tuple[Header, list[Update]]:
-    """The whole log. Raises UserError where there is none, or another version's."""
+    """The whole log. Raises UserError where there is none, another version's, or a damaged one."""
     where = str(run / NAME)
     try:
         with Folder.open(run) as folder:
@@ -117,8 +133,25 @@ def read_updates(run: Path) -> tuple[Header, list[Update]]:
         raise UserError("the run folder has no log of updates", where, "a run that was trained with servers.log=true") from None
     except WrongKind as error:
         raise UserError(f"{NAME} is {error.strerror}", where, NO_LINKS) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read {NAME}: {getattr(error, 'strerror', None) or error}", where, "a run folder that you may read"
+        ) from None
     if header is None:
         raise UserError(f"{NAME} is no log of version {VERSION}", where, "replay it with the hvdtrain that wrote it")
     whole = (len(data) - _HEADER.size) // _RECORD.itemsize  # a job that was killed may have written a part of the last one
     records = np.frombuffer(data, _RECORD, whole, _HEADER.size)
-    return header, [Update(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]
+    updates = [Update(header.first + i + ahead, staleness, worker) for i, (ahead, staleness, worker) in enumerate(records.tolist())]
+    _check(header, updates, where)
+    return header, updates
+
+
+def _check(header: Header, updates: Sequence[Update], where: str) -> None:
+    fix = "another copy of it, if there is one"
+    if not (header.servers and header.workers and 0 < header.threads <= _MOST_THREADS):
+        what = f"{header.servers} servers, {header.workers} workers, {header.threads} threads"
+        raise UserError(f"{NAME} is damaged: it begins with {what}", where, fix)
+    for number, update in enumerate(updates, header.first):
+        if update.staleness > number or update.ticket < 0:
+            what = f"update {number} has ticket {update.ticket} and staleness {update.staleness}"
+            raise UserError(f"{NAME} is damaged: {what}", where, fix)
