@@ -39,6 +39,7 @@ KEYS = {
     **dict.fromkeys(("prefetch", "prefetch_factor"), "data.ahead"),
     "random_crop": "augment.crop",
     **dict.fromkeys(("hflip", "random_flip", "horizontal_flip"), "augment.flip"),
+    **dict.fromkeys(("padding_mode", "pad_mode"), "augment.pad"),
     "mixup_alpha": "augment.mixup",
     "task": "task.name",
     # model
@@ -48,6 +49,8 @@ KEYS = {
     **dict.fromkeys(("norm", "batchnorm", "batch_norm"), "norm.kind"),
     **dict.fromkeys(("syncbn", "sync_bn", "sync_batchnorm"), "norm.kind=sync"),
     "ghost_batch_size": "norm.ghost",
+    # evaluation
+    **dict.fromkeys(("tta", "tta_level", "test_time_augmentation"), "evaluate.views"),
     # speed
     **dict.fromkeys(("speed", "dtype", "mixed_precision"), "speed.precision"),
     **dict.fromkeys(("fp16", "half"), "speed.precision=fp16"),
@@ -132,6 +135,7 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("none", "fixed"), "constant"),
     },
     "recipe.warmup_kind": {"linear": "gradual"},
+    "augment.pad": {**dict.fromkeys(("reflection", "mirror"), "reflect"), **dict.fromkeys(("constant", "black", "zero"), "zeros")},
     "norm.kind": {**dict.fromkeys(("syncbn", "sync_bn", "synchronized"), "sync"), "gbn": "ghost", "bn": "batch"},
     "comm.engine": {
         **dict.fromkeys(("nccl", "gloo", "ddp", "torch", "pytorch", "torch.distributed"), "torchdist"),

@@ -94,7 +94,12 @@ class AugmentConfig(Section):
         default=0,
         ge=0,
         le=10_000,
-        description="random crop of the image's own size after padding with this many black pixels on each side (CIFAR: 4)",
+        description="random crop of the image's own size after padding with this many pixels on each side (CIFAR: 4)",
+    )
+    pad: Literal["zeros", "reflect"] = Field(
+        default="zeros",
+        description="what augment.crop pads with: zeros: black pixels; reflect: the image mirrored at its borders, without the pixels of "
+        "the border (Jordan 2024, arXiv:2404.00498)",
     )
     resized_crop: float = Field(
         default=0.0,
@@ -103,7 +108,11 @@ class AugmentConfig(Section):
         description="random crop of at least this share of the area, aspect ratio 3/4 to 4/3, resized to the image's size; "
         "0: off (ImageNet: 0.08)",
     )
-    flip: bool = Field(default=False, description="mirror an image left to right with probability 1/2")
+    flip: bool | Literal["alternating"] = Field(
+        default=False,
+        description="true: mirror an image left to right with probability 1/2, in each epoch anew; alternating: in every second epoch, in "
+        "the first one with probability 1/2 (Jordan 2024, arXiv:2404.00498)",
+    )
     cutout: int = Field(
         default=0, ge=0, le=10_000, description="black out a square with this side length in pixels (DeVries 2017, arXiv:1708.04552)"
     )
@@ -168,6 +177,16 @@ class ModelConfig(OpenSection):
     )
 
 
+class GroupConfig(Section):
+    """Parameters with a rate, a decay or a momentum of their own: an entry of optim.groups."""
+
+    section = "optim.groups"
+    names: str = Field(min_length=1, description="names of parameters, with * for any characters, ? for one: '*.bias'")
+    rate: float = Field(default=1.0, ge=0, le=1e6, description="their learning rate, times that of the others")
+    decay: float = Field(default=1.0, ge=0, le=1e6, description="their weight decay, times that of the others")
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="their momentum, or first beta; default: that of the others")
+
+
 class OptimConfig(OpenSection):
     """The optimizer."""
 
@@ -200,6 +219,11 @@ class OptimConfig(OpenSection):
         default="norms_and_biases",
         description="norms_and_biases: parameters with at most one dimension are not decayed and not scaled by lars, larc, lamb; "
         "none: all are",
+    )
+    groups: list[GroupConfig] = Field(
+        default_factory=list,
+        description="parameters with a rate, a decay or a momentum of their own, by their names: a list of {names, rate, decay, momentum}, "
+        "as in [{names: '*.bias', rate: 64}]; of several entries that a name fits the first counts",
     )
     clip_norm: float | None = Field(
         default=None,
@@ -578,6 +602,12 @@ class EvaluateConfig(Section):
         le=10**12,
         description="evaluate only so many samples of the validation set: the same ones each time and on any number of ranks, drawn by "
         "the seed",
+    )
+    views: Literal[1, 2, 6] = Field(
+        default=1,
+        description="test-time augmentation: what the model says of an image is the mean of its outputs for so many views: 2: the image "
+        "and its mirror image; 6: these two with weight 1/4 each, and both shifted by a pixel up and left, and down and right, 1/8 each "
+        "(Jordan 2024, arXiv:2404.00498). An evaluation takes so many forward passes. For task.name=classification of images",
     )
 
 

@@ -1,22 +1,52 @@
-"""What optim.name means, whatever the framework: a rule of hvdtrain/optim, and its momentum."""
+"""What optim.name and optim.groups mean, whatever the framework: a rule of hvdtrain/optim, and its momentum."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError
-from hvdtrain.optim.rule import Rule
+from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.optim.groups import Group, Grouped, number_of_group
+from hvdtrain.optim.rule import Rule, is_excluded
 
 
 def build_rule(config: Config) -> Rule:
-    """The rule, with the options of `optim`. Raises UserError for a class of torch.optim, which is not a rule."""
+    """The rule, with the options of `optim`, and for its groups. Raises UserError for a class of torch.optim, which is not a rule."""
     name, where = config.optim.name, config.where("optim.name")
     if plugins.is_dotted(name):
         what = f"{name} is a torch optimizer, framework={config.framework} needs a rule"
         raise UserError(what, where, "framework=torch, or a name of `list`")
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
-    return rule
+    groups = tuple(Group(group.names, group.rate, group.decay, group.momentum) for group in config.optim.groups)
+    return Grouped(rule, groups) if groups else rule
+
+
+def check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError where an entry of optim.groups would change nothing of a model with these parameters."""
+    groups, where = config.optim.groups, config.where("optim.groups")
+    excludes = config.optim.exclude == "norms_and_biases"
+    number_of = {name: number_of_group(name, [group.names for group in groups]) for name in shapes} if groups else {}
+    for number, group in enumerate(groups):
+        entry = f"optim.groups[{number}], names={short(group.names)},"
+        own = [name for name in shapes if number_of[name] == number]
+        fitting = [name for name in shapes if number_of_group(name, [group.names]) is not None]
+        if not fitting:
+            fix = nearest(group.names, list(shapes)) if closest(group.names, list(shapes)) else f"a name with *, as in {_example(shapes)}"
+            raise UserError(f"{entry} fits no parameter of the model", where, fix)
+        if not own:
+            what = f"{entry} fits only parameters of entries before it: {short(', '.join(fitting))}"
+            raise UserError(what, where, "put it before them, or leave it out")
+        if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
+            what = f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} leaves {own[0]} without decay"
+            raise UserError(what, where, "optim.exclude=none, or an entry without decay")
+
+
+def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A pattern that fits some of the names: '*.bias'; or the last name."""
+    last = list(shapes)[-1]
+    return f"'*.{last.rpartition('.')[2]}'" if "." in last else last
 
 
 def momentum(config: Config) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,8 +16,9 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
+from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.frameworks.build_rule import build_rule, check_groups
 from hvdtrain.frameworks.global_weight import global_weight
 from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.frameworks.state import check_fit, plain_names
@@ -44,6 +45,7 @@ class NumpyLearner:
         self.skips_nonfinite = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.part: NumpyPart = part_of(task, "numpy", config, Place(dtype))
+        self.views = make_views(config, task.fields)
         self.stopwatch: Stopwatch = HostStopwatch()
         self.waits_only_in_communication = True
         self.is_sharded = False
@@ -69,7 +71,7 @@ class NumpyLearner:
         enter = self.stopwatch.enter
         for batch in micro:
             enter("forward")
-            outputs = self._outputs(batch)
+            outputs = self._outputs(batch.x)
             sums = self._sums(outputs, batch, training=True)
             enter("backward")
             error = self.part.gradient(outputs, batch.batch)
@@ -93,10 +95,14 @@ class NumpyLearner:
         pass  # the model has no buffers, and all ranks' weights are equal
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
-        return self._sums(self._outputs(batch), batch, training=False)
+        return self.predict(batch).sums
 
     def predict(self, batch: DeviceBatch) -> Predictions:
-        return Predictions(self._outputs(batch), self.evaluate(batch))
+        def outputs_of(arrays: Mapping[str, Any]) -> np.ndarray:
+            return self._outputs(batch.x if arrays is batch.batch else self.part.inputs(arrays))
+
+        outputs = self.views.mean(batch.batch, outputs_of, np)
+        return Predictions(outputs, self._sums(outputs, batch, training=False))
 
     def state(self) -> Arrays:
         return {name: array.copy() for name, array in self._arrays()}
@@ -131,9 +137,9 @@ class NumpyLearner:
         """Raises NotImplementedError: numpy has no profiler."""
         raise NotImplementedError(f"numpy has no profiler to write {path}")  # training/conflicts.py refuses profile.steps
 
-    def _outputs(self, batch: DeviceBatch) -> np.ndarray:
-        """(n, outputs)."""
-        outputs: np.ndarray = batch.x @ self.weights["fc.weight"].T + self.weights["fc.bias"]
+    def _outputs(self, x: np.ndarray) -> np.ndarray:
+        """(n, features) -> (n, outputs)"""
+        outputs: np.ndarray = x @ self.weights["fc.weight"].T + self.weights["fc.bias"]
         return outputs
 
     def _sums(self, outputs: np.ndarray, batch: DeviceBatch, training: bool) -> Sums:
@@ -159,6 +165,7 @@ def _number_or_tuple(total: Any) -> Any:
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure of."""
+    check_groups(config, shapes(config, task))
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     return NumpyLearner(config, task, build_rule(config), communicator, dtype)
 

@@ -11,29 +11,11 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.optim.adam import check_moments
 from hvdtrain.optim.adamw import AdamW
+from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Array, Ops, Rule
 from hvdtrain.optim.sgd import Sgd
 
-
-@dataclass(frozen=True)
-class OfTheRest:
-    """`rule` at a share of the rate, with a momentum of its own."""
-
-    rule: Rule
-    rate: float
-    momentum: float
-
-    def __str__(self) -> str:
-        return f"{type(self.rule).__name__.lower()} at {self.rate:g} of the rate, momentum {self.momentum:g}"
-
-    def of_parameter(self, name: str, shape: tuple[int, ...], excluded: bool) -> Rule:
-        return self
-
-    def init(self, p: Array, ops: Ops) -> tuple[Any, ...]:
-        return self.rule.init(p, ops)
-
-    def update(self, g: Array, state: tuple[Any, ...], P: Array, h: Hyper, ops: Ops) -> tuple[Array, tuple[Any, ...]]:
-        return self.rule.update(g, state, P, h._replace(lr=h.lr * self.rate, momentum=self.momentum), ops)
+_REST = Scaled(AdamW(0.95), rate=0.015, own_momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -50,7 +32,7 @@ class Muon:
     adjust: Literal["original", "match_rms_adamw", "none"] = "original"
     unit_rows: bool = False
     rest: tuple[str, ...] = ()
-    rule_of_rest: Rule = OfTheRest(AdamW(0.95), 0.015, 0.9)
+    rule_of_rest: Rule = _REST
     factor: float = 1.0  # s
     rows: int = 0  # of the parameter
     eps: float = 1e-7
@@ -113,4 +95,4 @@ def build(
         raise UserError(what, "optim.rest_momentum", "give 0 or more and less than 1, as in optim.rest_momentum=0.9")
     check_moments(rest_beta2, 0.0, "optim.rest_beta2")
     of_rest = Sgd(nesterov) if rest_rule == "sgd" else AdamW(rest_beta2)
-    return Muon(nesterov, rounds, bf16, adjust, unit_rows, rest, OfTheRest(of_rest, rest_rate, rest_momentum))
+    return Muon(nesterov, rounds, bf16, adjust, unit_rows, rest, Scaled(of_rest, rate=rest_rate, own_momentum=rest_momentum))

@@ -16,4 +16,11 @@ def begin(config: Config, datasets: Datasets) -> TrainState:
     samples, metric = len(datasets.train), objective(datasets.task)
     progress = Progress(samples, total_samples(config, samples))
     evaluates = config.evaluate.samples or len(datasets.val)
-    return TrainState(progress, evaluates=evaluates, sums=zero_sums(datasets.task.sums), objective=metric.name, better=metric.better)
+    return TrainState(
+        progress,
+        evaluates=evaluates,
+        views=config.evaluate.views,
+        sums=zero_sums(datasets.task.sums),
+        objective=metric.name,
+        better=metric.better,
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
+from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
@@ -77,6 +78,7 @@ def check_task(config: Config, task: Task) -> None:
     if config.augment.mixup and "classes" not in task.sizes:
         what = f"augment.mixup mixes the labels of classes, which task.name={task.name} does not have"
         raise UserError(what, config.where("augment.mixup"), "augment.mixup=0")
+    make_views(config, task.fields)
     if config.log.noise_scale and task.sample_weight is None:
         what = f"log.noise_scale compares means over samples, and with task.name={task.name} their weights differ"
         raise UserError(what, config.where("log.noise_scale"), "log.noise_scale=false")

@@ -503,6 +503,30 @@ def crop(job: PlannedJob) -> Iterator[UserError]:
     if augment.crop and augment.resized_crop:
         what = f"augment.crop={augment.crop} and augment.resized_crop={augment.resized_crop:g} both crop the image"
         yield UserError(what, job.where("augment.crop"), "keep one of them")
+    if augment.pad != "zeros" and not augment.crop:
+        what = f"augment.pad={augment.pad} is what augment.crop pads with, and there is no augment.crop"
+        yield UserError(what, job.where("augment.pad"), "augment.crop=2, or leave augment.pad out")
+
+
+def groups(job: PlannedJob) -> Iterator[UserError]:
+    """optim.groups is done by the rules of hvdtrain/optim; check_groups() judges the names, once the model is known."""
+    config = job.config
+    if config.optim.groups and is_dotted(config.optim.name):
+        what = f"optim.groups is of hvdtrain's own optimizers; {config.optim.name} has one rate for all parameters"
+        yield UserError(what, job.where("optim.groups"), "a name of `list` for optim.name, or leave optim.groups out")
+
+
+def views(job: PlannedJob) -> Iterator[UserError]:
+    """evaluate.views averages what the model says of an image."""
+    config, count = job.config, job.config.evaluate.views
+    if count == 1:
+        return
+    if config.task.name != "classification":
+        what = f"evaluate.views={count} is of images of classes; the job has task.name={config.task.name}"
+        yield UserError(what, job.where("evaluate.views"), "task.name=classification, or leave it out")
+    if config.parallel.pipeline > 1:
+        what = f"evaluate.views={count} averages the outputs of several passes, which a pipeline does not keep"
+        yield UserError(what, job.where("evaluate.views"), "evaluate.views=1, and `evaluate RUN evaluate.views=6` afterwards")
 
 
 def recompute(job: PlannedJob) -> Iterator[UserError]:
@@ -595,6 +619,8 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     samples,
     reading_ahead,
     crop,
+    views,
+    groups,
     recompute,
     lost,
     micro,

@@ -93,6 +93,8 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     counts = f"{job.prefetcher.samples:,} training and {job.val_samples:,} validation samples{_divided(config)}"
     if config.evaluate.samples is not None:
         counts += f" ({len(job.val):,} of them in an evaluation)"
+    if config.evaluate.views > 1:
+        counts += f", {config.evaluate.views} views of each in an evaluation"
     reader = "worker" if config.servers.count else "rank"
     of_each = f"{_share(job.prefetcher.samples, readers)} of an epoch on each {reader}, " if readers > 1 else ""
     at_first = " at first" if job.recipe.batch.to else ""

@@ -104,6 +104,17 @@ def test_the_result_is_that_of_the_last_epoch_with_counts_by_hand(run: Path, cap
     assert (run / "config.yaml").read_bytes() == config
 
 
+def test_views_are_those_of_the_run_or_of_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a run with evaluate.views=6 has it, which is what the mean over six views is of this model."""
+    one, six = evaluated(run, capsys), evaluated(run, capsys, "evaluate.views=6")
+    assert (one["views"], six["views"]) == (1, 6) and one["loss"] != six["loss"]
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("views: 1", "views: 6"))
+    assert {**evaluated(run, capsys), "evaluate_s": 0} == {**six, "evaluate_s": 0}
+    assert main(["evaluate", str(run)]) == 0
+    assert "data     digits, val: 360 samples, 6 views of each, 8x8x1, 10 classes" in capsys.readouterr().out
+
+
 def test_the_lines_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["evaluate", str(run)]) == 0

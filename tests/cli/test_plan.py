@@ -135,6 +135,9 @@ def test_names_of_excluded_parameters(capsys: pytest.CaptureFixture[str]) -> Non
     assert "more (--all" not in text and "fc.bias" in text
     text = " ".join(" ".join(planned(capsys, *arguments[1:], "optim.name=muon", "optim.rest_rule=sgd", "--all")).split())
     assert "numbers: by sgd at 0.015 of the rate, momentum 0.9: stem.1.weight, " in text and "fc.weight, fc.bias" in text
+    groups = 'optim.groups=[{"names":"fc.*","rate":64,"momentum":0.5}]'
+    text = " ".join(" ".join(planned(capsys, *arguments[1:], groups)).split())
+    assert "numbers: by sgd at 64 of the rate, momentum 0.5: fc.weight, fc.bias" in text
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from hvdtrain.training.build import build_learner
 
 ALL = AugmentConfig(crop=4, flip=True, cutout=5, mixup=0.4)
 BOXES = AugmentConfig(resized_crop=0.1, flip=True, cutout=5)
+REFLECTED = AugmentConfig(crop=4, pad="reflect", flip="alternating", cutout=5, mixup=0.4)
 SHAPES = [(32, 32, 3), (28, 20, 1), (9, 13, 4)]
 PICTURE = np.arange(1, 17, dtype=np.uint8).reshape(1, 4, 4, 1)  # 1 2 3 4 / 5 6 7 8 / 9 10 11 12 / 13 14 15 16
 
@@ -54,6 +55,8 @@ def test_each_augmentation_by_hand() -> None:
     assert table(turned) == [[4, 3, 2, 1], [8, 7, 6, 5], [12, 11, 10, 9], [16, 15, 14, 13]]
     blackened = augment.apply(PICTURE, AugmentationParameters(cutout_box=np.array([[0, 1, 2, 4]])))
     assert table(blackened) == [[1, 2, 0, 0], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    reflected = augment.apply(PICTURE, AugmentationParameters(reflected_shift=np.array([[1, -2]])))
+    assert table(reflected) == [[7, 6, 5, 6], [11, 10, 9, 10], [15, 14, 13, 14], [11, 10, 9, 10]]
     both = AugmentationParameters(shift=np.array([[1, -1]]), flipped=np.array([True]), cutout_box=np.array([[0, 2, 0, 1]]))  # in this order
     assert table(augment.apply(PICTURE, both)) == [[0, 6, 5, 0], [0, 10, 9, 0], [15, 14, 13, 0], [0, 0, 0, 0]]
     assert table(PICTURE) == np.arange(1, 17).reshape(4, 4).tolist(), "nothing is changed in place"
@@ -98,6 +101,30 @@ def test_shifts_are_uniform_and_half_of_the_images_are_flipped() -> None:
     others = augment.mixup_partners(ALL, 1, np.full(n, 3), np.arange(n), 1000)
     each = np.column_stack([d.shift, d.flipped, d.cutout_box[:, ::2], d.mixup_weight, abs(d.mixup_weight - 0.5), others])
     assert abs(np.corrcoef(each.T) - np.eye(8)).max() < 4 / n**0.5, "random numbers are independent"
+
+
+def test_an_image_is_mirrored_in_every_second_epoch_and_in_the_first_one_by_a_coin() -> None:
+    n, config = 20_000, AugmentConfig(flip="alternating")
+    epochs = [augmentation(config, n, epoch=epoch).flipped for epoch in range(5)]
+    assert epochs[0] is not None and epochs[0].mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
+    for epoch, flipped in enumerate(epochs):
+        np.testing.assert_array_equal(flipped, epochs[0] ^ (epoch % 2 == 1))
+    other = augmentation(config, n, seed=2, epoch=0).flipped
+    assert (other == epochs[0]).mean() == pytest.approx(0.5, abs=4 * 0.5 / n**0.5)
+    np.testing.assert_array_equal(augmentation(AugmentConfig(flip=True), n, epoch=0).flipped, epochs[0], err_msg="the same first epoch")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reflected_shifts_are_windows_of_torchs_reflection_padding(shape: tuple[int, int, int]) -> None:
+    x, shift = images(50, shape), augmentation(REFLECTED, 50, shape).reflected_shift
+    zeros = augmentation(AugmentConfig(crop=4), 50, shape).shift
+    assert shift is not None and np.abs(shift).max() == 4
+    np.testing.assert_array_equal(shift, zeros, err_msg="the padding changes no random number")
+    padded = torch.nn.functional.pad(torch.from_numpy(x).permute(0, 3, 1, 2).double(), (4, 4, 4, 4), mode="reflect")
+    found = augment.apply(x, AugmentationParameters(reflected_shift=shift))
+    for place, (down, right) in enumerate(shift.tolist()):
+        window = padded[place, :, 4 + down : 4 + down + shape[0], 4 + right : 4 + right + shape[1]]
+        np.testing.assert_array_equal(found[place], window.permute(1, 2, 0).numpy())
 
 
 def test_cutout_boxes_have_their_centre_on_any_pixel_and_are_clipped_at_the_border() -> None:
@@ -151,7 +178,7 @@ def test_crop_boxes_are_distributed_as_those_of_torchvision() -> None:
         assert (augmentation(AugmentConfig(resized_crop=1.0), 5, shape).crop_box == middle).all()
 
 
-@pytest.mark.parametrize("config", [ALL, BOXES], ids=["crop", "box"])
+@pytest.mark.parametrize("config", [ALL, BOXES, REFLECTED], ids=["crop", "box", "reflect"])
 def test_parameters_are_a_function_of_seed_epoch_and_sample(config: AugmentConfig) -> None:
     epochs, rows = np.array([3, 3, 4, 4, 4, 5]), np.array([7, 50_000, 7, 0, 31, 7])
     whole, order = augment.draw(config, 9, epochs, rows, (32, 32, 3)), np.array([4, 0, 5, 2, 1, 3])
@@ -167,13 +194,17 @@ def test_parameters_are_a_function_of_seed_epoch_and_sample(config: AugmentConfi
     ):
         for a, b in zip(base, other, strict=True):
             assert a is None or (a == b).all(axis=tuple(range(1, a.ndim))).mean() < 0.6, "a half of the mirrorings agrees"
-    alone = augmentation(AugmentConfig(flip=True), 500)
+    alone = augmentation(AugmentConfig(flip=config.flip), 500)
     np.testing.assert_array_equal(alone.flipped, base.flipped, err_msg="what is drawn beside it changes nothing")
-    assert alone.shift is alone.crop_box is alone.cutout_box is alone.mixup_weight is None
+    assert alone.shift is alone.reflected_shift is alone.crop_box is alone.cutout_box is alone.mixup_weight is None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("config", [ALL, BOXES, AugmentConfig(crop=2), AugmentConfig(cutout=3)], ids=["all", "box", "crop", "cutout"])
+@pytest.mark.parametrize(
+    "config",
+    [ALL, BOXES, REFLECTED, AugmentConfig(crop=2), AugmentConfig(crop=2, pad="reflect"), AugmentConfig(cutout=3)],
+    ids=["all", "box", "reflected", "crop", "reflected crop", "cutout"],
+)
 @pytest.mark.parametrize("n", [0, 9])
 def test_torch_gives_the_bytes_of_numpy(config: AugmentConfig, shape: tuple[int, int, int], n: int) -> None:
     x, d = images(n, shape), augmentation(config, n, shape)

@@ -37,20 +37,22 @@ COMMON = (
 )
 GROWN = (  # a recipe with nearly everything
     "model.name=linear optim.name=lars optim.trust=0.1 optim.base_lr=0.05 optim.base_batch=24 optim.clip_norm=2 optim.clip_value=0.05 "
-    "model.label_smoothing=0.1 recipe.sample_noise=0.5 recipe.growth=milestones recipe.grow_at=[0.4,0.9] recipe.grow_to=[47,62]"
+    "model.label_smoothing=0.1 recipe.sample_noise=0.5 recipe.growth=milestones recipe.grow_at=[0.4,0.9] recipe.grow_to=[47,62] "
+    'optim.groups=[{"names":"*.bias","rate":3,"momentum":0.7},{"names":"fc.*","rate":1.5,"decay":2}]'
 )
+SEEN = "augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6"
 JOBS = {
-    "numpy softmax": "framework=numpy model.name=linear optim.base_lr=0.05",
-    "torch softmax": "model.name=linear optim.base_lr=0.05",
-    "torch softmax, buckets": "model.name=linear optim.base_lr=0.05 comm.reduce=bucket comm.bucket_mb=0.001",
-    "torch softmax, micro-batches": "model.name=linear optim.base_lr=0.05 batch.micro=3",
-    "torch softmax, partition": "model.name=linear optim.base_lr=0.05 data.sampling=partition",
+    "numpy softmax": f"framework=numpy model.name=linear optim.base_lr=0.05 {SEEN}",
+    "torch softmax": f"model.name=linear optim.base_lr=0.05 {SEEN}",
+    "torch softmax, buckets": f"model.name=linear optim.base_lr=0.05 comm.reduce=bucket comm.bucket_mb=0.001 {SEEN}",
+    "torch softmax, micro-batches": f"model.name=linear optim.base_lr=0.05 batch.micro=3 {SEEN}",
+    "torch softmax, partition": f"model.name=linear optim.base_lr=0.05 data.sampling=partition {SEEN}",
     "numpy least squares": "framework=numpy model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
-    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20",
-    "jax softmax": "framework=jax model.name=linear optim.base_lr=0.05",
+    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2",
+    "jax softmax": f"framework=jax model.name=linear optim.base_lr=0.05 {SEEN}",
     "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
     "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20",
     "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20 "

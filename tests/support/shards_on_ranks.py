@@ -55,7 +55,7 @@ GPT = (
 # on 2 ranks every seventh step straddles epochs so that rank 1 has no sample, and rank 0 none in the last batch of an evaluation
 EMPTY_SHARES = (
     "data.name=synthetic data.samples=7 data.val_samples=5 data.shape=[4,4,1] data.sampling=partition batch.size=2 batch.evaluate=1 "
-    "model.name=mlp model.widths=[9,7] optim.name=sgd optim.base_lr=0.1 epochs=9 max_steps=12"
+    "model.name=mlp model.widths=[9,7] optim.name=sgd optim.base_lr=0.1 epochs=9 max_steps=12 evaluate.views=2"
 )
 JOBS = {
     # without clipping: that hides a gradient of another scale, and Adam does too
@@ -65,7 +65,8 @@ JOBS = {
     "empty shares": EMPTY_SHARES,
     "own weights": "model.name=shards_on_ranks:OwnWeights optim.base_lr=0.05 max_steps=4",
     **{name: f"{MLP} {words}" for name, words in RULES.items()},
-    "mlp, muon": f"{MLP} optim.name=muon optim.rest=[] optim.rest_rate=0.1 optim.unit_rows=true {CLIPPED}",
+    "mlp, muon": f"{MLP} optim.name=muon optim.rest=[] optim.rest_rate=0.1 optim.unit_rows=true {CLIPPED}"
+    ' optim.groups=[{"names":"fc1.*","rate":0.5}]',
     "convnet, muon": f"model.name=convnet model.widths=[4,6] model.norm=false optim.name=muon {CLIPPED} max_steps=6",
     "resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=4",
     "unused layer": "model.name=faulty:Faulty optim.base_lr=0.05 max_steps=6",

@@ -136,6 +136,11 @@ def test_evaluations_of_other_samples_are_not_compared(tmp_path: Path) -> None:
         assert (found.evaluates, found.best_epoch, found.at_target) == (7, 0 if reset else 1, 0 if reset else 1)
         assert ("evaluations are of 7 samples, and were of 10: the best one and stop.patience begin anew" in point.notes) == reset
         files.remove(tmp_path / "checkpoints" / "step-00000002")
+    save(tmp_path, 2, evaluates=7, best=0.95, best_epoch=1, views=6)
+    point, _ = resume.find_resume_point(tmp_path, config, IDENTITY, beginning, ROOM)
+    assert math.isnan(point.train_state.best) and point.train_state.views == 1
+    assert "evaluations are of 1 view of each sample, and were of 6: the best one and stop.patience begin anew" in point.notes
+    files.remove(tmp_path / "checkpoints" / "step-00000002")
     for step, accuracy, evaluates in ((1, 0.5, 10), (2, 0.9, 10), (3, 0.7, 7), (4, 0.6, 7), (5, 0.5, 7)):
         folder = save(tmp_path, step, last=accuracy, evaluated=step, evaluates=evaluates)
         files.prune(tmp_path, 1, 1, folder)

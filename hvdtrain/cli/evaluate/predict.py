@@ -33,7 +33,8 @@ hvdtrain predict RUN --images DIR --to FILE.csv [--checkpoint newest] [--force] 
   --to           the table to write: file, class, and the model's probability of that class (squared_error: its output); - for the screen
   --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
   --force        overwrite FILE if it exists
-  key=value      data.size=N to take the centre square of images of other sizes; batch.evaluate, speed.*, comm.*, shard.stage
+  key=value      data.size=N to take the centre square of images of other sizes; evaluate.views, batch.evaluate, speed.*,
+                 comm.*, shard.stage
 Under mpirun each rank reads its share of the images, and has its parts of the weights where the run has shard.stage=3 (on
 comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""
 _HEADER = ("file", "class", "probability")

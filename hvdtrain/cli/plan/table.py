@@ -11,6 +11,7 @@ from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_re
 from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary
 from hvdtrain.tasks.classification.build import Classification
@@ -170,13 +171,13 @@ def _listed(names: Iterable[str], most: int) -> str:
 
 
 def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
-    """The parameters that optim.name leaves to another rule, by what that says of itself."""
+    """The parameters that optim.name leaves to another rule, and those of optim.groups, by what their rule says of itself."""
     found: dict[str, Shapes] = {}
     if plan.rule is None:
         return found
     for name, shape in plan.shapes.items():
         rule = plan.rule.of_parameter(name, shape, False)
-        if type(rule) is not type(plan.rule):
+        if isinstance(rule, Scaled):
             found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
     return found
 

@@ -29,10 +29,11 @@ MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that 
 
 
 class AugmentationParameters(NamedTuple):
-    """Of n images, in the order of application; None where an augmentation is off. crop_box and shift exclude each other."""
+    """Of n images, in the order of application; None where an augmentation is off. Only one of the first three is set."""
 
     crop_box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of the box that is resized to the image's size
     shift: np.ndarray | None = None  # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is black
+    reflected_shift: np.ndarray | None = None  # the same where the image goes on mirrored outside, without the pixels of its border
     flipped: np.ndarray | None = None  # bool (n,), left to right
     cutout_box: np.ndarray | None = None  # int64 (n, 4): top, bottom, left, right of the black box, clipped at the border
     mixup_weight: np.ndarray | None = None  # float64 (n,), of the image itself in its mixture: lambda of Zhang 2017
@@ -59,18 +60,22 @@ def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndar
     """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`, (H, W, C)."""
     height, width, _ = shape
     keys = _keys(seed, epochs, samples)
-    crop_box = shift = flipped = cutout_box = mixup_weight = None
+    crop_box = shift = reflected_shift = flipped = cutout_box = mixup_weight = None
     if augment.resized_crop:
         crop_box = _crop_boxes(_uniform(keys, _CROP_BOX), augment.resized_crop, height, width)
     elif augment.crop:
         shift = _integers(_uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop
-    if augment.flip:
+        if augment.pad == "reflect":
+            shift, reflected_shift = None, shift
+    if augment.flip == "alternating":
+        flipped = (_uniform(_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (epochs % 2 == 1)
+    elif augment.flip:
         flipped = _uniform(keys, _FLIP)[:, 0] < 0.5
     if augment.cutout:
         cutout_box = _cutout_boxes(_uniform(keys, _CUTOUT), augment.cutout, height, width)
     if augment.mixup:
         mixup_weight = _mixup_weights(_uniform(keys, _MIXUP_WEIGHT), augment.mixup)
-    return AugmentationParameters(crop_box, shift, flipped, cutout_box, mixup_weight)
+    return AugmentationParameters(crop_box, shift, reflected_shift, flipped, cutout_box, mixup_weight)
 
 
 def mixup_partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, dataset: int) -> np.ndarray | None:
@@ -111,6 +116,7 @@ def apply(x: np.ndarray, parameters: AugmentationParameters) -> np.ndarray:
         x = resized_crop(x, parameters.crop_box, parameters.flipped)
     else:
         x = x if parameters.shift is None else _shift(x, parameters.shift)
+        x = x if parameters.reflected_shift is None else _shift(x, parameters.reflected_shift, reflects=True)
         x = x if parameters.flipped is None else _flip(x, parameters.flipped)
     return x if parameters.cutout_box is None else _cutout(x, parameters.cutout_box)
 
@@ -125,11 +131,11 @@ def mixup(x: np.ndarray, partner: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _shift(x: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    n, height, width, channels = x.shape
+def _shift(x: np.ndarray, shift: np.ndarray, reflects: bool = False) -> np.ndarray:
+    n, height, width, _ = x.shape
     border = int(np.abs(shift).max(initial=0))
-    padded = np.zeros((n, height + 2 * border, width + 2 * border, channels), np.uint8)
-    padded[:, border : border + height, border : border + width] = x
+    around = (0, 0), (border, border), (border, border), (0, 0)
+    padded = np.pad(x, around, mode="reflect") if reflects else np.pad(x, around)
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))  # (n, 2 border + 1, 2 border + 1, C, H, W)
     return np.ascontiguousarray(np.moveaxis(windows, 3, -1)[np.arange(n), border + shift[:, 0], border + shift[:, 1]])
 

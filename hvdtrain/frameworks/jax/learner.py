@@ -17,6 +17,7 @@ from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
+from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
 from hvdtrain.frameworks.global_weight import global_weight
 from hvdtrain.frameworks.jax.model import Model, Target, device_dtype
@@ -46,7 +47,7 @@ class JaxLearner:
         self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
         self.waits_only_in_communication = self._phases.are_timed
         with target.enable_x64():
-            formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)))
+            formulas = Formulas(self.model, part_of(task, "jax", config, Place(target.dtype)), make_views(config, task.fields))
         self._gradient, self._sums, self._outputs = jax.jit(formulas.gradient), jax.jit(formulas.sums), jax.jit(formulas.outputs)
         optimizer = Optimizer(config, rule, model.names, [p.shape for p in model.start])
         strategy = Zero if config.shard.stage else Replicated

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from hvdtrain.core.metrics import Sums
+from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.jax.model import Model
 from hvdtrain.tasks.task import Each, Part
 
@@ -27,16 +29,17 @@ class DeviceBatch(NamedTuple):
 class Formulas:
     """Loss and gradient. Batches that reach them have samples."""
 
-    def __init__(self, model: Model, part: Part) -> None:
-        self.model, self.part = model, part
+    def __init__(self, model: Model, part: Part, views: Views) -> None:
+        self.model, self.part, self.views = model, part, views
 
     def sums(self, weights: Weights, batch: DeviceBatch) -> Sums:
         """In evaluation."""
-        return _sums(self._forward(weights, batch, training=False), batch.n)
+        return _sums(self.part.each(self.outputs(weights, batch), batch.arrays, False), batch.n)
 
     def outputs(self, weights: Weights, batch: DeviceBatch) -> jax.Array:
-        """(rows, ...) of the model."""
-        return self.model.outputs(weights, self.part.inputs(batch.arrays))
+        """(rows, ...) of the model in evaluation: the mean over the views of each sample."""
+        outputs: jax.Array = self.views.mean(batch.arrays, lambda arrays: self._outputs(weights, arrays), jnp)
+        return outputs
 
     def gradient(self, weights: Weights, batch: DeviceBatch, divisor: int) -> tuple[jax.Array, Sums]:
         """The gradients of all parameters in one row, of the sum of losses over `divisor`; and the sums.
@@ -46,16 +49,16 @@ class Formulas:
         sample_weights = batch.arrays["w"]
 
         def mean(weights: Weights) -> tuple[jax.Array, Each]:
-            each = self._forward(weights, batch, training=True)
+            each = self.part.each(self._outputs(weights, batch.arrays), batch.arrays, True)
             return (each.loss * sample_weights).sum() / divisor, each  # a sum over ranks is the mean over the global batch
 
         gradients, each = jax.grad(mean, has_aux=True)(weights)
         row, sums = jnp.concatenate([g.ravel() for g in gradients]), _sums(each, batch.n)
         return jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums
 
-    def _forward(self, weights: Weights, batch: DeviceBatch, training: bool) -> Each:
-        """Of each row."""
-        return self.part.each(self.outputs(weights, batch), batch.arrays, training)
+    def _outputs(self, weights: Weights, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Of each row as it is."""
+        return self.model.outputs(weights, self.part.inputs(arrays))
 
 
 def _sums(each: Each, samples: Any) -> Sums:

@@ -12,7 +12,8 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
-from hvdtrain.frameworks.build_rule import build_rule
+from hvdtrain.data.images.views import make_views
+from hvdtrain.frameworks.build_rule import build_rule, check_groups
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
 from hvdtrain.frameworks.torch.compile import compiled
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
@@ -57,6 +58,7 @@ def assemble(
     channels_last = use_channels_last(config.speed.channels_last, plugins.is_dotted(config.model.name), model, device)
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    check_groups(config, {name: tuple(p.shape) for name, p in named})
     optimizer = make_optimizer(config, named)
     meter: Meter | NoMeter = NoMeter()
     if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
@@ -81,7 +83,7 @@ def assemble(
         config=config,
         mesh=mesh,
         model=model,
-        forward=Forward(wrapped.forward, body, inputs, precision, task, part, when_empty(config)),
+        forward=Forward(wrapped.forward, body, inputs, precision, task, part, make_views(config, task.fields), when_empty(config)),
         optimizer=wrapped.optimizer,
         strategy=strategy,
         meter=meter,

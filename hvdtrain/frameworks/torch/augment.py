@@ -31,6 +31,8 @@ def apply_by_gathers(pixels: torch.Tensor, parameters: AugmentationParameters) -
     """apply() of (n, H, W, C), contiguous, on any device."""
     if parameters.crop_box is not None:
         pixels = _resized_crop(pixels, parameters.crop_box, parameters.flipped)
+    elif parameters.reflected_shift is not None:
+        pixels = _shift_and_flip(pixels, parameters.reflected_shift, parameters.flipped, reflects=True)
     elif parameters.shift is not None or parameters.flipped is not None:
         pixels = _shift_and_flip(pixels, parameters.shift, parameters.flipped)
     return pixels if parameters.cutout_box is None else _cutout(pixels, parameters.cutout_box)
@@ -51,13 +53,16 @@ def mixup_on_device(x: torch.Tensor, partner: torch.Tensor, weight: torch.Tensor
     return (x * factor + partner * (1 - factor) + 0.5).to(torch.uint8)
 
 
-def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.ndarray | None) -> torch.Tensor:
-    """Both by one gather of pixels from images with a black border."""
+def _shift_and_flip(pixels: torch.Tensor, shift: np.ndarray | None, flipped: np.ndarray | None, reflects: bool = False) -> torch.Tensor:
+    """Both by one gather of pixels from images with a border that is black, or reflects them."""
     n, height, width, channels = pixels.shape
     border = 0 if shift is None else int(np.abs(shift).max(initial=0))
     tall, wide = height + 2 * border, width + 2 * border
     padded = pixels
-    if border:
+    if border and reflects:
+        for axis, size in ((1, height), (2, width)):
+            padded = padded.index_select(axis, _to_device(np.pad(np.arange(size), border, mode="reflect"), pixels))
+    elif border:
         padded = pixels.new_zeros(n, tall, wide, channels)
         padded[:, border : border + height, border : border + width] = pixels
     index_type = np.int32 if n * tall * wide < 2**31 else np.int64  # half the memory, and the gather takes either

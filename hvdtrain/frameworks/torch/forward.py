@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hvdtrain.core.metrics import Sums, zero_sums
+from hvdtrain.data.images.views import Views
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import SplitLogits
@@ -73,10 +75,11 @@ class Forward:
         precision: Precision,
         task: Task,
         part: Part,
-        when_empty: WhenEmpty = "skip",
+        views: Views,
+        when_empty: WhenEmpty,
     ) -> None:
         self._training, self._evaluation = training, evaluation
-        self._when_empty = when_empty
+        self._when_empty, self._views = when_empty, views
         self.inputs, self.precision, self.task, self._part = inputs, precision, task, part
 
     def inputs_of(self, batch: DeviceBatch) -> torch.Tensor:
@@ -98,19 +101,27 @@ class Forward:
         return self.losses(outputs, batch, training=True)
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
-        """Of samples that are not learned from; the model is in evaluation mode, and gradients are off."""
-        x = self.inputs_of(batch)
-        if not len(x):
-            with self.precision.autocast(x.device):
-                if self._when_empty == "call with zeros":
-                    call_with_zeros(self._evaluation, x)
-                elif self._when_empty == "call":
-                    self._evaluation(x)
-            return Evaluated(x, zero_sums(self.task.sums))
-        with self.precision.autocast(x.device):
-            outputs = self._evaluation(x)
-        outputs = self._in_weights_type(outputs)
+        """Of samples that are not learned from; the model is in evaluation mode, and gradients are off.
+
+        The outputs are the mean over the views of each sample; the model is called for one view after the other.
+        """
+        arrays = self.inputs.arrays(batch)
+        outputs = self._views.mean(arrays, self._evaluated, torch, axes=(2, 3))  # images are (n, C, H, W) here
+        if not batch.samples:
+            return Evaluated(outputs, zero_sums(self.task.sums))
         return Evaluated(outputs, self._losses(outputs, batch, training=False).sums)
+
+    def _evaluated(self, arrays: Mapping[str, torch.Tensor]) -> Any:
+        """The model's outputs; of no samples its inputs, after what the collectives of the others wait for."""
+        x = self._part.inputs(arrays)
+        with self.precision.autocast(x.device):
+            if len(x):
+                outputs = self._evaluation(x)
+            elif self._when_empty == "call with zeros":
+                call_with_zeros(self._evaluation, x)
+            elif self._when_empty == "call":
+                self._evaluation(x)
+        return self._in_weights_type(outputs) if len(x) else x
 
     def _in_weights_type(self, outputs: Any) -> Any:
         """A tensor, or several of them in a tuple, a list or a dict."""

@@ -51,11 +51,13 @@ def find_resume_point(
     train_state = dataclasses.replace(found.train_state, progress=progress)
     if train_state.target != config.stop.target:  # evaluations at another target do not count
         train_state = dataclasses.replace(train_state, at_target=0)
-    if not train_state.comparable(beginning):  # nor do those of other samples
-        before, now = train_state.evaluates, beginning.evaluates
-        notes.append(f"evaluations are of {now:,} samples, and were of {before:,}: the best one and stop.patience begin anew")
+    if not train_state.comparable(beginning):  # nor do those of other samples, or views
+        before, now, of = train_state.evaluates, beginning.evaluates, "samples"
+        if train_state.views != beginning.views:
+            before, now, of = train_state.views, beginning.views, f"view{'s' * (beginning.views > 1)} of each sample"
+        notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one and stop.patience begin anew")
         train_state = dataclasses.replace(train_state, at_target=0, last=math.nan, best=math.nan, best_epoch=0)
-    train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates)
+    train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates, views=beginning.views)
     try:
         changed = changes(run, config)
     except UserError as error:

@@ -56,6 +56,7 @@ class TrainState:
     epoch: Count = 0  # whole epochs done at the last evaluation
     evaluated: Count = 0  # steps done at the last evaluation
     evaluates: Count = 0  # samples of an evaluation; 0: of a checkpoint that does not tell
+    views: Count = 1  # of each of these samples: evaluate.views
     epoch_s: Seconds = 0.0  # seconds of training since the last evaluation
     sums: dict[str, Number | tuple[Number, ...]] = field(default_factory=_no_sums)  # over all ranks, since the last evaluation
     objective: str = "accuracy"  # the metric that the next fields are of, and which of its values are better
@@ -95,8 +96,8 @@ class TrainState:
         )
 
     def comparable(self, other: TrainState) -> bool:
-        """Whether evaluations of both are of as many samples."""
-        return self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates)
+        """Whether evaluations of both are of as many samples, and of as many views of each."""
+        return self.views == other.views and (self.evaluates == other.evaluates or 0 in (self.evaluates, other.evaluates))
 
     @property
     def rank_of_last(self) -> float:
@@ -136,6 +137,7 @@ _ADDED: dict[str, Any] = {
     "objective": "accuracy",
     "better": "max",
     "evaluates": 0,
+    "views": 1,
     "best": None,
     "best_epoch": 0,
     "evaluated_s": 0.0,

@@ -16,6 +16,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.ops import TorchOps, unstack
 from hvdtrain.frameworks.torch.optim.user_optimizer import as_tensors, construct, counters, followed, load_entries, name_of, try_step
+from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
 
 Parameters = list[torch.nn.Parameter]
@@ -229,7 +230,9 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     theirs, ours = "".join(classes), "".join(class_entry(optimizer))
     if classes and theirs != ours:
         there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
-        here = _public_name(ours) if ours else type(optimizer.param_groups[0]["rule"]).__module__.rpartition(".")[2]
+        rule = optimizer.param_groups[0].get("rule")
+        own = rule.rule if isinstance(rule, Scaled) else rule
+        here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"
         raise UserError(f"the checkpoint was made with {there}, this job has optim.name={here}", "state of the optimizer", fix)
 
