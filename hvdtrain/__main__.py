@@ -19,6 +19,7 @@ COMMANDS = {  # each is the function of its name in that module
     "plan": "hvdtrain.cli.plan.command",
     "check": "hvdtrain.cli.check.command",
     "launch": "hvdtrain.cli.launch.command",
+    "sweep": "hvdtrain.cli.sweep.command",
     "bench": "hvdtrain.cli.bench.command",
     "export": "hvdtrain.cli.export.command",
     "evaluate": "hvdtrain.cli.evaluate.command",
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def starts_job(arguments: Sequence[str]) -> bool:
     """Whether they train, here or on ranks that they start."""
     name = arguments[0] if arguments else ""
-    is_other = name in ("list", "--version") or "--print-config" in arguments or (name in COMMANDS and name not in ("train", "launch"))
+    is_other = (
+        name in ("list", "--version") or "--print-config" in arguments or (name in COMMANDS and name not in ("train", "launch", "sweep"))
+    )
     return not is_other and not {"-h", "--help"} & set(arguments)
 
 

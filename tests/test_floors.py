@@ -41,6 +41,7 @@ ALLOWED = {  # the only files that may import these
     "tensorboard": ("events/trackers/tensorboard.py",),
     "mlflow": ("events/trackers/mlflow.py",),
     "wandb": ("events/trackers/wandb.py",),
+    "optuna": ("cli/sweep/optuna_study.py",),
     "pynvml": ("training/telemetry/energy.py",),
     "pickle": ("data/own/worker_pool.py", "data/own/worker.py"),  # between a rank and its own workers, through a pipe
 }

@@ -225,6 +225,13 @@ class OptimConfig(OpenSection):
         description="parameters with a rate, a decay or a momentum of their own, by their names: a list of {names, rate, decay, momentum}, "
         "as in [{names: '*.bias', rate: 64}]; of several entries that a name fits the first counts",
     )
+    ema: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="decay of an exponential moving average of the weights, one update a step, as in 0.999: evaluations, predict, "
+        "sample and export use it in the place of the weights (Polyak and Juditsky 1992)",
+    )
     clip_norm: float | None = Field(
         default=None,
         gt=0,

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError, closest, nearest, short
+from hvdtrain.optim.ema import Averaged
 from hvdtrain.optim.groups import Group, Grouped, number_of_group
 from hvdtrain.optim.rule import Rule, is_excluded
 
 
 def build_rule(config: Config) -> Rule:
-    """The rule, with the options of `optim`, and for its groups. Raises UserError for a class of torch.optim, which is not a rule."""
+    """The rule, with the options of `optim`, for its groups, and with averages.
+
+    Raises UserError for a class of torch.optim, which is not a rule.
+    """
     name, where = config.optim.name, config.where("optim.name")
     if plugins.is_dotted(name):
         what = f"{name} is a torch optimizer, framework={config.framework} needs a rule"
@@ -20,7 +24,8 @@ def build_rule(config: Config) -> Rule:
     build = plugins.load("optim", name, where).build
     rule: Rule = build(**plugins.convert_options(config.optim, "optim"))
     groups = tuple(Group(group.names, group.rate, group.decay, group.momentum) for group in config.optim.groups)
-    return Grouped(rule, groups) if groups else rule
+    rule = Grouped(rule, groups) if groups else rule
+    return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
 def check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -125,6 +125,22 @@ class BeginsWithSamples(Protocol):
 
     def begin_with(self, batch: Any) -> None:
         """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is sent to all."""
+
+
+@runtime_checkable
+class HasAverages(Protocol):
+    """A learner that may have averages of the weights: optim.ema."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside of it the weights are their averages, for evaluate() and for drawing; nothing else is called.
+
+        Does nothing where there are none. To enter it is a collective.
+        """
+
+
+def averaged(learner: Any) -> AbstractContextManager[None]:
+    """HasAverages.averaged() of any learner."""
+    return learner.averaged() if isinstance(learner, HasAverages) else nullcontext()
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -93,6 +94,16 @@ class NumpyLearner:
 
     def sync_buffers(self, communicator: Communicator) -> None:
         pass  # the model has no buffers, and all ranks' weights are equal
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        weights = self.weights
+        try:
+            if self.config.optim.ema is not None and all(state[-1] > 0 for state in self.optimizer_state.values()):
+                self.weights = {name: state[-2] for name, state in self.optimizer_state.items()}
+            yield
+        finally:
+            self.weights = weights
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         return self.predict(batch).sums

@@ -516,6 +516,27 @@ def groups(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("optim.groups"), "a name of `list` for optim.name, or leave optim.groups out")
 
 
+def ema(job: PlannedJob) -> Iterator[UserError]:
+    """optim.ema is a part of the optimizer's state, whose parts an evaluation puts together."""
+    config = job.config
+    if config.optim.ema is None:
+        return
+    where = job.where("optim.ema")
+    if is_dotted(config.optim.name):
+        what = f"optim.ema is of hvdtrain's own optimizers, and optim.name={config.optim.name} has its state to itself"
+        yield UserError(what, where, "a name of `list` for optim.name, or leave optim.ema out")
+    used = {
+        "shard.stage=3": config.shard.stage == 3,
+        "servers.count": config.servers.count,
+        "parallel.tensor": config.parallel.tensor > 1,
+        "parallel.pipeline": config.parallel.pipeline > 1,
+        "parallel.dense": config.parallel.dense != "none",
+    }
+    for key in (key for key, is_used in used.items() if is_used):
+        what = f"optim.ema does not go with {key}: no rank has all averages to evaluate with"
+        yield UserError(what, where, f"leave {key} or optim.ema out" + ("; shard.stage=2 has them" if "3" in key else ""))
+
+
 def views(job: PlannedJob) -> Iterator[UserError]:
     """evaluate.views averages what the model says of an image."""
     config, count = job.config, job.config.evaluate.views
@@ -619,6 +640,7 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     samples,
     reading_ahead,
     crop,
+    ema,
     views,
     groups,
     recompute,

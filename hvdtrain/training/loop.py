@@ -12,7 +12,7 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.frameworks.learner import SharesSteps
+from hvdtrain.frameworks.learner import SharesSteps, averaged
 from hvdtrain.training.health.monitor import nonfinite_steps
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, nonfinite_fields, step_fields, target_fields
@@ -140,13 +140,14 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
     data = job.learner.data
     rows = evaluation_batches(len(job.val), job.config.batch.evaluate, data.rank, data.size)
     job.heartbeat.beat("evaluation", p.epoch, p.step)
-    for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
-        job.heartbeat.beat("evaluation", p.epoch, p.step)
-        job.telemetry.energy.keep_up()
-        if index % STOP_CHECK_BATCHES == 0 and job.health.agree_to_stop():
-            return None
-        if batch is not None:
-            sums = add_sums(sums, job.learner.evaluate(batch))
+    with averaged(job.learner):
+        for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
+            job.heartbeat.beat("evaluation", p.epoch, p.step)
+            job.telemetry.energy.keep_up()
+            if index % STOP_CHECK_BATCHES == 0 and job.health.agree_to_stop():
+                return None
+            if batch is not None:
+                sums = add_sums(sums, job.learner.evaluate(batch))
     sums = add_up(job, sums | job.telemetry.energy.read_sums(), "val.sums")
     assert sums["count"] == len(job.val), (sums["count"], len(job.val))
     return sums

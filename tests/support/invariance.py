@@ -51,7 +51,7 @@ JOBS = {
     "torch least squares": "model.name=linear model.loss=squared_error optim.base_lr=0.002",
     "torch mlp": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05",
     "torch with an unused layer": "model.name=faulty:Faulty optim.base_lr=0.05",
-    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2",
+    "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2 optim.ema=0.9",
     "jax softmax": f"framework=jax model.name=linear optim.base_lr=0.05 {SEEN}",
     "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
     "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20",

@@ -49,7 +49,7 @@ KINDS = {  # of state that a job may have, in the torch framework; float32 but f
     "a user's model, its buffer, its dropout": f"{TORCH} model.name=resume_matrix:Dropping",
     "adam": f"{RESNET} optim.name=adam optim.base_lr=0.003",
     "novograd": f"{RESNET} optim.name=novograd optim.base_lr=0.01",
-    "muon": f"{RESNET} optim.name=muon optim.base_lr=0.02",
+    "muon": f"{RESNET} optim.name=muon optim.base_lr=0.02 optim.ema=0.8",
     "sync norm": f"{RESNET} norm.kind=sync",
     "ghost norm": f"{RESNET} norm.kind=ghost norm.ghost=5",
     "torch.optim.RMSprop": f"{MLP} optim.name=torch.optim.RMSprop optim.base_lr=0.001 optim.momentum=0.9",
@@ -61,7 +61,7 @@ KINDS = {  # of state that a job may have, in the torch framework; float32 but f
     "augmentation": f"{RESNET} augment.crop=2 augment.pad=reflect augment.flip=alternating augment.cutout=3 evaluate.views=6",
     "fp16": f"{MLP} speed.precision=fp16",
     "local steps": f"{MLP} comm.local_steps=3",
-    "ZeRO stage 1": f"{MLP} optim.name=lamb optim.base_lr=0.003 shard.stage=1 comm.bucket_mb=0.001 optim.clip_norm=1",
+    "ZeRO stage 1": f"{MLP} optim.name=lamb optim.base_lr=0.003 optim.ema=0.8 shard.stage=1 comm.bucket_mb=0.001 optim.clip_norm=1",
     "ZeRO stage 2": f"{MLP} optim.name=torch.optim.Adam optim.base_lr=0.003 shard.stage=2 comm.bucket_mb=0.001 batch.micro=5",
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }

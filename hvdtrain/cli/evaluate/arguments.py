@@ -10,7 +10,7 @@ from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.errors import UserError, nearest, short
 
 # Keys of the run that say what its model is and what its data are. The others say how it was trained, which matters no more.
-_OF_THE_RUN = ("framework", "seed", "data.", "task.", "model.", "norm.", "speed.", "batch.evaluate", "evaluate.views")
+_OF_THE_RUN = ("framework", "seed", "data.", "task.", "model.", "norm.", "speed.", "batch.evaluate", "evaluate.views", "optim.ema")
 _OF_THE_COMMAND = (  # that may be given as key=value
     "data.",
     "task.",
@@ -22,6 +22,7 @@ _OF_THE_COMMAND = (  # that may be given as key=value
     "shard.offload",
     "batch.evaluate",
     "evaluate.views",
+    "optim.ema",
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.cli.export.read import metadata, model_state, read_checkpoint
+from hvdtrain.cli.export.read import has_averages, metadata, model_state, read_checkpoint, with_averages
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
@@ -37,13 +37,17 @@ def export(arguments: Sequence[str]) -> int:
     run, to = expand(options.run, "RUN"), expand(options.to, "--to")
     _check_target(to, options.force)
     checkpoint, arrays, skipped = read_checkpoint(run, options.checkpoint)
+    notes_of_average: list[str] = []
+    if has_averages(run) and checkpoint.train_state.progress.step:
+        arrays = with_averages(arrays)
+        notes_of_average = ["the averages of the weights are written (optim.ema of the run)"]
     weights = model_state(arrays, checkpoint)
     fields, notes = metadata(run, checkpoint)
     size_bytes = _write(to, weights, {"format": "pt", "hvdtrain": __version__} | fields)
     numbers = sum(array.size for array in weights.values())
     sizes = f"{len(weights)} arrays, {numbers:,} numbers, {size_bytes / 1e6:,.1f} MB"
     written = f"{checkpoint.folder.name} of {run} ({_progress(checkpoint.train_state)}) -> {to}: {sizes}"
-    print("\n".join([*skipped, *notes, written, *_how_to_load(to, fields)]))
+    print("\n".join([*skipped, *notes, *notes_of_average, written, *_how_to_load(to, fields)]))
     return DONE
 
 

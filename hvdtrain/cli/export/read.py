@@ -16,6 +16,7 @@ from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.optim.ema import averages
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 
@@ -120,6 +121,19 @@ def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:
     if not state:
         raise UserError("the checkpoint has no weights", folder, _DO_NOT_TRUST)
     return state
+
+
+def has_averages(run: Path) -> bool:
+    """Whether the run has averages of its weights (optim.ema), as far as its config.yaml can be read."""
+    with contextlib.suppress(UserError):
+        return any(assignment.key == "optim.ema" and assignment.value is not None for assignment in read_run_config(run))
+    return False
+
+
+def with_averages(arrays: Arrays) -> Arrays:
+    """The averages in the place of the weights that they are of."""
+    found = averages(arrays)
+    return arrays | {name: array for name, array in found.items() if name in arrays and array.shape == arrays[name].shape}
 
 
 def _is_valid(name: str) -> bool:

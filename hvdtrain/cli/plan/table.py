@@ -11,6 +11,7 @@ from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_re
 from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
 from hvdtrain.recipe.summary import batch_summary, lr_summary
@@ -176,7 +177,7 @@ def _of_other_rules(plan: Plan) -> dict[str, Shapes]:
     if plan.rule is None:
         return found
     for name, shape in plan.shapes.items():
-        rule = plan.rule.of_parameter(name, shape, False)
+        rule = without_average(plan.rule.of_parameter(name, shape, False))
         if isinstance(rule, Scaled):
             found[f"{rule}"] = {**found.get(f"{rule}", {}), name: shape}
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import jax
@@ -44,6 +44,7 @@ class JaxLearner:
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()
+        self._has_averages = config.optim.ema is not None
         self._phases = Phases(self.stopwatch, communicates=communicator.size > 1, waits=config.log.step_times)
         self.waits_only_in_communication = self._phases.are_timed
         with target.enable_x64():
@@ -98,6 +99,16 @@ class JaxLearner:
 
     def sync_buffers(self, communicator: Communicator) -> None:
         pass  # JAX models have no buffers, and all ranks' weights are equal
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        weights = self.weights
+        try:
+            if self._has_averages and all(float(state[-1]) > 0 for state in self._strategy.optimizer_state):
+                self.weights = self._strategy.put_together([state[-2] for state in self._strategy.optimizer_state])
+            yield
+        finally:
+            self.weights = weights
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         if not batch.n:

@@ -53,6 +53,9 @@ class Strategy(Protocol):
     def update(self, weights: Weights, hyper: Hyper, seed: int) -> Updated:
         """One step along the sum of what was added, over all ranks. `weights` are not used again. A collective."""
 
+    def put_together(self, parts: Weights) -> Weights:
+        """Whole arrays from those of the optimizer state, one for each parameter. May be a collective."""
+
     def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
         """What this rank has of an array of the optimizer state of a parameter, as an array of the state called `name`."""
 
@@ -102,6 +105,9 @@ class Replicated:
         on_host = np.asarray(row)  # the host waits for the device here
         self._phases.enter("communication")
         return self._communicator.allreduce(on_host, "gradient.0")
+
+    def put_together(self, parts: Weights) -> Weights:
+        return parts
 
     def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
         return whole(name, array)

@@ -75,6 +75,10 @@ class Zero:
         measured = Squares(self._own_square, mean_square) if self._measures else None
         return Updated(weights, bool(bad) / self._communicator.size, measured)
 
+    def put_together(self, parts: Weights) -> Weights:
+        with self._target.enable_x64():
+            return self._spread(jnp.concatenate([part.reshape(-1) for part in parts]))
+
     def piece(self, name: str, parameter: int, array: np.ndarray) -> Piece:
         own = self._cut.ranges[parameter]
         if array.ndim == 0:  # a number for the parameter, which every rank has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.losses import go_on_fro
 from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
-from hvdtrain.frameworks.torch.parallel.strategy import DividesAnew, OnePass, Shard, SharesSteps, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import DividesAnew, OnePass, PutsTogether, Shard, SharesSteps, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.profiler import profile
@@ -246,6 +246,28 @@ class TorchLearner:
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)
         self.buffers.sync_buffers(communicator, self.mesh.servers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        if self.config.optim.ema is None:
+            yield
+            return
+
+        def average_of(p: torch.nn.Parameter) -> torch.Tensor:
+            return rule_optimizer.average(self.optimizer, p)
+
+        if isinstance(self.strategy, PutsTogether):
+            found = self.strategy.put_together(average_of)
+        else:
+            found = {p: average_of(p) for p in self.parameters}
+        weights = {p: p.data for p in found}
+        try:
+            for p, average in found.items():
+                p.data = average
+            yield
+        finally:
+            for p, own in weights.items():
+                p.data = own
 
     def evaluate(self, batch: DeviceBatch) -> Sums:
         self.model.eval()

@@ -9,9 +9,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.errors import MEMORY, exit_code_of
+from hvdtrain.errors import MEMORY, UserError, exit_code_of
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.state import check_fit
+from hvdtrain.optim.ema import averages
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_learner
 from hvdtrain.training.build_task import restore_task
@@ -39,6 +40,9 @@ def load_trained_model(
     the disk (mapped): no rank has them all. Raises UserError on all ranks where read() does, or the weights do not fit the model.
     """
     in_parts = config.shard.stage == 3 and communicator.size > 1
+    if in_parts and config.optim.ema is not None:
+        what = "the averages of optim.ema are read from whole arrays, not with shard.stage=3"
+        raise UserError(what, config.where("shard.stage"), "shard.stage=0, or optim.ema=null for the weights themselves")
     if not in_parts:  # stages 1 and 2 divide what only training has
         config = config.replace(shard=ShardConfig())
     try:
@@ -56,6 +60,8 @@ def _load(config: Config, communicator: Communicator, read: Callable[[], tuple[C
         nonlocal weights
         checkpoint, arrays, notes = read()
         weights = {name: array for name, array in arrays.items() if not name.startswith("s.")}
+        if config.optim.ema is not None and checkpoint.train_state.progress.step:
+            weights |= averages(arrays)
         return checkpoint, notes
 
     checkpoint, notes = on_rank_0(communicator, read_on_rank_0)

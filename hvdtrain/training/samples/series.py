@@ -22,7 +22,7 @@ from hvdtrain.data.tokens.text import decode, read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
-from hvdtrain.frameworks.learner import Learner, Sampler
+from hvdtrain.frameworks.learner import Learner, Sampler, averaged
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
@@ -68,17 +68,18 @@ class SampleSeries:
         began_s = time.perf_counter()
         codebook = codebook_of(self.val)
         try:
-            drawn = draw_on_all_ranks(
-                self.learner.data,  # the ranks of a tensor group draw the same sequences together
-                self.learner,
-                np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (self.config.log.samples, 1)),
-                self.task.context + 1,
-                tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
-                temperature=1.0,
-                seed=self.config.seed,
-                at_once=self.config.batch.evaluate,
-                before_each=self._keep_up(now),
-            )
+            with averaged(self.learner):
+                drawn = draw_on_all_ranks(
+                    self.learner.data,  # the ranks of a tensor group draw the same sequences together
+                    self.learner,
+                    np.tile(self.val.read(np.zeros(1, np.int64))["tokens"][:, :1], (self.config.log.samples, 1)),
+                    self.task.context + 1,
+                    tokens=self.task.tokens.values if codebook is None else len(codebook.colours),
+                    temperature=1.0,
+                    seed=self.config.seed,
+                    at_once=self.config.batch.evaluate,
+                    before_each=self._keep_up(now),
+                )
         except _Stopped:
             return
         if self.communicator.rank == 0:

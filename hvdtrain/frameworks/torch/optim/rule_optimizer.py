@@ -16,6 +16,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.ops import TorchOps, unstack
 from hvdtrain.frameworks.torch.optim.user_optimizer import as_tensors, construct, counters, followed, load_entries, name_of, try_step
+from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
 
@@ -189,6 +190,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
     return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
 
 
+def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:
+    """Of optim.ema; before the first step the weights themselves."""
+    state = optimizer_state(optimizer, p)
+    last = len(state) - 1
+    return state[f"{last - 1}"] if state[f"{last}"] > 0 else p.detach()
+
+
 def group_of(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict[str, Any]:
     """The parameter group that p is in."""
     return next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
@@ -230,7 +238,7 @@ def check_class(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
     theirs, ours = "".join(classes), "".join(class_entry(optimizer))
     if classes and theirs != ours:
         there = _public_name(theirs) if theirs else "one of hvdtrain's own optimizers"
-        rule = optimizer.param_groups[0].get("rule")
+        rule = without_average(optimizer.param_groups[0]["rule"]) if "rule" in optimizer.param_groups[0] else None
         own = rule.rule if isinstance(rule, Scaled) else rule
         here = _public_name(ours) if ours else type(own).__module__.rpartition(".")[2]
         fix = f"optim.name={there}" if theirs else "the optim.name of its run folder's config.yaml"

@@ -128,6 +128,14 @@ class DividesAnew(Protocol):
 
 
 @runtime_checkable
+class PutsTogether(Protocol):
+    """A strategy in which ranks update parts of the weights, and each has all of them."""
+
+    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Tensors of the weights' shapes, of which each rank gives its parts: of(parameter of a Shard). A collective."""
+
+
+@runtime_checkable
 class SharesSteps(Protocol):
     """A strategy in which not every rank makes every step; as Learner has it."""
 

@@ -108,6 +108,9 @@ class Zero:
             spread()
         self._stopwatch.enter("update")
 
+    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
+        return {p: whole for bucket in self._buckets for p, whole in bucket.put_together(of).items()}
+
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
@@ -255,6 +258,17 @@ class _Bucket:
                 self._weights.copy_(weights)
 
         return wait
+
+    @torch.no_grad()
+    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """As Zero.put_together()."""
+        row = torch.empty_like(self._weights)
+        for shard in self.shards:
+            begin = self._begins[shard.whole] + shard.start
+            row[begin : begin + shard.parameter.numel()].copy_(of(shard.parameter))
+        row = self._mesh.shard.start_spread(row.to(self._device), f"averages.{self.name}").wait().to(row.device)
+        sizes = [p.numel() for p in self.parameters]
+        return {p: part.view(p.shape) for p, part in zip(self.parameters, row.split(sizes), strict=True)}
 
 
 def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:

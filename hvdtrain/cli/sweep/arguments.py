@@ -1,0 +1,156 @@
+"""The command line of `sweep`, and what is refused before a trial starts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.sweep import optuna_study
+from hvdtrain.cli.sweep.record import Sweep
+from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, grid_points, probes, random_points, read_space
+from hvdtrain.config.plugins import check_names
+from hvdtrain.config.read import assignments, configure, expand, to_yaml
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.recipe.batch_size import resolve_batch_size
+from hvdtrain.training.conflicts import refuse_on_every_engine
+
+USAGE = """\
+hvdtrain sweep [--config FILE] [key=value ...] --grid KEY=VALUE,VALUE [--random KEY=log:LOW:HIGH] [--trials 20] --out FOLDER
+  --config FILE, key=value   what all trials share, as in train
+  --grid KEY=V1,V2           values of a key; several --grid: all combinations. seed=1,2,3 repeats: a row of the table is their mean
+  --random KEY=KIND:LOW:HIGH numbers of a range: uniform, log (their logarithms are uniform), int, logint
+  --sampler grid             grid: all combinations; random: draws, also from the lists of --grid, each with all seeds of --grid seed=...;
+                             optuna: from the results so far, stopping poor trials early (pip install optuna).
+                             default: random where there is a --random, else grid
+  --trials 20                how many; a larger number later adds trials. Default: those of the grid; a larger grid is refused
+  --seed 1                   of random and optuna: the same trials again
+  --out FOLDER               trial-0001, ... in it are run folders, trial-0001.log what they print; the same command goes on:
+                             trials that are done (or diverged, or stopped by optuna) are kept, others are resumed or tried again
+  --at-once 1                trials side by side
+  --ranks-per-trial 1        more than 1: each trial by `hvdtrain launch -np N`
+  --json [FILE]              the result as JSON
+prints a table, the best first, and writes it with a figure into FOLDER (sweep.txt, sweep.png). Ctrl-C or SIGUSR2 stops all trials with
+a checkpoint, exit code 75"""
+_COMMAND_LINE = "command line of sweep"
+_SAMPLERS = ("grid", "random", "optuna")
+_OF_THE_SWEEP = {"run": "each trial has a run folder of its own, in --out", "resume": "each trial resumes its own run folder"}
+
+
+class Options(NamedTuple):
+    config: str | None
+    shared: list[str]  # key=value of all trials
+    space: Space
+    sampler: str
+    trials: int | None
+    seed: int
+    out: Path
+    at_once: int
+    ranks: int  # of each trial
+    json: str | None
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of hvdtrain, in each trial."""
+        return [*(["--config", self.config] if self.config is not None else []), *self.shared]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, _COMMAND_LINE, "hvdtrain sweep --help shows its options")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="hvdtrain sweep", add_help=False, allow_abbrev=False)
+    for option in ("--config", "--sampler", "--trials", "--out", "--json"):
+        parser.add_argument(option)
+    for option in ("--seed", "--at-once", "--ranks-per-trial"):
+        parser.add_argument(option, default="1")
+    for option in ("--grid", "--random"):
+        parser.add_argument(option, action="append", default=[])
+    return parser
+
+
+def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
+    """The options, and the sweep that they make. Raises UserError for what no trial could start with."""
+    parser = _parser()
+    parsed, shared = parser.parse_known_args(with_json_value(arguments))
+    _refuse_unknown(shared, [option for action in parser._actions for option in action.option_strings])
+    if not parsed.out:
+        raise UserError("where do the trials go?", _COMMAND_LINE, "--out FOLDER, as in --out sweeps/rates")
+    sampler = parsed.sampler or ("random" if parsed.random else "grid")
+    if sampler not in _SAMPLERS:
+        raise UserError(f"there is no sampler {short(sampler)}", f"--sampler {short(sampler)}", nearest(sampler, _SAMPLERS))
+    options = Options(
+        config=parsed.config,
+        shared=shared,
+        space=read_space(parsed.grid, parsed.random),
+        sampler=sampler,
+        trials=None if parsed.trials is None else _count(parsed.trials, "--trials", MOST_TRIALS),
+        seed=_count(parsed.seed, "--seed", 2**32 - 1, least=0),
+        out=expand(parsed.out, "--out"),
+        at_once=_count(parsed.at_once, "--at-once", 1024),
+        ranks=_count(parsed.ranks_per_trial, "--ranks-per-trial", 10**6),
+        json=parsed.json,
+    )
+    config = _check_shared(options)
+    points = _points(options)
+    for point in points or probes(options.space):
+        _check_point(options, point)
+    lines = to_yaml(config).splitlines()
+    return options, Sweep(sampler, options.seed, parsed.grid, parsed.random, options.ranks, lines, points)
+
+
+def _refuse_unknown(shared: Sequence[str], known: Sequence[str]) -> None:
+    """Of what is not key=value."""
+    for argument in shared:
+        if "=" not in argument:
+            fix = nearest(argument, known) if argument.startswith("-") else f"key=value; a list to try: {GRID_EXAMPLE}"
+            raise UserError(f"unknown argument '{short(argument)}'", _COMMAND_LINE, fix)
+
+
+def _count(text: str, option: str, most: int, least: int = 1) -> int:
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise UserError(f"{option} {short(text)} is no number from {least} to {most:,}", option, f"{option} {max(least, 4)}")
+    return int(text)
+
+
+def _check_shared(options: Options) -> Config:
+    """What all trials share. Raises UserError where it has a key that the sweep sets, or one that is swept."""
+    swept = options.space.keys
+    for key, fix in _OF_THE_SWEEP.items():
+        if key in swept:
+            raise UserError(f"{key} cannot be swept", "--grid, --random", fix)
+    given = {assignment.key: assignment.origin for assignment in assignments(options.config, options.shared)}
+    for key, fix in _OF_THE_SWEEP.items():
+        if key in given:
+            raise UserError(f"a sweep sets {key} itself", f"{key}, {given[key]}", f"leave it out: {fix}")
+    for key in {assignment.key for assignment in assignments(None, options.shared)} & set(swept):
+        raise UserError(f"{key} is given, and swept", f"{key}, command line", f"leave {key}= out, or its --grid or --random")
+    return configure(options.config, options.shared)
+
+
+def _points(options: Options) -> list[Point]:
+    """All trials; none where they depend on results."""
+    if options.sampler == "grid":
+        return grid_points(options.space, options.trials)
+    if options.trials is None:
+        raise UserError("how many trials?", f"--sampler {options.sampler}", "--trials 20")
+    if options.sampler == "random":
+        return random_points(options.space, options.trials, options.seed)
+    optuna_study.check_space(options.space)
+    return []
+
+
+def _check_point(options: Options, point: Point) -> None:
+    """Raises UserError where the trial would refuse its configuration."""
+    try:
+        config = configure(options.config, [*options.shared, *point])
+        check_names(config)
+        refuse_on_every_engine(resolve_batch_size(config, options.ranks), options.ranks)
+    except UserError as error:
+        raise UserError(error.what, f"{error.where}; in the trial {' '.join(point)}", error.fix) from None

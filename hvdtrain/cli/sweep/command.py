@@ -1,0 +1,194 @@
+"""hvdtrain sweep: trains with many settings, each in a run folder of its own, and shows which is best."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.cli.json_output import STANDARD_OUTPUT, print_result
+from hvdtrain.cli.launch.machine import available_cores, visible_gpus
+from hvdtrain.cli.sweep import record
+from hvdtrain.cli.sweep.arguments import USAGE, Options, read_options
+from hvdtrain.cli.sweep.optuna_study import OptunaStudy
+from hvdtrain.cli.sweep.proposals import Listed, Proposals
+from hvdtrain.cli.sweep.record import Sweep
+from hvdtrain.cli.sweep.side_by_side import SideBySide
+from hvdtrain.cli.sweep.space import Point
+from hvdtrain.cli.sweep.table import Row, metric_of, rows_of, table_lines, to_json
+from hvdtrain.cli.sweep.trial import KEPT, Result, Trial, error_line, read_result, state_of
+from hvdtrain.comm.placement import placement
+from hvdtrain.core.folder import Folder
+from hvdtrain.core.program import command_line
+from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
+from hvdtrain.report.figures.sweep import SweepPoint, draw
+
+TABLE, PICTURE = "sweep.txt", "sweep.png"
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Runs `sweep`; returns the exit code: 0 where a trial is done, 75 where it was stopped. Raises UserError."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    current = placement(os.environ)
+    if current.size > 1:
+        what = f"this is rank {current.rank} of {current.size}, started by {current.launcher}"
+        raise UserError(what, "command line of sweep", "sweep without a launcher: --ranks-per-trial 4 starts ranks")
+    options, planned = read_options(arguments)
+    command = command_line("sweep", *arguments)
+    with record.locked(options.out):
+        planned = record.take_up(options.out, planned, f"--out {options.out}")
+        record.write(options.out, planned)
+        job = _Job(options, planned)
+        job.run()
+        return job.finish(command)
+
+
+class _Job:
+    """One start of a sweep."""
+
+    def __init__(self, options: Options, planned: Sweep) -> None:
+        self._options, self._planned = options, planned
+        self._began_s = time.monotonic()
+        self._exits = record.read_exits(options.out)
+        self._results = {trial: self._result(trial) for trial in self._trials()}
+        self._kept = sum(result.state in KEPT for result in self._results.values())
+        self._ended = 0  # in this start
+        self._total = (options.trials or 0) if options.sampler == "optuna" else len(planned.trials)
+        self._beside = SideBySide(options.at_once, self._command, lambda trial: self._folder(trial).with_suffix(".log"))
+
+    def run(self) -> None:
+        _say(f"sweep       {self._options.out}: {self._total} trials, {self._kept} kept from before, {self._options.at_once} at once")
+        proposals = self._proposals()
+
+        def following() -> Trial | None:
+            trial = proposals.following()
+            if trial is not None:
+                _say(f"{trial.name}  {'goes on' if self._folder(trial).exists() else 'starts'}: {' '.join(trial.point)}")
+            return trial
+
+        def ended(trial: Trial, code: int, was_hopeless: bool) -> None:
+            self._note(trial, code, was_hopeless)
+            proposals.ended(trial, self._results[trial])
+
+        self._beside.run(following, ended, self._environment, proposals.is_hopeless)
+
+    def finish(self, command: str) -> int:
+        """Prints and writes what is known by now; returns the exit code."""
+        options, metric, rows = self._options, metric_of(self._results), rows_of(self._results)
+        lines = [*table_lines(rows, metric), *self._failures()]
+        _write(options.out, "\n".join(lines) + "\n")
+        picture = self._draw(rows)
+        footer = [f"table       {options.out / TABLE}", picture] if picture else [f"table       {options.out / TABLE}"]
+        if rows and rows[0].done:
+            footer.append(f"best        {command_line(*options.arguments, *rows[0].point)}")
+            best = [str(options.out / trial.name) for trial in rows[0].trials if self._results[trial].state == "done"]
+            footer.append(f"report      {command_line('report', *best)}")
+        states = [result.state for result in self._results.values()]
+        missing = self._total - sum(state in KEPT or state == "failed" for state in states)
+        if missing:
+            footer.append(f"stopped: {missing} of {self._total} trials are not done; the same command goes on: {command}")
+        print_result(options.json, [*lines, *footer], {"out": str(options.out), **to_json(rows, self._results, metric)})
+        if options.json == STANDARD_OUTPUT and missing:
+            _say(footer[-1])
+        if missing:
+            return REQUEUE
+        return DONE if "done" in states else BUG
+
+    def _trials(self) -> list[Trial]:
+        return [Trial(number, point) for number, point in enumerate(self._planned.trials, start=1)]
+
+    def _folder(self, trial: Trial) -> Path:
+        return self._options.out / trial.name
+
+    def _result(self, trial: Trial) -> Result:
+        """By now; of a trial that never ended, and of one that runs, "waiting"."""
+        state, error = self._exits.get(trial.name, ("waiting", ""))
+        return read_result(self._folder(trial), state, error)
+
+    def _proposals(self) -> Proposals:
+        if self._options.sampler != "optuna":
+            kept = {trial.name for trial, result in self._results.items() if result.state in KEPT}
+            return Listed(self._trials(), kept)
+        points = self._planned.trials
+        return OptunaStudy(self._options.space, self._options.seed, self._total, list(points), self._result, self._add)
+
+    def _add(self, point: Point) -> None:
+        self._planned.trials.append(point)
+        record.write(self._options.out, self._planned)
+        trial = self._trials()[-1]
+        self._results[trial] = self._result(trial)
+
+    def _command(self, trial: Trial) -> list[str]:
+        """As a user would type it."""
+        job = [*self._options.arguments, *trial.point, f"run={self._folder(trial)}"]
+        launch = ["launch", "-np", str(self._options.ranks), "--"] if self._options.ranks > 1 else []
+        return [sys.executable, "-m", "hvdtrain", *launch, *job]
+
+    def _environment(self, slot: int) -> Mapping[str, str]:
+        return {**os.environ, **shares(os.environ, slot, self._options.at_once, self._options.ranks)}
+
+    def _note(self, trial: Trial, code: int, was_hopeless: bool) -> None:
+        """A trial that ended."""
+        state = state_of(code, was_hopeless)
+        if state == "failed" and self._beside.is_stopped and code > 128:  # killed by the second signal
+            state = "stopped"
+        error = error_line(self._folder(trial).with_suffix(".log")) if state in ("failed", "diverged") else ""
+        record.append_exit(self._options.out, trial.name, code, state, error)
+        self._exits[trial.name] = (state, error)
+        self._results[trial] = result = self._result(trial)
+        self._ended += 1
+        value = f", {result.metric.name} {result.metric.shown(result.last)}" if math.isfinite(result.last) else ""
+        left = self._total - self._kept - self._ended
+        passed_s = time.monotonic() - self._began_s
+        more = f", about {_time(passed_s / self._ended * left)} left" if left and not self._beside.is_stopped else ""
+        because = f": {error}" if error else ""
+        _say(f"{trial.name}  {state}{value}{because} ({self._kept + self._ended} of {self._total}{more})")
+
+    def _failures(self) -> list[str]:
+        return [
+            f"{trial.name} {result.state}: {result.error}; {self._folder(trial).with_suffix('.log')}"
+            for trial, result in self._results.items()
+            if result.error
+        ]
+
+    def _draw(self, rows: Sequence[Row]) -> str:
+        """A line for people; empty where there is nothing to draw."""
+        points = [SweepPoint(row.values, row.mean, row.sd) for row in rows if row.done]
+        if not points:
+            return ""
+        title = f"{self._options.out.name}: {sum(row.done for row in rows)} trials"
+        return draw(self._options.out / PICTURE, title, metric_of(self._results), points).replace("picture: ", "figure      ")
+
+
+def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> dict[str, str]:
+    """Variables for a trial beside others: its part of the cores, and its own GPUs where there are enough."""
+    if at_once == 1:
+        return {}
+    found = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
+    gpus = visible_gpus(environ)
+    if gpus >= at_once * ranks:
+        names = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * ranks : (slot + 1) * ranks])
+    return found
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _write(folder: Path, text: str) -> None:
+    try:
+        with Folder.open(folder) as opened:
+            opened.replace(TABLE, text.encode())
+    except OSError as error:
+        raise UserError(f"cannot write {folder / TABLE}: {error.strerror}", "--out", "make room, and give the same command again") from None
+
+
+def _say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)

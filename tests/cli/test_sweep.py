@@ -1,0 +1,258 @@
+"""sweep: which trials it makes, what it refuses, how it goes on, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, environment, needs_mpirun
+
+from hvdtrain.cli.sweep import record
+from hvdtrain.cli.sweep.command import shares, sweep
+from hvdtrain.cli.sweep.optuna_study import OptunaStudy
+from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
+from hvdtrain.cli.sweep.table import rows_of, table_lines
+from hvdtrain.cli.sweep.trial import Result, Trial, error_line, state_of
+from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
+from hvdtrain.report.figures.sweep import SweepPoint, draw
+from hvdtrain.report.objective import ACCURACY, RunMetric
+
+JOB = ["framework=numpy", "model.name=linear"]
+LOSS = RunMetric("loss", lower_is_better=True)
+
+
+def test_a_grid_is_all_combinations_and_the_last_list_varies_fastest() -> None:
+    space = read_space(["model.widths=[64,64],[32]", "seed=1,2"], [])
+    assert grid_points(space, None) == [
+        ("model.widths=[64,64]", "seed=1"),
+        ("model.widths=[64,64]", "seed=2"),
+        ("model.widths=[32]", "seed=1"),
+        ("model.widths=[32]", "seed=2"),
+    ]
+
+
+def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_with_the_same() -> None:
+    space = read_space(["seed=1,2"], ["optim.base_lr=log:0.001:1", "batch.size=logint:8:512", "epochs=int:1:3"])
+    points = random_points(space, 60, 7)
+    assert points == random_points(space, 60, 7) != random_points(space, 60, 8) and points[:20] == random_points(space, 20, 7)
+    assert len(set(points)) == 60 and [point[-1] for point in points[:4]] == ["seed=1", "seed=2"] * 2
+    values = [dict(argument.split("=") for argument in point) for point in points[::2]]
+    rates = [math.log10(float(value["optim.base_lr"])) for value in values]
+    assert min(rates) >= -3 and max(rates) <= 0 and 8 <= sum(rate < -1.5 for rate in rates) <= 22  # 30 draws, half of them expected
+    assert {value["epochs"] for value in values} == {"1", "2", "3"} and all(8 <= int(value["batch.size"]) <= 512 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "nothing to sweep"),
+        ("--grid optim.base_lr=0.1,0.1", "optim.base_lr=0.1 is listed twice"),
+        ("--grid optim.base_lr=0.1,,0.2", "optim.base_lr has an empty value"),
+        ("--grid optim.base_lr=0.1 --random optim.base_lr=log:1:2", "optim.base_lr is swept twice"),
+        ("--grid optim.base_lr=0.1 optim.base_lr=0.2", "optim.base_lr is given, and swept"),
+        ("--grid optim.base_rl=0.1", "optim.base_rl"),
+        ("--grid optim.base_lr=0.1,fast", "optim.base_lr.*\n.*in the trial optim.base_lr=fast"),
+        ("--grid run=a,b", "run cannot be swept"),
+        ("--grid seed=1,2 resume=old", "a sweep sets resume itself"),
+        ("--grid optim.base_lr", "cannot read --grid optim.base_lr"),
+        ("--random optim.base_lr=log:0:1", "a logarithmic range begins above 0, not at 0"),
+        ("--random optim.base_lr=log:1:0.1", "1 is not below 0.1"),
+        ("--random optim.base_lr=lg:0.1:1", "there is no range lg\n.*\n.*log"),
+        ("--random optim.base_lr=log:0.1", "log takes two numbers"),
+        ("--random epochs=int:1:2.5", "int takes two whole numbers"),
+        ("--random optim.base_lr=0.1,0.2", "0.1,0.2 is a list, not a range"),
+        ("--random optim.base_lr=log:0.1:1", "how many trials?"),
+        ("--random optim.base_lr=log:0.1:1 --sampler grid", "optim.base_lr has a range, and a grid has lists"),
+        ("--grid seed=1,2 --sampler random --trials 9", "only the seed is swept"),
+        ("--grid seed=1,2,3 --random optim.base_lr=log:0.1:1 --trials 2", "each draw is trained with 3 seeds, and there are 2 trials"),
+        ("--grid optim.base_lr=0.1,0.2 --sampler random --trials 3", "these lists have 2 combinations"),
+        ("--grid seed=1,2 --random optim.base_lr=log:0.1:1 --sampler optuna --trials 4", "the seed is no value to search for"),
+        ("--grid optim.base_lr=0.1,0.2,0.3 --trials 2", "the grid has 3 trials"),
+        ("--grid optim.base_lr=0.1 --sampler gird", "there is no sampler gird\n.*\n.*grid"),
+        ("--grid optim.base_lr=0.1 --trials none", "--trials none is no number from 1"),
+        ("--grid optim.base_lr=0.1 --at-onec 2", "unknown argument '--at-onec'\n.*\n.*--at-once"),
+        ("--grid optim.base_lr=0.1 epochs", "unknown argument 'epochs'"),
+        ("--grid batch.size=64,1 --ranks-per-trial 2", "in the trial batch.size=1"),
+    ],
+)
+def test_bad_input_is_an_error_before_a_trial_starts(words: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        sweep([*JOB, *words.split(), "--out", str(tmp_path / "s")])
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
+    mine = record.Sweep("random", 1, [], ["optim.base_lr=log:0.1:1"], 1, ["epochs: 1"], [("a=1",), ("a=2",)])
+    assert record.take_up(tmp_path, mine, "here") is mine
+    record.write(tmp_path, mine)
+    more = record.Sweep(**(vars(mine) | {"trials": [*mine.trials, ("a=3",)]}))
+    assert record.take_up(tmp_path, more, "here") == more and record.take_up(tmp_path, mine, "here") == mine
+    for change, message in (
+        ({"seed": 2}, "--seed 2 there it is 1"),
+        ({"config": ["epochs: 2"]}, "their configurations differ, there: epochs: 1"),
+        ({"trials": [("a=2",)]}, "its trials are others"),
+    ):
+        with pytest.raises(UserError, match=message):
+            record.take_up(tmp_path, record.Sweep(**(vars(mine) | change)), "here")
+    for text in ("{", "[]", '{"version": 9, "trials": []}', '{"version": 1, "trials": []}'):
+        (tmp_path / record.FILE).write_text(text)
+        with pytest.raises(UserError, match=r"sweep\.json"):
+            record.take_up(tmp_path, mine, "here")
+    (tmp_path / record.FILE).rename(tmp_path / "thesis.txt")
+    with pytest.raises(UserError, match="has other files"):
+        record.take_up(tmp_path, mine, "here")
+    with record.locked(tmp_path), pytest.raises(UserError, match="another sweep runs in"), record.locked(tmp_path):
+        pass
+
+
+def test_the_last_whole_line_of_a_trial_counts(tmp_path: Path) -> None:
+    record.append_exit(tmp_path, "trial-0001", REQUEUE, "stopped", "")
+    record.append_exit(tmp_path, "trial-0001", DONE, "done", "")
+    record.append_exit(tmp_path, "trial-0002", BUG, "failed", "ValueError: no")
+    with (tmp_path / record.EXITS).open("a") as file:
+        file.write('{"trial": "trial-0002", "code": 0, "sta')
+    assert record.read_exits(tmp_path) == {"trial-0001": ("done", ""), "trial-0002": ("failed", "ValueError: no")}
+
+
+def test_what_an_exit_code_means() -> None:
+    codes = [(DONE, False), (REQUEUE, False), (REQUEUE, True), (DIVERGED, False), (BUG, False), (137, True)]
+    assert [state_of(*one) for one in codes] == ["done", "stopped", "pruned", "diverged", "failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("step 1\nhvdtrain: no such key\n  where: a\n  fix: b\n", "no such key"),
+        ("Traceback:\n  x\nValueError: no\nthe error above ends the job\nmpirun has ended\n", "ValueError: no"),
+        ("a\n\nlast\n\n", "last"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_says_why_a_trial_failed(log: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert error_line(tmp_path / "log") == line
+    assert error_line(tmp_path / "none") == "no log: No such file or directory"
+
+
+def done(*values: float, metric: RunMetric = ACCURACY) -> Result:
+    return Result("done", metric, values, 2.0, 10.0, "")
+
+
+def test_the_table_has_the_mean_over_the_seeds_and_the_best_row_first() -> None:
+    worse, better = ("optim.base_lr=0.1",), ("optim.base_lr=1",)
+    results = {
+        Trial(1, (*worse, "seed=1")): done(0.5, 0.75),
+        Trial(2, (*worse, "seed=2")): done(0.9, 0.25),
+        Trial(3, (*better, "seed=1")): done(0.625),
+        Trial(4, (*better, "seed=2")): Result("failed", ACCURACY, (), math.nan, math.nan, "no"),
+        Trial(5, ("optim.base_lr=2", "seed=1")): Result("diverged", ACCURACY, (0.1,), 1.0, 3.0, "NaN"),
+    }
+    first, second, third = rows_of(results)
+    assert (first.point, first.mean, first.done, first.states) == (better, 0.625, 1, "1 done, 1 failed") and math.isnan(first.sd)
+    assert (second.point, second.mean, second.best) == (worse, 0.5, 0.825) and second.sd == pytest.approx(math.sqrt(0.125), rel=1e-12)
+    assert (third.done, third.states) == (0, "diverged")
+    assert [line.split() for line in table_lines([first, second, third], ACCURACY)][:3] == [
+        ["optim.base_lr", "accuracy", "sd", "n", "best", "epochs", "seconds", "trials"],
+        ["1", "1", "62.50%", "1", "62.50%", "2.00", "10.0", "3,4", "1", "done,", "1", "failed"],
+        ["2", "0.1", "50.00%", "35.36%", "2", "82.50%", "2.00", "10.0", "1,2", "2", "done"],
+    ]
+    losses = {Trial(1, worse): done(2.0, metric=LOSS), Trial(2, better): done(1.0, metric=LOSS)}
+    assert [row.point for row in rows_of(losses)] == [better, worse]
+
+
+@pytest.mark.parametrize(
+    "keys", [["optim.base_lr"], ["optim.base_lr", "optim.name"], ["optim.base_lr", "optim.name", "epochs", "model.widths"]]
+)
+def test_the_figure_has_a_panel_for_each_key(keys: list[str], tmp_path: Path) -> None:
+    values = {"optim.base_lr": ["0.01", "0.1", "1"], "optim.name": ["sgd", "$x$"], "epochs": ["1", "2"], "model.widths": ["[8]", "[16,8]"]}
+    points = [SweepPoint({key: values[key][i % len(values[key])] for key in keys}, 0.5 + i / 20, math.nan) for i in range(6)]
+    assert "f.png" in draw(tmp_path / "f.png", "a $ title", ACCURACY, points) and (tmp_path / "f.png").stat().st_size > 5000
+
+
+def test_trials_side_by_side_share_the_machine() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert shares({}, 0, 1, 1) == {}
+    assert shares({"CUDA_VISIBLE_DEVICES": ""}, 0, cores, 1) == {"OMP_NUM_THREADS": "1"} and shares({"OMP_NUM_THREADS": "3"}, 0, 2, 1) == {}
+
+
+def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
+    """The objective is -(log10(rate) + 1)^2, best at 0.1."""
+    space, results, points = read_space([], ["optim.base_lr=log:0.0001:10"]), {}, []
+
+    def study(trials: int, recorded: list[Point]) -> OptunaStudy:
+        return OptunaStudy(space, 3, trials, recorded, lambda trial: results.get(trial, waiting), points.append)
+
+    waiting = Result("waiting", ACCURACY, (), math.nan, math.nan, "")
+    first = study(12, [])
+    while (trial := first.following()) is not None:
+        results[trial] = done(-((math.log10(float(trial.point[0].partition("=")[2])) + 1) ** 2))
+        first.ended(trial, results[trial])
+    again = study(25, list(points))
+    while (trial := again.following()) is not None:
+        results[trial] = done(-((math.log10(float(trial.point[0].partition("=")[2])) + 1) ** 2))
+        again.ended(trial, results[trial])
+    assert len(points) == len(results) == 25 and [trial.point for trial in results] == points
+    errors = [-result.last for result in results.values()]
+    assert sum(errors[-8:]) < sum(errors[:8]) / 2, errors
+    poor, hopeless = study(26, list(points)), Result("waiting", ACCURACY, (-99.0,), 1.0, 1.0, "")
+    trial = poor.following()
+    assert trial is not None
+    results[trial] = hopeless
+    assert poor.is_hopeless(trial)
+    results[trial] = hopeless._replace(values=(-1e-9,))
+    poor = study(26, points[:25])
+    assert not poor.is_hopeless(poor.following() or trial)
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hvdtrain", "sweep", *arguments]
+    return subprocess.run(command, check=False, env=environment(), cwd=ROOT, text=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
+    """Two at once; one diverges, which is a result; the same command starts nothing; further trials come behind."""
+    out = tmp_path / "s"
+    words = [*JOB, "epochs=1", "--out", str(out), "--at-once", "2", "--json", str(tmp_path / "s.json")]
+    grid = ["--grid", "optim.base_lr=0.05,1e6", "--grid", "seed=1,2", "guard.nonfinite=stop"]
+    first = run([*words, *grid])
+    assert first.returncode == DONE, first
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [trial["state"] for trial in found["trials"].values()].count("done") >= 2, found
+    best = found["rows"][0]
+    assert best["values"] == {"optim.base_lr": "0.05"} and best["n"] == 2 and best["mean"] > 0.7 and best["sd"] >= 0
+    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG" and "0.05" in (out / "sweep.txt").read_text()
+    assert "best        " in first.stdout and "optim.base_lr=0.05" in first.stdout and "(4 of 4)" in first.stderr
+    ends = {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")}
+    again = run([*words, *grid])
+    assert again.returncode == DONE and "4 kept from before" in again.stderr, again
+    assert {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")} == ends
+    other = run([*words, "--grid", "optim.base_lr=0.1"])
+    assert other.returncode == 2 and "holds another sweep" in other.stderr
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    """On two ranks; each trial is resumed from its checkpoint, and ends as if it had not been stopped."""
+    words = [*JOB, "epochs=200", "--grid", "seed=1,2", "--ranks-per-trial", "2", "--out", str(tmp_path / "s")]
+    command = [sys.executable, "-m", "hvdtrain", "sweep", *words]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        events, end_s = tmp_path / "s" / "trial-0001" / "events.jsonl", time.monotonic() + 60
+        while not events.exists() or b'"kind": "step"' not in events.read_bytes():
+            assert time.monotonic() < end_s and started.poll() is None, started.communicate()
+            time.sleep(0.05)
+        started.send_signal(signal.SIGUSR2)
+        output, progress = started.communicate(timeout=60)
+    assert started.returncode == REQUEUE and "2 of 2 trials are not done; the same command goes on" in output, (output, progress)
+    again = run(words)
+    assert again.returncode == DONE and "trial-0001  goes on" in again.stderr and "(2 of 2)" in again.stderr, again
+    assert "resume  from step" in (tmp_path / "s" / "trial-0001.log").read_text()
+    assert [line.split()[-1] for line in (tmp_path / "s" / "sweep.txt").read_text().splitlines()[1:]] == ["done"], again.stdout
