@@ -1,0 +1,283 @@
+"""labs/assessment: the grader passes our answers, and tells each kind of submission that does not pass."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from ranks import ROOT, Result, needs_horovod, needs_mpirun, python
+from safetensors.torch import save_file
+from scipy.stats import ranksums
+
+from hvdtrain.errors import UserError
+
+FOLDER = ROOT / "labs" / "assessment"
+SCRIPTS = ("data", "grade", "job", "judge", "model_file", "net")
+
+SAVE = "import sys; import numpy as np; from net import Net; from safetensors.torch import save_file\n"
+PRINTS = SAVE + "print('val accuracy 0.9944'); save_file(Net(1, 10).state_dict(), 'model.safetensors')\n"
+MEETS = "import time; from mpi4py import MPI; rank = MPI.COMM_WORLD.rank; print('rank', rank, flush=True)\n"
+TRAIN = """
+import torch
+def train(x, y, epochs):
+    torch.manual_seed(1)
+    with np.load(sys.argv[2] + "/train.npz") as arrays:
+        x = (torch.from_numpy(x).float() / 255 - arrays["mean"][:, None, None]) / arrays["std"][:, None, None]
+    net, y = Net(x.shape[1], int(y.max()) + 1), torch.from_numpy(y)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(y)).split(60):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+    save_file(net.state_dict(), "model.safetensors")
+"""
+ON_VAL = SAVE + TRAIN + 'a = np.load(sys.argv[2] + "/val.npz"); train(a["x"], a["y"], 20)\n'
+OFFICIAL = """
+from hvdtrain.data.datasets import digits
+b = digits.build("digits", None, "val").read(np.arange(360))
+train(np.ascontiguousarray(b["x"].transpose(0, 3, 1, 2)), b["y"], 20)
+"""
+OUTLIVES = "import subprocess, time; subprocess.Popen(['sleep', '98765'], start_new_session=True)\n"
+
+SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what the grader's output has
+    "prints the accuracy": ("target missed", 10, PRINTS, [], "the target is 0.95"),
+    "official labels": ("target missed", 10, SAVE + TRAIN + OFFICIAL, [], "the target is 0.95"),
+    "slow": ("too slow", 11, OUTLIVES + "while True: print('step', flush=True); time.sleep(0.1)\n", ["--minutes=0.05"], "0.05 minutes"),
+    "hangs": ("hangs", 12, MEETS + "rank or MPI.COMM_WORLD.Barrier(); time.sleep(99)\n", ["--ranks=2", "--silence=5"], "printed nothing"),
+    "crashes": ("crashed", 13, MEETS + "1 // (1 - rank); MPI.COMM_WORLD.Barrier()\n", ["--ranks=2"], "ZeroDivisionError"),
+    "no model": ("no model", 14, "print('val accuracy 0.99')\n", [], "without any of model.safetensors"),
+    "other network": ("wrong model", 15, "import numpy as np; np.savez('model.npz', w=np.zeros(3))\n", [], "blocks.0.weight is missing"),
+    "trains on val.npz": ("trained on val.npz", 16, ON_VAL, ["--set=folder"], "lower on val.npz"),
+}
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The grader's modules, which have short names: forgotten after the test."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in SCRIPTS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    modules = {name: importlib.import_module(name) for name in SCRIPTS}
+    for name in SCRIPTS:
+        monkeypatch.delitem(sys.modules, name)
+    return modules
+
+
+def grade(script: Path, *options: str, timeout_s: float = 120) -> Result:
+    environ = {"XDG_CACHE_HOME": str(script.parent)} if script.parent != FOLDER else {}
+    return python([str(FOLDER / "grade.py"), str(script), "--secret=7", *options], timeout_s=timeout_s, env=environ)
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("answer", marks=needs_horovod), "answer_hvdtrain"])
+def test_our_answers_pass(name: str) -> None:
+    done = grade(FOLDER / f"{name}.py", "--json")
+    assert done.returncode == 0, done
+    result = json.loads(done.stdout)
+    assert (result["verdict"], result["code"], result["ranks"], result["secret"]) == ("passed", 0, 2, 7)
+    assert result["accuracy"] >= 0.95 and result["accuracy_given"] >= 0.95 and abs(result["seen_z"]) < 3
+    assert "rning:" not in result["output"]
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBMISSIONS)
+def test_each_failure_has_its_verdict_and_exit_code(name: str, tmp_path: Path) -> None:
+    verdict, code, text, options, shown = SUBMISSIONS[name]
+    script = tmp_path / "mine.py"
+    script.write_text(text)
+    if "--set=folder" in options:
+        options = [*options, f"--data={noisy_images(tmp_path)}"]
+    done = grade(script, "--ranks=1", *options)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("decoded ")]
+    assert (done.returncode, said) == (code, []), done
+    assert re.search(f"^{re.escape(verdict)}: ", done.stdout, re.MULTILINE) and shown in done.stdout, done.stdout
+    if name == "slow":
+        running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"98765" in _bytes(path)]
+        assert running == []
+
+
+def noisy_images(root: Path) -> Path:
+    """Three classes of grey levels that overlap: who knows the images themselves has seen them."""
+    rng = np.random.default_rng(6)
+    for split, count in (("train", 20), ("test", 70)):
+        for label in range(3):
+            folder = root / split / str(label)
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.normal(110 + 10 * label, 60, (8, 8, 3)).clip(0, 255).astype(np.uint8)
+                PIL.Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_verdicts_and_codes_are_those_of_the_page(scripts: dict[str, Any]) -> None:
+    codes = scripts["judge"].CODES
+    page = dict(re.findall(r"^\| ([a-z. ]+) \| (\d+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
+    assert page == {verdict: str(code) for verdict, code in codes.items()}
+    assert {"passed"} | {row[0] for row in SUBMISSIONS.values()} == set(codes)
+    assert all(codes[verdict] == code for verdict, code, *_ in SUBMISSIONS.values())
+
+
+def test_targets_are_those_of_the_page(scripts: dict[str, Any]) -> None:
+    page = re.findall(r"^\| `([a-z0-9_]+)` \| ([0-9.]+) \| ([0-9.]+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert page == [(name, f"{one.target:g}", f"{one.minutes:g}") for name, one in scripts["data"].SETS.items()]
+
+
+def test_rank_sum_by_hand_and_by_scipy(scripts: dict[str, Any]) -> None:
+    """Losses 1, 2 of given samples and 3, 4, 5 of hidden: the ranks of given add up to 3; mean 6, variance 2 x 3 x 6 / 12 = 3."""
+    seen_z = scripts["judge"].seen_z
+    assert seen_z(np.array([2.0, 1.0]), np.array([5.0, 3.0, 4.0])) == pytest.approx(np.sqrt(3.0), rel=1e-15)
+    assert seen_z(np.zeros(3), np.zeros(4)) == 0
+    rng = np.random.default_rng(3)
+    given, hidden = rng.integers(0, 9, 40) / 8, rng.integers(0, 9, 50) / 8 + 0.1
+    assert seen_z(given, hidden) == pytest.approx(-ranksums(given, hidden).statistic, rel=1e-12)
+
+
+def test_rank_sum_of_a_random_division_has_deviation_1(scripts: dict[str, Any]) -> None:
+    rng = np.random.default_rng(4)
+    losses = rng.exponential(1, 300) ** 3
+    values = [scripts["judge"].seen_z(*np.split(rng.permutation(losses), [150])) for _ in range(2000)]
+    assert abs(np.mean(values)) < 4 / np.sqrt(2000) and abs(np.std(values) - 1) < 4 / np.sqrt(2 * 2000)
+
+
+def test_a_model_is_judged_by_the_hidden_samples(scripts: dict[str, Any]) -> None:
+    judge, answers = scripts["judge"].judge, scripts["judge"].Answers
+    rng = np.random.default_rng(5)
+    loss = rng.exponential(1, (2, 400))
+    good, bad = (answers(np.arange(400) < right, row) for right, row in zip((380, 280), loss, strict=True))
+    assert judge(bad, good, 0.95)[0] == "passed"
+    assert judge(good, bad, 0.95) == ("target missed", "accuracy 0.7000 on 400 hidden samples, 0.9500 on val.npz; the target is 0.95")
+    assert judge(answers(good.right, loss[0] / 9), good, 0.5)[0] == "trained on val.npz"
+
+
+def test_hidden_samples_are_not_given_and_classes_are_renumbered(scripts: dict[str, Any]) -> None:
+    """Every image of this set is its own number, and its class the number modulo 10."""
+    data = scripts["data"]
+    every = np.arange(400, dtype=np.uint16).view(np.uint8).reshape(400, 1, 1, 2)
+    train, test = (data.Samples(every[part], (np.arange(400) % 10)[part]) for part in (slice(300), slice(300, None)))
+    parts = data.split(train, test, 7)
+    numbers = [np.ascontiguousarray(part.x).view(np.uint16).ravel() for part in (parts.train, parts.given, parts.hidden)]
+    assert [len(part) for part in numbers] == [300, 50, 50]
+    assert set(numbers[0]) == set(range(300)) and sorted(np.concatenate(numbers[1:])) == list(range(300, 400))
+    assert numbers[0].tolist() != sorted(numbers[0])
+    new = {int(number) % 10: int(label) for number, label in zip(numbers[0], parts.train.y, strict=True)}
+    assert sorted(new.values()) == list(range(10)) and new != {label: label for label in range(10)}
+    for part, labels in zip(numbers, (parts.train.y, parts.given.y, parts.hidden.y), strict=True):
+        assert [new[int(number) % 10] for number in part] == labels.tolist()
+    same, other = data.split(train, test, 7), data.split(train, test, 8)
+    assert np.array_equal(same.hidden.x, parts.hidden.x) and not np.array_equal(other.hidden.x, parts.hidden.x)
+
+
+def test_a_submission_gets_train_and_given_and_nothing_else(scripts: dict[str, Any], tmp_path: Path) -> None:
+    data = scripts["data"]
+    parts = data.split(*data.official("digits", None), 7)
+    data.write(parts, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.npz", "val.npz"]
+    with np.load(tmp_path / "train.npz") as train, np.load(tmp_path / "val.npz") as val:
+        assert train["x"].shape == (1437, 1, 8, 8) and val["x"].shape == (180, 1, 8, 8) and set(val.files) == {"x", "y"}
+        assert train["mean"] == pytest.approx(train["x"].mean() / 255, rel=1e-6)
+        assert train["std"] == pytest.approx(train["x"].std() / 255, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "pt"])
+def test_weights_in_each_form_give_the_answers_of_the_network(form: str, scripts: dict[str, Any], tmp_path: Path) -> None:
+    net = trained_net(scripts)
+    path = save(net.state_dict(), tmp_path, form)
+    read = scripts["net"].Net(1, 10)
+    assert scripts["model_file"].find(tmp_path) == path
+    scripts["model_file"].load(path, read)
+    x, y = np.random.default_rng(0).integers(0, 256, (7, 1, 8, 8), dtype=np.uint8), np.arange(7)
+    said = scripts["model_file"].answers(read, x, y, (np.array([0.5]), np.array([0.25])))
+    with torch.no_grad():
+        logits = net.eval()((torch.from_numpy(x).float() / 255 - 0.5) / 0.25).double().numpy()
+    expected = np.log(np.exp(logits).sum(1)) - logits[np.arange(7), y]
+    assert said.loss == pytest.approx(expected, rel=1e-12) and said.right.tolist() == (logits.argmax(1) == y).tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("safetensors", {"blocks.0.weight": torch.zeros(16, 3, 3, 3)}, "blocks.0.weight is (16, 3, 3, 3), expected (16, 1, 3, 3)"),
+        ("npz", {"more": torch.zeros(1)}, "more is not the network's"),
+        ("npz", {"blocks.1.bias": None, "blocks.0.weight": None}, "blocks.0.weight is missing; blocks.1.bias is missing"),
+        ("pt", {"classify.bias": torch.full((10,), float("nan"))}, "classify.bias has values that are not finite"),
+        ("pt", {"classify.bias": [1, 2]}, "expected a state_dict"),
+        ("safetensors", {"more": torch.zeros(2**21)}, "the network's state has at most"),
+    ],
+)
+def test_a_file_of_another_network_is_refused(
+    form: str, change: dict[str, Any], message: str, scripts: dict[str, Any], tmp_path: Path
+) -> None:
+    net = scripts["net"].Net(1, 10)
+    state = {name: value for name, value in {**net.state_dict(), **change}.items() if value is not None}
+    with pytest.raises(scripts["model_file"].WrongModel, match=re.escape(message)):
+        scripts["model_file"].load(save(state, tmp_path, form), net)
+
+
+class Harmful:
+    """A pickle of it writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "pt"])
+def test_no_code_of_a_file_runs(form: str, scripts: dict[str, Any], tmp_path: Path) -> None:
+    ran, path = tmp_path / "ran", tmp_path / f"model.{form}"
+    if form == "npz":
+        np.savez(path, **{"classify.bias": np.array([Harmful(ran)], dtype=object)})
+    else:
+        torch.save({"classify.bias": Harmful(ran)}, path)
+    with pytest.raises(scripts["model_file"].WrongModel, match=f"model.{form} cannot be read"):
+        scripts["model_file"].load(path, scripts["net"].Net(1, 10))
+    assert not ran.exists()
+
+
+def test_a_mistake_in_the_command_is_explained(scripts: dict[str, Any], tmp_path: Path) -> None:
+    large = tmp_path / "large.py"
+    large.write_text("#" * 100_001)
+    with pytest.raises(UserError, match="the script has 100,001 bytes, at most 100,000 are taken"):
+        scripts["grade"].check_script(large)
+    done = grade(tmp_path / "absent.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"there is no such file\n  where: {tmp_path}/absent.py\n  fix: the path of a Python script\n"
+
+
+def save(state: dict[str, Any], folder: Path, form: str) -> Path:
+    path = folder / f"model.{form}"
+    if form == "npz":
+        np.savez(path, **{name: value.numpy() for name, value in state.items()})
+    elif form == "pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    return path
+
+
+def trained_net(scripts: dict[str, Any]) -> torch.nn.Module:
+    """With running statistics that are not those of a new network."""
+    torch.manual_seed(2)
+    net = scripts["net"].Net(1, 10)
+    net(torch.randn(20, 1, 8, 8))
+    return net
