@@ -1,10 +1,10 @@
 """Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in tar archives, and by torchvision.
 
-python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--json FILE]
+python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--json FILE]
 
 DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
-another method, and the first round warms up. torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers; ratios
-are to 2 workers.
+another method, and the first round warms up. torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, with --size
+after Resize and CenterCrop; ratios are to 2 workers. --enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90.
 """
 
 from __future__ import annotations
@@ -25,26 +25,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 
 from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
 
 BATCH, SHARDS, ARCHIVES = 128, 8, 10
 BASE = "torchvision, 2 workers"
 
 
-def prepare_images(root: Path, home: Path, count: int) -> Path:
-    """A folder of links to `count` images, equally many of each class, and the same images as tar archives."""
+def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] | None) -> Path:
+    """A folder of `count` images, equally many of each class, and the same images as tar archives."""
     classes = sorted(path for path in (root / "train").iterdir() if path.is_dir())
     chosen = [path for files in zip(*(sorted(c.iterdir()) for c in classes), strict=False) for path in files][:count]
     for path in chosen:
         link = home / "folder" / "train" / path.parent.name / path.name
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(path.resolve())
+        if enlarge is None:
+            link.symlink_to(path.resolve())
+        else:
+            write_enlarged(path, link, enlarge)
     (home / "tar" / "train").mkdir(parents=True)
     labels = {path.name: str(i).encode() for i, path in enumerate(classes)}
+    chosen = [home / "folder" / "train" / path.parent.name / path.name for path in chosen]
     for i, archive in enumerate(np.array_split(np.random.default_rng(0).permutation(len(chosen)), ARCHIVES)):
         with tarfile.open(home / "tar" / "train" / f"{i:06}.tar", "w") as tar:
             for k in archive:
@@ -53,6 +59,13 @@ def prepare_images(root: Path, home: Path, count: int) -> Path:
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     return home
+
+
+def write_enlarged(path: Path, to: Path, size: tuple[int, int]) -> None:
+    """A JPEG of `size`, width and height; noise gives it the bytes of a photograph."""
+    pixels = np.asarray(PIL.Image.open(path).convert("RGB").resize(size, PIL.Image.Resampling.BICUBIC), np.float32)
+    noise = np.random.default_rng(len(path.name)).normal(0, 6, pixels.shape)
+    PIL.Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(to, "JPEG", quality=90)
 
 
 def read_epoch(source: Any, threads: int, round_number: int) -> int:
@@ -65,33 +78,42 @@ def read_epoch(source: Any, threads: int, round_number: int) -> int:
         return sum(len(batch["y"]) for batch in pool.map(source.read, indices))
 
 
-def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path) -> int:
+def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path, size: int | None) -> int:
     """Builds a source whose cache is empty, and returns the number of its images."""
     shutil.rmtree(cache, ignore_errors=True)
     with contextlib.redirect_stderr(io.StringIO()):
-        return len(build(name, root, "train", cache=cache))
+        return len(build(name, root, "train", cache=cache, size=size))
 
 
-def methods(home: Path) -> dict[str, Callable[[int], int]]:
+def methods(home: Path, size: int | None) -> dict[str, Callable[[int], int]]:
     """name -> function of the round's number that reads all images once and returns how many there were."""
     images, archives = home / "folder", home / "tar"
     with contextlib.redirect_stderr(io.StringIO()):
-        packed, decoded = (folder.build("folder", images, "train", cache=home / "packed", packed=packed) for packed in (True, False))
+        packed, decoded = (
+            folder.build("folder", images, "train", cache=home / "packed", size=size, packed=packed) for packed in (True, False)
+        )
+        assert isinstance(decoded, ImageSource)
         pixels = len(packed) * int(np.prod(packed.shape))
-        shards = pack(decoded, home / "shards", -(-pixels // SHARDS))  # type: ignore[arg-type]
-        tars = webdataset.build("webdataset", archives, "train", cache=home / "index")
+        shards = pack(decoded, home / "shards", -(-pixels // SHARDS))
+        tars = webdataset.build("webdataset", archives, "train", cache=home / "index", size=size)
+    assert isinstance(tars, ImageSource)
     vision = import_torchvision()
-    data = vision.datasets.ImageFolder(images / "train", transform=vision.transforms.PILToTensor())
+    transforms = vision.transforms
+    resizing = [] if size is None else [transforms.Resize(size), transforms.CenterCrop(size)]
+    data = vision.datasets.ImageFolder(images / "train", transform=transforms.Compose([*resizing, transforms.PILToTensor()]))
+    by_workers, tars_by_workers = decoded.read_by(2), tars.read_by(2)
     loaders = {n: torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=n, persistent_workers=n > 0) for n in (0, 2)}
     return {
-        "packing": lambda number: build_uncached(folder.build, "folder", images, home / "uncached"),
-        "indexing archives": lambda number: build_uncached(webdataset.build, "webdataset", archives, home / "uncached index"),
+        "packing": lambda number: build_uncached(folder.build, "folder", images, home / "uncached", size),
+        "indexing archives": lambda number: build_uncached(webdataset.build, "webdataset", archives, home / "uncached index", size),
         "packed, one file": lambda number: read_epoch(packed, 1, number),
         f"packed, {SHARDS} files": lambda number: read_epoch(shards, 1, number),
         "packed=false, 1 thread": lambda number: read_epoch(decoded, 1, number),
         "packed=false, 2 threads": lambda number: read_epoch(decoded, 2, number),
+        "packed=false, 2 workers": lambda number: read_epoch(by_workers, 2, number),
         "webdataset, 1 thread": lambda number: read_epoch(tars, 1, number),
         "webdataset, 2 threads": lambda number: read_epoch(tars, 2, number),
+        "webdataset, 2 workers": lambda number: read_epoch(tars_by_workers, 2, number),
         "torchvision, 0 workers": lambda number: sum(len(y) for _, y in loaders[0]),
         BASE: lambda number: sum(len(y) for _, y in loaders[2]),
     }
@@ -102,11 +124,15 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--enlarge", type=lambda word: tuple(map(int, word.split("x"))), help="WIDTHxHEIGHT")
+    parser.add_argument("--only", nargs="*", default=[], help="methods whose names begin so, beside the one that ratios are to")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:
-        readers = methods(prepare_images(options.root, Path(home), options.images))
+        readers = methods(prepare_images(options.root, Path(home), options.images, options.enlarge), options.size)
+        readers = {name: read for name, read in readers.items() if name == BASE or name.startswith(tuple(options.only or [""]))}
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(options.rounds + 1):
             for name in itertools.islice(itertools.cycle(readers), number, number + len(readers)):
@@ -122,6 +148,8 @@ def main() -> None:
             "range": [min(found), max(found)],
             "n": len(found),
             "images": options.images,
+            "size": options.size,
+            "enlarged": options.enlarge,
         }
         row |= {"to torchvision": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"

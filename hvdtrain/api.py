@@ -63,7 +63,7 @@ def train(
     """
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
-    from hvdtrain.data.own.worker import end_script_of_worker
+    from hvdtrain.data.workers.worker import end_script_of_worker
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()

@@ -70,8 +70,8 @@ class DataConfig(OpenSection):
         default=None,
         ge=0,
         le=1024,
-        description="processes that read a torch Dataset of your own for this rank; default: num_workers of its DataLoader, else 0: "
-        "the rank reads its samples itself, between steps",
+        description="processes that read for this rank and each set: image files with data.packed=false, by default 0 (threads decode); "
+        "a torch Dataset of your own, by default num_workers of its DataLoader, else 0 (the rank reads its samples itself, between steps)",
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
+from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
 from hvdtrain.data.source import LabelledImages, Source, Split, reads_in_process
@@ -122,11 +124,9 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     """A set as the plugin of data.name gives it. Raises UserError."""
     if plugins.is_users_own(config.data):
         return _open_own(config, split)
-    if config.data.workers is not None:
-        what = f"data.workers={config.data.workers} are processes that read a Dataset of your own; data.name={config.data.name} has threads"
-        raise UserError(what, config.where("data.workers"), "data.readers=N, or leave it out")
     make = _plugin(config).build
     options = plugins.convert_options(config.data, "data/datasets")
+    _check_workers(config, options.get("packed", _default_of(make, "packed")))
     root = _root(config)
     if config.data.stage is not None:
         root, options = stage_data(config.data.name, root, options, config.data.stage, config.where("data.stage"))
@@ -134,7 +134,23 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     if isinstance(found, UnencodedImages):
         images = found
         return codebook.encode(images, lambda: images if split == "train" else make(config.data.name, root, "train", **options))
-    return found
+    return found.read_by(config.data.workers) if config.data.workers and isinstance(found, ImageSource) else found
+
+
+def _check_workers(config: Config, packed: object) -> None:
+    """Raises UserError where there is nothing that worker processes would read; packed: of a data set of image files, else None."""
+    if config.data.workers is None or packed is False:
+        return
+    what = f"data.workers={config.data.workers} are processes that decode images or read a Dataset of your own; "
+    what += f"data.name={config.data.name} has " + ("its pixels in array files (data.packed=true)" if packed else "threads")
+    fix = "data.packed=false, or leave data.workers out" if packed else "data.readers=N, or leave it out"
+    raise UserError(what, config.where("data.workers"), fix)
+
+
+def _default_of(make: Callable[..., object], option: str) -> object:
+    """Of a parameter; None where there is none of that name."""
+    parameter = inspect.signature(make).parameters.get(option)
+    return None if parameter is None else parameter.default
 
 
 def _open_own(config: Config, split: Split) -> Source:

@@ -256,7 +256,7 @@ import numpy as np
 import own_datasets
 import hvdtrain
 from hvdtrain.data.own.as_source import as_source
-from hvdtrain.data.own.worker import end_script_of_worker
+from hvdtrain.data.workers.worker import end_script_of_worker
 
 class Mine(own_datasets.Flawed):
     def __getitem__(self, index):
@@ -360,7 +360,7 @@ def test_threads_do_not_run_the_users_code() -> None:
         UserError, match=r"data\.ahead=2 reads on other threads.*\n  where: data.ahead, command line\n  fix: .*data\.workers=1"
     ):
         open_datasets(configure(None, [*words, "data.ahead=2"]))
-    with pytest.raises(UserError, match=r"data\.workers=1 are processes that read a Dataset of your own; data\.name=digits has threads"):
+    with pytest.raises(UserError, match=r"data\.workers=1 are processes that decode .*; data\.name=digits has threads"):
         open_datasets(configure(None, ["data.workers=1"]))
 
 

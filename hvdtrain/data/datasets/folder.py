@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ def build(
         classes=len(found.classes),
         shape=(height, width, channels),
         crop=size is not None,
-        first=lambda: first,
+        first=partial(str, first),
         class_names=tuple(map(short, found.classes)),
     )
     if not packed:

@@ -1,9 +1,10 @@
-"""ImageSource: images that are decoded whenever they are read, and never kept."""
+"""ImageSource: images that are decoded whenever they are read, by threads or by worker processes, and never kept."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from hvdtrain.data.images.decode import Name, decode
 from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields
+from hvdtrain.data.workers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
@@ -39,8 +41,35 @@ class EncodedImages(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class ImageReader:
+    """Decodes images into arrays: what a worker process has a copy of."""
+
+    encoded: EncodedImages
+    shape: tuple[int, int, int]  # (H, W, C)
+    crop: bool  # take the centre square; else every image must have the size of `first`
+    first: Name  # the image that `shape` was read from
+    defined_at: str = __name__
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {"x": Field("uint8", self.shape)}
+
+    @property
+    def name(self) -> str:
+        return self.encoded.where
+
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
+        """Nothing here is random: `seeds` are not used. Raises UserError where an image cannot be decoded."""
+        x = arrays["x"]
+        for row, index in enumerate(indices.tolist()):
+            content = self.encoded.content(index)
+            pixels = decode(content, partial(self.encoded.name, index), self.first, self.shape, self.crop)
+            x[row] = np.frombuffer(pixels, np.uint8).reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
 class ImageSource:
-    """A source that decodes each image when it is read, on the thread that reads it."""
+    """A source that decodes each image when it is read: on the thread that reads it, or in worker processes."""
 
     encoded: EncodedImages
     y: np.ndarray  # int64 (n,), each in 0..classes-1
@@ -49,6 +78,7 @@ class ImageSource:
     crop: bool  # take the centre square; else every image must have the size of `first`
     first: Name  # the image that `shape` was read from
     class_names: tuple[str, ...] = ()
+    workers: WorkerPool | None = None
     small_images_lock: Lock = field(default_factory=Lock)
 
     @property
@@ -61,17 +91,24 @@ class ImageSource:
     def labels(self) -> np.ndarray:
         return self.y
 
-    def pixels(self, index: int) -> bytes:
-        """(H, W, C), row by row. Raises UserError where the image cannot be decoded."""
-        return decode(self.encoded.content(index), partial(self.encoded.name, index), self.first, self.shape, self.crop)
-
     def read(self, indices: np.ndarray) -> Batch:
+        """Raises UserError where an image cannot be decoded, or a worker process ended."""
         check_indices(indices, len(self))
-        x = np.empty((len(indices), *self.shape), np.uint8)
-        with self._one_thread_if_small(indices):
-            for row, index in enumerate(indices.tolist()):
-                x[row] = np.frombuffer(self.pixels(index), np.uint8).reshape(self.shape)
+        if self.workers is not None:
+            x = self.workers.read(indices, indices)["x"]
+        else:
+            x = np.empty((len(indices), *self.shape), np.uint8)
+            with self._one_thread_if_small(indices):
+                self.reader.read_into({"x": x}, indices, indices)
         return {"x": x, "y": self.y[indices]}
+
+    @property
+    def reader(self) -> ImageReader:
+        return ImageReader(self.encoded, self.shape, self.crop, self.first)
+
+    def read_by(self, workers: int) -> ImageSource:
+        """The same images, decoded in so many processes of their own."""
+        return replace(self, workers=WorkerPool(self.reader, workers))
 
     def is_small(self, index: int) -> bool:
         """Whether the image's file is small: decoding it is mostly Python, so one thread is as fast as several."""

@@ -7,9 +7,10 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -26,6 +27,7 @@ from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import ArraySource, Field, LabelledImages, check_indices, digest_of_labels, image_digests, image_fields
+from hvdtrain.data.workers.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,13 +36,16 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
 _PROGRESS_S = 2.0
 _BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
-_MOST_THREADS = 16
+_MOST_THREADS = 16  # or processes
+_BLOCKS_FOR_WORKERS = 4  # that a thread asks worker processes for at once
+_WORTH_WORKERS = 4000  # small images that one thread decodes in the time that processes take to start
 
 
-def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES) -> LabelledImages:
+def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int = _WORTH_WORKERS) -> LabelledImages:
     """The same images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
 
-    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource.
+    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource. Of small images
+    processes decode `worth_workers` and more, else threads.
     Raises UserError where an image cannot be decoded or the files cannot be written.
     """
     shape = images.shape
@@ -51,7 +56,7 @@ def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES) -> 
         name = "images.npy" if count == 1 else f"images-{number:05}-of-{count:05}.npy"
         start = number * rows
         shards.append(_Shard(folder / name, start, (min(rows, len(images) - start), *shape), is_only=count == 1))
-    arrays = _load_or_decode(images, shards, folder)
+    arrays = _load_or_decode(images, shards, folder, worth_workers)
     if count == 1:
         return ArraySource(arrays[0].images, images.y, images.classes, images.encoded.where, images.class_names)
     return PackedSource(tuple(arrays), images.y, images.classes, shape, images.class_names)
@@ -118,14 +123,15 @@ class _Shard:
         return None if found is None or (self.is_only and not found.is_sound()) else found
 
 
-def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path) -> list[CheckedArray]:
+def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, worth_workers: int) -> list[CheckedArray]:
     arrays = _load(shards)
     if len(arrays) < len(shards):
         try:
             with locked(folder, f"decodes {images.encoded.where}"):
                 missing = [shard for shard in shards if shard.load() is None]
                 if missing:
-                    _decode(images, missing, folder)
+                    with _readers(images, missing, worth_workers) as readers:
+                        _decode(readers, missing, folder)
         except OSError as error:
             size = sum(math.prod(shard.shape) for shard in shards)
             fix = f"data.cache=DIR, with {size / 1e6:.0f} MB of free space"
@@ -135,13 +141,40 @@ def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path) -> 
     return arrays
 
 
+@contextmanager
+def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int) -> Iterator[list[ImageSource]]:
+    """The same images, once for each thread that decodes.
+
+    Small images take the interpreter's lock too often for two threads: one thread decodes them, and where they are many the others wait
+    for worker processes.
+    """
+    cores = _cores()
+    if not images.is_small(missing[0].start):
+        yield [images] * cores
+    elif cores == 1 or sum(shard.shape[0] for shard in missing) < worth_workers:
+        yield [images]
+    else:
+        workers = WorkerPool(images.reader, cores - 1, "packing")
+        try:
+            yield [images, *[replace(images, workers=workers)] * (cores - 1)]
+        finally:
+            workers.close()
+
+
+def _cores() -> int:
+    """That packing may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST_THREADS)
+
+
 def _load(shards: list[_Shard]) -> list[CheckedArray]:
     """The arrays of the files that are complete."""
     return [array for shard in shards if (array := shard.load()) is not None]
 
 
-def _decode(images: ImageSource, missing: list[_Shard], folder: Path) -> None:
-    """Writes every missing file, one after the other, on all cores that this process may use; prints progress every 2 s."""
+def _decode(readers: list[ImageSource], missing: list[_Shard], folder: Path) -> None:
+    """Writes every missing file, one after the other, on a thread for each reader; prints progress every 2 s."""
+    images = readers[0]
     for shard in missing:
         if shard.path.exists():
             print(f"the cached array {shard.path} is damaged: decoding again", file=sys.stderr, flush=True)
@@ -158,35 +191,35 @@ def _decode(images: ImageSource, missing: list[_Shard], folder: Path) -> None:
     done = 0
     for shard in missing:
         with write_npy(shard.path, "|u1", shard.shape) as out:
-            write_checksums(shard.path, _fill(images, shard, out, partial(show_progress, done)))
+            write_checksums(shard.path, _fill(readers, shard, out, partial(show_progress, done)))
         done += shard.shape[0]
     present = f", {len(images) - total} more were already there" if total < len(images) else ""
     show_progress(total, 0, f"{present}, written to {missing[0].path if len(missing) == 1 else folder}")
 
 
-def _fill(images: ImageSource, shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> np.ndarray:
-    """Decodes the images of a shard on several threads and writes each at its place in the file; returns the checksums of its blocks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = 1 if images.is_small(shard.start) else min(cores, _MOST_THREADS)
-    done, stop = [0] * threads, Event()
+def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progress: Callable[[int], None]) -> np.ndarray:
+    """Decodes the images of a shard and writes each at its place in the file; returns the checksums of its blocks."""
+    done, stop = [0] * len(readers), Event()
     offset, stride = out.tell(), math.prod(shard.shape[1:])
     block, checked_rows = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS), rows_of_block(shard.shape)
+    block *= 1 if readers[-1].workers is None else _BLOCKS_FOR_WORKERS
+    starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet
     sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)
 
     def work(thread: int) -> None:
-        for start in range(thread * block, shard.shape[0], threads * block):
+        for start in starts:
             if stop.is_set():
                 return
             rows = np.arange(start, min(start + block, shard.shape[0]))
-            pixels = images.read(shard.start + rows)["x"]
+            pixels = readers[thread].read(shard.start + rows)["x"]
             if os.pwrite(out.fileno(), pixels, offset + start * stride) != len(rows) * stride:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             found = checksums(pixels, checked_rows)  # of what was decoded, not of what the disk has
             sums[start // checked_rows : start // checked_rows + len(found)] = found
             done[thread] += len(rows)
 
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(work, thread) for thread in range(threads)]
+    with ThreadPoolExecutor(len(readers)) as pool:
+        futures = [pool.submit(work, thread) for thread in range(len(readers))]
         try:
             while not _wait_all(futures, _PROGRESS_S):
                 show_progress(sum(done))

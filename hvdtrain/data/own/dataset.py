@@ -13,8 +13,8 @@ from hvdtrain.core.digest import digest
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.own.random_state import evaluation_seeds, random_state_kept, training_seeds
 from hvdtrain.data.own.samples import Samples, probed
-from hvdtrain.data.own.worker_pool import WorkerPool
 from hvdtrain.data.source import Field, check_indices
+from hvdtrain.data.workers.worker_pool import WorkerPool
 from hvdtrain.errors import UserError
 
 _SAMPLES = 64  # of a digest

@@ -94,6 +94,10 @@ class Samples:
                 shown = f"{what} has {wrong} in {name}, expected 0 to {field.values - 1}"
                 raise UserError(shown, self._where(), "labels count from 0; `classes` of the Dataset is how many there are")
 
+    @property
+    def defined_at(self) -> str:
+        return defined_at(type(self.dataset))
+
     def _where(self) -> str:
         return defined_at(self.collate or type(self.dataset).__getitem__)
 

@@ -19,29 +19,51 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdtrain.core.arrays import Batch
-from hvdtrain.data.own.samples import Samples, defined_at
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line
 
 _SHARED_BYTES = 2**23  # of a worker's samples
 _MOST_AT_ONCE = 256  # samples that a worker is asked for
 # not `python -m`: __main__ of a worker is the rank's program. sys.path comes first, for hvdtrain itself
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.own.worker import work; work()"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hvdtrain.data.workers.worker import work; work()"
 # a worker is no rank, whatever MPI the user's code imports
 _LAUNCHERS = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_LOCAL", "HOROVOD_")
 
 
-class WorkerPool:
-    """Workers that are started by the first read(). Raises UserError where they cannot have the Dataset."""
+class Readable(Protocol):
+    """What a worker has a copy of, pickled."""
 
-    def __init__(self, samples: Samples, workers: int) -> None:
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """Of each sample that read_into() reads."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def defined_at(self) -> str:
+        """The file and line of its class, for a message that it cannot be pickled."""
+
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
+        """Writes the samples into the first rows of the arrays, each with the random state of its seed. Raises UserError."""
+
+
+class WorkerPool:
+    """Workers that are started by the first read(). Raises UserError where they cannot have the samples.
+
+    of: what set their number, for messages.
+    """
+
+    def __init__(self, samples: Readable, workers: int, of: str = "data.workers") -> None:
         self._samples = samples
         self._count = workers
+        self._of = of
         self.workers: list[_Worker] = []  # once they are started
         self._packed: bytes | None = _pack(samples)
         self._at_once = max(1, min(_MOST_AT_ONCE, _SHARED_BYTES // max(1, _bytes(samples.fields))))
@@ -52,16 +74,27 @@ class WorkerPool:
     def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
         """The samples in fresh arrays, divided among the workers. Raises UserError: a worker's own, or that one ended."""
         threads = self._start()
+        found = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self._samples.fields.items()}
         pieces = max(1, -(-len(indices) // self._at_once), min(self._count, len(indices)))
-        divided = zip(np.array_split(indices, pieces), np.array_split(seeds, pieces), strict=True)
-        futures = [threads.submit(self._read_piece, *piece) for piece in divided]
-        batches = [future.result() for future in futures]
-        return {name: np.concatenate([batch[name] for batch in batches]) for name in self._samples.fields}
+        edges = [len(indices) * piece // pieces for piece in range(pieces + 1)]
+        futures = []
+        for piece in map(slice, edges, edges[1:]):
+            out = {name: array[piece] for name, array in found.items()}
+            futures.append(threads.submit(self._read_piece, out, indices[piece], seeds[piece]))
+        for future in futures:
+            future.result()
+        return found
 
-    def _read_piece(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+    def close(self) -> None:
+        """Ends the workers; nobody may be reading."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            _end(self.workers)
+
+    def _read_piece(self, out: Batch, indices: np.ndarray, seeds: np.ndarray) -> None:
         worker = self._idle.get()
         try:
-            return worker.read(indices, seeds)
+            worker.read_into(out, indices, seeds)
         finally:
             self._idle.put(worker)
 
@@ -69,7 +102,7 @@ class WorkerPool:
         with self._lock:
             if self._threads is None:
                 assert self._packed is not None
-                self.workers = [_Worker(self._samples, self._at_once) for _ in range(self._count)]
+                self.workers = [_Worker(self._samples, self._at_once, self._of) for _ in range(self._count)]
                 weakref.finalize(self, _end, self.workers)
                 for worker in self.workers:
                     worker.send(self._packed)
@@ -84,7 +117,8 @@ class WorkerPool:
 class _Worker:
     """One process, and the memory that it leaves samples in."""
 
-    def __init__(self, samples: Samples, at_once: int) -> None:
+    def __init__(self, samples: Readable, at_once: int, of: str) -> None:
+        self._of = of
         memory = os.memfd_create("hvdtrain-samples")
         with contextlib.ExitStack() as ours:
             ours.callback(os.close, memory)
@@ -103,12 +137,13 @@ class _Worker:
                 env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)} | {"OMP_NUM_THREADS": "1"},
             )
 
-    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+    def read_into(self, out: Batch, indices: np.ndarray, seeds: np.ndarray) -> None:
         what = f"it read samples {indices.tolist()}" if len(indices) < 6 else f"it read sample {indices[0]} and {len(indices) - 1} more"
         with contextlib.suppress(OSError):  # it ended: answer() says so
             self.send(pickle.dumps((indices, seeds)))
         self.answer(what)
-        return {name: np.array(array[: len(indices)]) for name, array in self.arrays.items()}
+        for name, array in self.arrays.items():
+            out[name][:] = array[: len(indices)]
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -128,16 +163,14 @@ class _Worker:
             self.process.wait(10)
         code = self.process.poll()
         if code is None:
-            return UserError(
-                f"worker process {self.process.pid} of data.workers closed its pipe while {what}", f"process {os.getpid()}", ""
-            )
+            return UserError(f"worker process {self.process.pid} of {self._of} closed its pipe while {what}", f"process {os.getpid()}", "")
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         fix = (
             "look for its own message above; signal 9 is often too little memory: fewer workers"
             if code < 0
             else "see its own message above"
         )
-        return UserError(f"worker process {self.process.pid} of data.workers ended by {how} while {what}", f"process {os.getpid()}", fix)
+        return UserError(f"worker process {self.process.pid} of {self._of} ended by {how} while {what}", f"process {os.getpid()}", fix)
 
     def end(self) -> None:
         self._commands.close()
@@ -170,18 +203,18 @@ def _padded(field: Field) -> int:
     return -(-math.prod(field.shape) * np.dtype(field.dtype).itemsize // 8) * 8
 
 
-def _pack(samples: Samples) -> bytes:
-    """What a worker unpacks: the rank's program, where the Dataset is of it, and the Dataset."""
+def _pack(samples: Readable) -> bytes:
+    """What a worker unpacks: the rank's program, where the samples' code is of it, and the samples."""
     fix = "define class, transforms and collate function at the top of a module, no lambda; open files in __getitem__; or data.workers=0"
     try:
         packed = pickle.dumps(samples)
     except Exception as error:  # pickle raises what the user's objects raise
         what = f"{samples.name} cannot be sent to a worker process: {type(error).__name__}: {first_line(error)}"
-        raise UserError(what, defined_at(type(samples.dataset)), fix) from None
+        raise UserError(what, samples.defined_at, fix) from None
     program = _program() if b"__main__" in packed else None
     if b"__main__" in packed and program is None:
         what = f"{samples.name} is defined in a notebook or a command line, which a worker process cannot import"
-        raise UserError(what, defined_at(type(samples.dataset)), "define it in a module: a file beside the notebook; or data.workers=0")
+        raise UserError(what, samples.defined_at, "define it in a module: a file beside the notebook; or data.workers=0")
     return pickle.dumps((program, sys.argv, packed))
 
 

@@ -1,4 +1,4 @@
-"""A worker process: reads samples of the user's Dataset into shared memory until the rank that it works for ends."""
+"""A worker process: reads samples into shared memory until the rank that it works for ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from hvdtrain.core.own_line import own_line
-from hvdtrain.data.own.samples import Samples
-from hvdtrain.data.own.worker_pool import shared_arrays
+from hvdtrain.data.workers.worker_pool import Readable, shared_arrays
 from hvdtrain.errors import UserError, first_line
 
 _is_worker = False
@@ -70,12 +69,12 @@ def _receive(commands: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _unpack(message: bytes) -> Samples:
+def _unpack(message: bytes) -> Readable:
     program, arguments, packed = pickle.loads(message)
     sys.argv = arguments
     if program is not None:
         _define(program)
-    samples: Samples = pickle.loads(packed)
+    samples: Readable = pickle.loads(packed)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     return samples

@@ -1,0 +1,164 @@
+"""Images decoded in worker processes: the same bytes and the same errors as on threads, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from images_in_memory import InMemory, InThisProcess, pixels_of
+from ranks import ROOT, environment
+from test_folder import colour, save
+from test_webdataset import encoded, write
+
+from hvdtrain.config.read import configure
+from hvdtrain.data.datasets import folder, webdataset
+from hvdtrain.data.images.image_source import ImageSource
+from hvdtrain.data.images.pack import pack
+from hvdtrain.errors import UserError
+from hvdtrain.training.datasets import open_datasets
+
+IMAGES = 12
+BROKEN = 7
+
+
+def source_of(files: InMemory) -> ImageSource:
+    return ImageSource(files, np.arange(len(files)) % 3, 3, (6, 5, 3), False, str)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+def of_files(root: Path, kind: str) -> ImageSource:
+    """JPEGs of many sizes, larger ones too, one of them grey."""
+    for place in range(IMAGES):
+        pixels = colour(place, 20 + place, 90 - 5 * place)
+        save(root / "folder" / "train" / str(place % 2) / f"{place:02}.jpg", pixels[..., 0] if place == 3 else pixels)
+    files = sorted((root / "folder" / "train").rglob("*.jpg"))
+    write(
+        root / "train-0.tar",
+        [member for path in files for member in ((f"{path.stem}.cls", path.parent.name.encode()), (f"{path.stem}.jpg", path.read_bytes()))],
+    )
+    if kind == "folder":
+        found = folder.build("folder", root / "folder", "train", size=16, packed=False)
+    else:
+        found = webdataset.build("webdataset", root, "train", size=16, cache=root / "cache")
+    assert isinstance(found, ImageSource)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["folder", "webdataset"])
+def test_worker_processes_decode_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    threads = of_files(tmp_path, kind)
+    processes = threads.read_by(2)
+    orders = [np.array(order, np.int64) for order in ([5], [11, 0, 0, 3, 7], [], range(IMAGES), [2] * 40)]
+    with ThreadPoolExecutor(3) as pool:
+        for order, batch in zip(orders * 3, pool.map(processes.read, orders * 3), strict=True):
+            expected = threads.read(order)
+            np.testing.assert_array_equal(batch["x"], expected["x"])
+            np.testing.assert_array_equal(batch["y"], expected["y"])
+            assert batch["x"].dtype == np.uint8 and batch["x"].shape == (len(order), 16, 16, 3)
+    for wrong in ([12], [-1, 2]):
+        with pytest.raises(IndexError, match="samples .* of 12"):
+            processes.read(np.array(wrong))
+    assert [part.tolist() for part in processes.stats()] == [part.tolist() for part in threads.stats()]
+    assert processes.digests(1) == threads.digests(1) and processes.identity() == threads.identity()
+    assert processes.workers is not None
+    pids = [worker.process.pid for worker in processes.workers.workers]
+    assert len(set(pids)) == 2 and all(pid != os.getpid() for pid in pids)
+
+
+def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
+    threads = source_of(InMemory(IMAGES, BROKEN))
+    processes = threads.read_by(2)
+    read = np.array([0, 6, 7, 8])
+    found = error_of(lambda: processes.read(read))
+    assert found == error_of(lambda: threads.read(read))
+    assert found == "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP\n  where: image 7\n" + (
+        "  fix: repair or remove the file"
+    )
+    np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
+
+
+def test_many_small_images_are_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files and their checksums are the same, also where a thread asks for several blocks, and no process stays."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    images = source_of(InMemory(700))
+    mine = Path(f"/proc/{os.getpid()}/task")
+    before = started(mine)
+    pack(images, tmp_path / "threads", 90 * 400)
+    pack(images, tmp_path / "processes", 90 * 400, worth_workers=700)
+    for name in ("images-00000-of-00002.npy", "images-00001-of-00002.npy"):
+        for file in (name, f"{name}.xxh3"):
+            assert (tmp_path / "threads" / file).read_bytes() == (tmp_path / "processes" / file).read_bytes()
+    assert started(mine) <= before
+    broken = source_of(InMemory(700, broken=650))
+    assert "where: image 650\n" in error_of(lambda: pack(broken, tmp_path / "broken", 90 * 400, worth_workers=1))
+    assert [path.name for path in (tmp_path / "broken").glob("*.npy")] == ["images-00000-of-00002.npy"] and started(mine) <= before
+
+
+def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads do where images are few or large, or there is one core: these images tell by being readable in this process alone."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    local = source_of(InThisProcess(20))
+    pack(local, tmp_path / "few", worth_workers=21)
+    assert "cannot be sent to a worker process" in error_of(lambda: pack(local, tmp_path / "many", worth_workers=20))
+    pack(source_of(InThisProcess(20, padding=5000)), tmp_path / "large", worth_workers=20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    pack(local, tmp_path / "one core", worth_workers=20)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = ["tests/data", "tests/support"]
+os.sched_getaffinity = lambda pid: {0, 1}
+from images_in_memory import InMemory
+from test_image_workers import source_of
+from hvdtrain.data.images.pack import pack
+pack(source_of(InMemory(3000, endless=1500)), Path(sys.argv[1]), worth_workers=1)
+"""
+
+
+def test_a_killed_packing_leaves_no_process(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment()) as packing:
+        tasks = Path(f"/proc/{packing.pid}/task")
+        workers: set[int] = set()
+        wait_until(lambda: workers.update(started(tasks)) or len(workers) == 1)  # beside the thread of the process itself
+        packing.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def started(tasks: Path) -> set[int]:
+    return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_key_data_workers(tmp_path: Path) -> None:
+    for split, place in (("train", 0), ("train", 1), ("val", 1)):
+        save(tmp_path / split / "ant" / f"{place}.png", colour(place))
+        write(tmp_path / f"{split}-{place}.tar", [(f"{place}.cls", b"0"), (f"{place}.png", encoded(place))])
+    words = [f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "data.classes=2", "batch.size=1"]
+    with pytest.raises(UserError, match=r"data\.name=folder has its pixels in array files.*\n.*\n  fix: data\.packed=false, or leave"):
+        open_datasets(configure(None, [*words[:2], "data.name=folder", "data.workers=1"]))
+    for chosen in (["data.name=webdataset", *words], ["data.name=folder", "data.packed=false", *words[:2], *words[3:]]):
+        for workers in (1, 0):
+            datasets = open_datasets(configure(None, [*chosen, f"data.workers={workers}"]))
+            for source in datasets[:2]:
+                assert isinstance(source, ImageSource) and (source.workers is not None) == (workers == 1)

@@ -1,0 +1,52 @@
+"""Image files in memory, made when they are read: worker processes import this module in a quarter of a second."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+
+def pixels_of(value: int) -> np.ndarray:
+    """uint8 (6, 5, 3), unlike those of other values below 256."""
+    rows, columns, channels = np.ogrid[:6, :5, :3]
+    return ((value + 20 * rows + 3 * columns + 50 * channels) % 256).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """PNG files; one of them may be no image, and one may take forever."""
+
+    images: int
+    broken: int = -1
+    endless: int = -1
+    where: str = "memory"
+
+    def __len__(self) -> int:
+        return self.images
+
+    def content(self, index: int) -> bytes:
+        if index == self.endless:
+            time.sleep(60)
+        file = io.BytesIO()
+        Image.fromarray(pixels_of(index)).save(file, "png")
+        return b"nothing" if index == self.broken else file.getvalue()
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+
+@dataclass(frozen=True)
+class InThisProcess(InMemory):
+    """PNG files that no other process can have, each with `padding` bytes behind it."""
+
+    padding: int = 0
+
+    def content(self, index: int) -> bytes:
+        return super().content(index) + bytes(self.padding)
+
+    def __reduce__(self) -> str:
+        raise TypeError("these images are of this process")
