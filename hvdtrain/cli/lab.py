@@ -1,0 +1,49 @@
+"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.errors import DONE, UserError, short
+
+USAGE = """\
+hvdtrain lab             lists the labs
+hvdtrain lab 1 [--quick] [--out FOLDER]
+  --quick   smaller, in a few minutes of two cores
+  --out     figures and tables are written there (default: lab-1)
+each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""
+
+
+def lab(arguments: Sequence[str]) -> int:
+    """Runs `lab`; returns the exit code. Raises UserError."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return DONE
+    found = _labs()
+    if not arguments:
+        print("\n".join(f"{number}  {_title(folder)}\n   {folder / 'README.md'}" for number, folder in found.items()))
+        return DONE
+    folder = found.get(arguments[0])
+    if folder is None:
+        what = f"there is no lab {short(arguments[0])}"
+        raise UserError(what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]")
+    rest = [*arguments[1:], *([] if "--out" in arguments else ["--out", f"lab-{arguments[0]}"])]
+    return subprocess.run([sys.executable, str(folder / "lab.py"), *rest], check=False).returncode
+
+
+def _labs() -> dict[str, Path]:
+    """By number. Raises UserError where hvdtrain was installed without its repository."""
+    root = Path(__file__).resolve().parents[2] / "labs"
+    folders = {match[1]: path.parent for path in sorted(root.glob("*/lab.py")) if (match := re.match(r"(\d+)-", path.parent.name))}
+    if not folders:
+        what = "the labs are in the repository, not in the installed package"
+        raise UserError(what, str(root), "clone the repository, and run `python -m hvdtrain lab` in it")
+    return folders
+
+
+def _title(folder: Path) -> str:
+    return (folder / "README.md").read_text().partition("\n")[0].lstrip("# ")
