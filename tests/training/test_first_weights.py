@@ -14,6 +14,7 @@ from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.frameworks.torch.models.airbench import Whitening
+from hvdtrain.report.run import read_run
 from hvdtrain.training.datasets import open_datasets
 
 WORDS = ["data.name=digits", "model.name=airbench", "model.widths=[3,4]", "norm.kind=sync", "speed.precision=fp64", "batch.size=31"]
@@ -51,6 +52,17 @@ def test_two_ranks_begin_with_the_weights_of_one_and_a_resumed_job_keeps_them(tm
     assert main([f"resume={one}", f"run={one}", "stop.steps=9"]) == 0
     resumed = weights(one)
     assert (resumed[name] == alone[name]).all() and any((resumed[key] != array).any() for key, array in alone.items())
+
+
+def test_the_configuration_of_the_record_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On images of its size, with a narrower network: each key of it is used."""
+    small = "data.name=synthetic data.samples=64 data.val_samples=20 data.shape=[32,32,3] batch.size=32 model.widths=[8,8,8] epochs=2"
+    config = str(Path(__file__).parents[2] / "configs" / "cifar10_speed.yaml")
+    assert main(["--config", config, *small.split(), f"run={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out
+    assert "recipe  muon, lr 0.24" in said and "done (epochs=2)" in said
+    losses = [event["train_loss"] for event in read_run(tmp_path / "run").epoch_events()]
+    assert losses[-1] < losses[0]
 
 
 def test_parts_of_the_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
