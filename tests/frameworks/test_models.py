@@ -159,6 +159,15 @@ def test_airbench_whitens() -> None:
         airbench.build("airbench", (8, 9, 1), 3)
 
 
+def test_airbench_without_its_first_weights() -> None:
+    torch.manual_seed(5)
+    model = airbench.build("airbench", (12, 9, 2), 5, widths=(20, 6), whitening=False, identity=False)
+    first = model.whitening.weight.detach().clone()
+    model.begin_with(torch.randn(7, 2, 12, 9))
+    assert model.whitening.weight.requires_grad and torch.equal(model.whitening.weight, first)
+    assert all(kernels.detach().abs().min() > 0 for name, kernels in model.named_parameters() if kernels.ndim == 4), "an identity has zeros"
+
+
 def test_convnet_first_weights_are_uniform_as_described() -> None:
     torch.manual_seed(1)
     model = convnet.build("convnet", (28, 28, 1), 10, norm=False)

@@ -14,12 +14,13 @@ class Whitening(nn.Conv2d):
     """2x2 patches times the eigenvectors of their covariance, each with both signs, so that what comes out is uncorrelated, of variance 1.
 
     (n, C, H, W) -> (n, 8 C, H - 1, W - 1). The kernels come from training samples before the first step and stay; the bias is trained.
+    Without `from_samples` it is an ordinary layer.
     """
 
-    def __init__(self, channels: int, eps: float) -> None:
+    def __init__(self, channels: int, eps: float, from_samples: bool = True) -> None:
         super().__init__(channels, 8 * channels, kernel_size=2)
         self.eps = eps
-        self.weight.requires_grad_(False)
+        self.weight.requires_grad_(not from_samples)
         assert self.bias is not None
         nn.init.zeros_(self.bias)
 
@@ -36,9 +37,9 @@ class Whitening(nn.Conv2d):
 class Block(nn.Sequential):
     """Two convolutions that begin as the identity of their first channels; the image is halved behind the first."""
 
-    def __init__(self, before: int, after: int) -> None:
+    def __init__(self, before: int, after: int, identity: bool) -> None:
         super().__init__(
-            _identity(before, after), nn.MaxPool2d(2), _norm(after), nn.GELU(), _identity(after, after), _norm(after), nn.GELU()
+            _conv(before, after, identity), nn.MaxPool2d(2), _norm(after), nn.GELU(), _conv(after, after, identity), _norm(after), nn.GELU()
         )
 
 
@@ -47,27 +48,32 @@ class Airbench(nn.Module):
 
     first_samples = 5000
 
-    def __init__(self, channels: int, widths: tuple[int, ...], outputs: int, whitening_eps: float) -> None:
+    def __init__(
+        self, channels: int, widths: tuple[int, ...], outputs: int, *, whitening: bool, whitening_eps: float, identity: bool
+    ) -> None:
         super().__init__()
-        self.whitening = Whitening(channels, whitening_eps)
-        self.blocks = nn.Sequential(nn.GELU(), *(Block(*pair) for pair in itertools.pairwise((8 * channels, *widths))))
+        self.has_whitening = whitening
+        self.whitening = Whitening(channels, whitening_eps, from_samples=whitening)
+        self.blocks = nn.Sequential(nn.GELU(), *(Block(*pair, identity) for pair in itertools.pairwise((8 * channels, *widths))))
         self.pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Linear(widths[-1], outputs, bias=False)
         with torch.no_grad():
             self.fc.weight /= self.fc.weight.std()
 
     def begin_with(self, x: torch.Tensor) -> None:
-        self.whitening.begin_with(x)
+        if self.has_whitening:
+            self.whitening.begin_with(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.pool(self.blocks(self.whitening(x))).flatten(1)
         return self.fc(x) / x.shape[1]
 
 
-def _identity(before: int, after: int) -> nn.Conv2d:
+def _conv(before: int, after: int, identity: bool) -> nn.Conv2d:
     layer = nn.Conv2d(before, after, kernel_size=3, padding=1, bias=False)
-    with torch.no_grad():
-        nn.init.dirac_(layer.weight[:before])
+    if identity:
+        with torch.no_grad():
+            nn.init.dirac_(layer.weight[:before])
     return layer
 
 
@@ -84,7 +90,9 @@ def build(
     outputs: int,
     *,
     widths: tuple[int, ...] = (64, 256, 256),
+    whitening: bool = True,
     whitening_eps: float = 5e-4,
+    identity: bool = True,
 ) -> nn.Module:
     """A whitening convolution of 2x2 patches, blocks of two 3x3 convolutions, the largest number of each channel, a linear layer.
 
@@ -93,7 +101,9 @@ def build(
     of 1, and its outputs are divided by its width.
 
     widths: channels of each block
+    whitening: the first layer is computed from training samples; false: it is trained as all others
     whitening_eps: added to the variances of the patches
+    identity: convolutions begin as the identity of their first channels; false: with random numbers
 
     Raises UserError for widths below 1 and images that the blocks halve to nothing.
     """
@@ -103,4 +113,4 @@ def build(
     if min(shape[:2]) < smallest:
         what = f"{len(widths)} blocks halve images of {shape[0]}x{shape[1]} to nothing"
         raise UserError(what, "model.widths", f"fewer widths, or images of {smallest}x{smallest} and more")
-    return Airbench(shape[2], widths, outputs, whitening_eps)
+    return Airbench(shape[2], widths, outputs, whitening=whitening, whitening_eps=whitening_eps, identity=identity)
