@@ -307,3 +307,12 @@ time.sleep(60)
     assert found.run() == REQUEUE and time.monotonic() - began_s < 30
     told = [json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()]
     assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), told
+
+
+def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
+    command = [sys.executable, "-c", f"raise SystemExit({USER})"]
+    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: command, lambda host: [])
+    assert found.run() == USER
+    said = "the launcher ended with 2, before its first step: not started again, it ended by an error that you can fix"
+    assert capfd.readouterr().err.splitlines()[1:] == [f"hvdtrain launch: {said}"]

@@ -53,15 +53,31 @@ def test_faults_of_a_run(tmp_path: Path) -> None:
 
 
 def test_bounds(tmp_path: Path) -> None:
-    best = optimal_interval_s(0.5, 10 * HOUR)
-    auto = AutoInterval(tmp_path, mtbf_hours=10.0, longest_s=600.0, guessed_s=0.1)
-    assert auto.seconds == optimal_interval_s(0.1, 10 * HOUR)
-    assert auto.measured(0.5, 2.0) == "checkpoint every 3.16 min: it stops training for 0.5 s, a fault every 10 h (guard.mtbf_hours)"
-    assert auto.seconds == pytest.approx(best)
-    assert not auto.measured(0.55, 2.0)  # about the same
-    assert "(10 times what its write takes): it stops" in auto.measured(0.5, 30.0) and auto.seconds == 305.0
-    assert "(checkpoint.every_minutes): it stops" in auto.measured(50.0, 0.0) and auto.seconds == 600.0
-    assert "every 10 s (the shortest): it stops" in auto.measured(1e-4, 0.01) and auto.seconds == 10.0
+    def auto() -> AutoInterval:
+        return AutoInterval(tmp_path, mtbf_hours=10.0, longest_s=600.0, guessed_s=0.1)
+
+    best, one = optimal_interval_s(0.5, 10 * HOUR), auto()
+    assert one.seconds == optimal_interval_s(0.1, 10 * HOUR)
+    assert one.measured(0.5, 2.0) == "checkpoint every 3.16 min: it stops training for 0.5 s, a fault every 10 h (guard.mtbf_hours)"
+    assert one.seconds == pytest.approx(best)
+    assert not one.measured(0.55, 2.0)  # about the same
+    for pause_s, write_s, said, seconds in (
+        (0.5, 30.0, "(10 times what its write takes): it stops", 305.0),
+        (50.0, 0.0, "(checkpoint.every_minutes): it stops", 600.0),
+        (1e-4, 0.01, "every 10 s (the shortest): it stops", 10.0),
+    ):
+        one = auto()
+        assert said in one.measured(pause_s, write_s) and one.seconds == seconds
     write(tmp_path, (0.0, "start"), (HOUR, "start"), (2 * HOUR, "start"))
     seen = AutoInterval(tmp_path, None, None, 0.1)
     assert "a fault every 8 h (2 so far)" in seen.measured(0.5, 2.0) and seen.seconds == optimal_interval_s(0.5, 8 * HOUR)
+
+
+def test_one_checkpoint_that_takes_long_changes_nothing(tmp_path: Path) -> None:
+    """The median of five counts: the third of three that take long is seen."""
+    auto = AutoInterval(tmp_path, mtbf_hours=10.0, longest_s=None, guessed_s=0.1)
+    assert auto.measured(0.5, 2.0) and not auto.measured(0.5, 2.0)
+    assert [bool(auto.measured(pause_s, 2.0)) for pause_s in (50.0, 0.5, 50.0)] == [False] * 3
+    assert auto.seconds == optimal_interval_s(0.5, 10 * HOUR)
+    assert "it stops training for 50 s" in auto.measured(50.0, 2.0)
+    assert auto.seconds == optimal_interval_s(50.0, 10 * HOUR)

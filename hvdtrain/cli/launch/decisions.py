@@ -70,12 +70,16 @@ def reason_to_give_up(failures: Sequence[Failure], is_first_start: bool) -> str:
     if last.code == USER and is_first_start:
         return "it ended by an error that you can fix"
     if last.is_own and len(own) > 1 and own[-2].step == last.step:
-        where = f"at step {last.step}" if last.step >= 0 else "before its first step"
-        return f"it failed twice {where} by its own error"
+        return f"it failed twice {at_step(last.step)} by its own error"
     recent = failures[-NO_PROGRESS:]
     if len(recent) == NO_PROGRESS and max(failure.step for failure in recent) <= recent[0].step:
         return f"it failed {NO_PROGRESS} times without a new step"
     return ""
+
+
+def at_step(step: int) -> str:
+    """Where a job ended whose last event is of this step; -1: it has none."""
+    return f"at step {step}" if step >= 0 else "before its first step"
 
 
 def choose(hosts: Sequence[Host], most: int | None) -> tuple[Host, ...]:

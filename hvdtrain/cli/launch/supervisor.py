@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.cli.launch.decision_record import Record, hosts_field, hosts_text
-from hvdtrain.cli.launch.decisions import Ended, Failure, choose, decide, reason_to_change, reason_to_give_up, slots_of
+from hvdtrain.cli.launch.decisions import Ended, Failure, at_step, choose, decide, reason_to_change, reason_to_give_up, slots_of
 from hvdtrain.cli.launch.host_book import HostBook
 from hvdtrain.cli.launch.job_events import JobEvents
 from hvdtrain.cli.launch.launcher_commands import Host
@@ -199,12 +199,12 @@ class Supervisor:
     def _after(self, start: _Start, ended: Ended) -> int | None:
         decision = decide(ended)
         if decision.action == "finish":
-            self._record.add("end", f"the job ended with {decision.code}, at step {ended.step}", step=ended.step, code=decision.code)
+            self._record.add("end", f"the job ended with {decision.code}, {at_step(ended.step)}", step=ended.step, code=decision.code)
             return decision.code
         return None if decision.action == "change" else self._after_failure(start, ended)
 
     def _after_failure(self, start: _Start, ended: Ended) -> int | None:
-        was = f"the launcher ended with {ended.code}, at step {ended.step}"
+        was = f"the launcher ended with {ended.code}, {at_step(ended.step)}"
         lost = self._lost(start.hosts)
         if lost:
             self._record.add("lost", f"{was}: {', '.join(lost)} lost", step=ended.step, code=ended.code, hosts=lost)

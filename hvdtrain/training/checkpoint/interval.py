@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ UNKNOWN_MTBF_S = 24 * 3600.0  # assumed before the run has told anything: counts
 LONGEST_S = 24 * 3600.0  # where checkpoint.every_minutes sets no bound
 SHORTEST_S = 10.0
 SHORTEST = 10.0  # times what a checkpoint takes, the write in the background included: the disk has nine tenths of the time for others
+_OF_LAST = 5  # checkpoints, of whose costs the median counts: where others use the machine one may take ten times as long as the next
 _TOLD = 1.5  # a line tells of an interval that has changed by so much
 
 _EVENT = re.compile(rb'\{"time": ?([0-9.]+), ?"kind": ?"(\w+)"')
@@ -82,18 +85,21 @@ class AutoInterval:
         self._run, self._mtbf_hours = run, mtbf_hours
         self._longest_s = LONGEST_S if longest_s is None else longest_s
         self._faults = Faults()
+        self._costs: deque[tuple[float, float]] = deque(maxlen=_OF_LAST)  # pause, pause and write
         self._told_s = 0.0
         self.seconds = 0.0
         self._set(guessed_s, guessed_s)
 
     def measured(self, pause_s: float, write_s: float) -> str:
         """After a checkpoint for which training paused, and which a thread wrote; returns a line where the interval has changed."""
-        self._set(pause_s, pause_s + write_s)
+        self._costs.append((pause_s, pause_s + write_s))
+        cost_s, whole_s = map(statistics.median_low, zip(*self._costs, strict=True))
+        self._set(cost_s, whole_s)
         changed = max(self.seconds, self._told_s) > _TOLD * min(self.seconds, self._told_s)
         if not changed:
             return ""
         self._told_s = self.seconds
-        return f"checkpoint every {_text(self.seconds)}{self._bound}: it stops training for {pause_s:.3g} s, a fault every {self._why}"
+        return f"checkpoint every {_text(self.seconds)}{self._bound}: it stops training for {cost_s:.3g} s, a fault every {self._why}"
 
     def _set(self, pause_s: float, whole_s: float) -> None:
         mtbf_s = self._mtbf_s()
