@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from hvdtrain.config.length import LengthValue
 from hvdtrain.config.other_words import right_value
-from hvdtrain.config.schema import SECTIONS, Config, PieceConfig
+from hvdtrain.config.schema import SECTIONS, Config, GroupConfig, PieceConfig
 from hvdtrain.config.section import Provenance, Section
 from hvdtrain.errors import UserError, closest, nearest, short
 
@@ -30,17 +30,23 @@ TYPE_NAMES = {
     Path: "a path",
     NoneType: "null",
 }
-PIECES = "a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]"
+LISTS = {  # of entries with keys of their own
+    PieceConfig: "a list of pieces, as in [{kind: constant, length: 5}, {kind: cosine}]",
+    GroupConfig: "a list of groups, as in [{names: '*.bias', rate: 64}]",
+}
 
 
 def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
     """One of the errors that pydantic found in a configuration."""
     location, value = error["loc"], error["input"]
     key = ".".join(str(part) for part in location[: 2 if location[0] in SECTIONS else 1])
-    name, info = _find(location)
+    name, info, section = _find(location)
     if info is None:
-        fix = "did you mean length?" if location[-1] == "epochs" else nearest(str(location[-1]), list(PieceConfig.model_fields))
+        is_length = section is PieceConfig and location[-1] == "epochs"
+        fix = "did you mean length?" if is_length else nearest(str(location[-1]), list(section.model_fields))
         return UserError(f"no such key: {name}", provenance.where(key), fix)
+    if error["type"] == "missing":
+        return UserError(f"{name.rpartition('.')[0]} has no {location[-1]}", provenance.where(key), expected(name, info, value))
     if error["type"] in OUT_OF_BOUNDS:
         return UserError(f"{name} is {short(repr(value))}", provenance.where(key), f"give {_bounds(info, value)}")
     if error["type"] == "value_error":  # of a length
@@ -78,19 +84,25 @@ def _example(kind: Any, default: Any, value: Any) -> str:
     return f"{int(value) if isinstance(value, float) and value.is_integer() else default}"
 
 
-def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:
-    """The name of a place in the configuration, `recipe.chain[0].kind`, and its field; None for an unknown key."""
+def _find(location: Sequence[str | int]) -> tuple[str, FieldInfo | None, type[Section]]:
+    """The name of a place in the configuration, `recipe.chain[0].kind`, its field, and the section it is in; no field: an unknown key."""
     section: type[Section] = Config
     name, info = "", None
     for part in location:
         if info is not None and typing.get_origin(info.annotation) is typing.Union:
-            return name, info  # what follows names a part of the union
+            break  # what follows names a part of the union
         if isinstance(part, int):
-            name, section = f"{name}[{part}]", PieceConfig
+            name, section = f"{name}[{part}]", _of_entries(info, section)
         else:
+            section = SECTIONS.get(name, section)
             name, info = f"{name}.{part}".lstrip("."), section.model_fields.get(part)
-            section = SECTIONS.get(part, section)
-    return name, info
+    return name, info, section
+
+
+def _of_entries(info: FieldInfo | None, section: type[Section]) -> type[Section]:
+    """The section that the entries of a list are; the one of the list itself where they are numbers or texts."""
+    kinds = typing.get_args(info.annotation) if info is not None else ()
+    return kinds[0] if kinds and kinds[0] in LISTS else section
 
 
 def takes(info: FieldInfo) -> str:
@@ -124,8 +136,8 @@ def type_name(kind: Any) -> str:
         return ", or ".join(type_name(part) for part in inner)
     if origin is typing.Annotated:
         return type_name(inner[0])
-    if kind == list[PieceConfig]:
-        return PIECES
+    if origin is list and inner[0] in LISTS:
+        return LISTS[inner[0]]
     if origin in (list, tuple):
         length = "" if origin is list or ... in inner else f" of {len(inner)}"
         return f"a list{length}, each {type_name(inner[0])}"
