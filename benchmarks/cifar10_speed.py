@@ -1,0 +1,160 @@
+"""Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same network by hand in plain torch.
+
+    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
+
+FOLDER/train/CLASS and FOLDER/test/CLASS have images. Each job of hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after
+each epoch; `hvdtrain evaluate` then counts all, with six views and with one. `left-out` trains for two epochs with the first seed, once
+with everything and once without each idea. A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is
+not made again. `train_s` are seconds of training steps alone; `seconds` has the start and evaluations in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "cifar10_speed.yaml"
+WORDS = ["data.name=folder", "comm.engine=mpi", "evaluate.samples=2000"]
+SHORT = ["epochs=2"]
+# In the place of Muon: rates and decays of airbench94 (KellerJordan/cifar10-airbench) for means over 2,000 samples; the head as with Muon.
+SGD = {
+    "name": "sgd",
+    "nesterov": True,
+    "momentum": 0.85,
+    "base_lr": 2.93,
+    "exclude": "none",
+    "weight_decay": 0.00133,
+    "groups": [{"names": "*.bias", "rate": 64, "decay": 0.015625}, {"names": "fc.weight", "rate": 457, "decay": 0.00224}],
+}
+
+LEFT_OUT: dict[str, list[str]] = {
+    "nothing": [],
+    "whitening from data": ["model.whitening=false"],
+    "identity at the start": ["model.identity=false"],
+    "Muon (SGD instead)": [],
+    "rates of groups": ["optim.groups=[]"],
+    "alternating flip (random instead)": ["augment.flip=true"],
+    "translation": ["augment.crop=0", "augment.pad=zeros"],
+    "reflection (black border instead)": ["augment.pad=zeros"],
+    "label smoothing": ["model.label_smoothing=0"],
+    "falling rate": ["recipe.schedule=constant"],
+}
+
+
+def main() -> None:
+    options = parse()
+    out = Path(options.out)
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    for part, name, seed, arguments in planned(options):
+        if any((row["part"], row["name"], row["seed"], row["extra"]) == (part, name, seed, options.extra) for row in done):
+            continue
+        result = by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
+        row = {"part": part, "name": name, "seed": seed, "extra": options.extra, **result, "date": today()}
+        done.append(row)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{part}, {name}, seed {seed}: {row['accuracy']:.4f}, {row['train_s']:.0f} s of training", flush=True)
+    print(summary(done))
+
+
+def planned(options: argparse.Namespace) -> list[tuple[str, str, int, list[str]]]:
+    """(part, name, seed, arguments) of each job."""
+    seeds, parts = [int(seed) for seed in options.seeds.split(",")], options.parts.split(",")
+    jobs = [("record", "all", seed, WORDS) for seed in seeds if "record" in parts]
+    jobs += [("by-hand", "plain torch", seed, []) for seed in seeds if "by-hand" in parts]
+    return jobs + [("left-out", name, seeds[0], [*WORDS, *SHORT, *keys]) for name, keys in LEFT_OUT.items() if "left-out" in parts]
+
+
+def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains on ranks, then evaluates all images. Exits where a job fails."""
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        job, config = Path(folder) / "run", yaml.safe_load(CONFIG.read_text())
+        if name.startswith("Muon"):
+            config["optim"] = SGD
+        Path(folder, "config.yaml").write_text(yaml.safe_dump(config))
+        arguments = ["--config", f"{folder}/config.yaml", *arguments]
+        command = [sys.executable, "-m", "hvdtrain"]
+        launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
+        call([*launcher, *command, *arguments, f"data.root={options.folder}", f"seed={seed}", f"run={job}", *options.extra], environment)
+        accuracy = []
+        for views in (6, 1):
+            call([*launcher, *command, "evaluate", str(job), f"evaluate.views={views}", "--json", f"{folder}/{views}.json"], environment)
+            accuracy.append(json.loads(Path(folder, f"{views}.json").read_text())["accuracy"])
+        events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
+    epochs = [event for event in events if event["kind"] == "epoch"]
+    return {
+        "accuracy": accuracy[0],
+        "accuracy_one_view": accuracy[1],
+        "epochs": epochs[-1]["epochs"],
+        "steps": epochs[-1]["step"],
+        "train_s": sum(event["epoch_s"] for event in epochs),
+        "seconds": epochs[-1]["seconds"],
+        "curve": [event["val_accuracy"] for event in epochs],  # on 2,000 images
+        "curve_s": [event["seconds"] for event in epochs],
+        "train_loss": epochs[-1]["train_loss"],
+        "ranks": options.ranks,
+    }
+
+
+def call(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def by_hand(folder: Path, seed: int) -> dict[str, Any]:
+    """benchmarks/cifar10_speed_by_hand.py, in one process with a thread for each core."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "cifar10_speed_by_hand.py"), str(folder), "--seeds", str(seed)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the loop by hand ended with code {done.returncode}")
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {key: row[key] for key in ("accuracy", "epochs", "train_s", "evaluate_s")}
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for part in ("record", "by-hand"):
+        found = [row for row in rows if row["part"] == part and not row["extra"]]
+        for key, scale, form in (("accuracy", 100, "{:.2f} %"), ("train_s", 1, "{:.0f} s")):
+            values = [scale * row[key] for row in found]
+            if values:
+                spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+                lines.append(f"{part:8} {key:9} {form.format(statistics.mean(values))} (sd {spread:.2f}, n={len(values)})")
+    short = [row for row in rows if row["part"] == "left-out" and not row["extra"]]
+    whole = next((row["accuracy"] for row in short if row["name"] == "nothing"), float("nan"))
+    lines += [f"without {row['name']}: {row['accuracy']:.4f} ({100 * (row['accuracy'] - whole):+.2f} points)" for row in short]
+    return "\n".join(lines)
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", default="record,left-out,by-hand")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "cifar10_speed.jsonl"))
+    parser.add_argument("extra", nargs="*", help="key=value for each job of hvdtrain; such rows are not in the summary")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    main()
