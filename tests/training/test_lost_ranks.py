@@ -40,6 +40,7 @@ A_RANK_ITS_NEIGHBOUR_AND_RANK_0 = "1 learner.py:step 15, 2 memory_copy.py:restor
 SHARDED = [  # from_checkpoint: the ranks with which all copies of some parts are lost
     ("mpi", "shard.stage=2 optim.name=lamb", IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN, {0, 1, 2}, [0, 1]),
     ("torchdist", "shard.stage=1 optim.name=adam", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    ("mpi", "shard.stage=2 optim.name=muon optim.rest_rate=1 optim.ema=0.8", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
     ("mpi", "shard.stage=1", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
     ("torchdist", "shard.stage=2", A_RANK_ITS_NEIGHBOUR_AND_RANK_0, {0, 1, 2}, [1, 2]),
 ]
@@ -71,7 +72,7 @@ def test_what_a_lost_rank_had_alone_comes_from_its_neighbour_or_the_newest_check
 ) -> None:
     """The optimizer's state is in parts; those that are left divide it anew."""
     results = finish(engine, 4, arguments("torch", tmp_path / "run", f"guard.lost=shrink {words}", plan))
-    rule = next((word for word in words.split() if word.startswith("optim")), "")
+    rule = " ".join(word for word in words.split() if word.startswith("optim"))
     check_end(tmp_path / "run", engine, 4, lost, results, straight("torch", rule))
     found = [event for event in losses_of_ranks(tmp_path / "run") if event["restored_from"] == "checkpoint"]
     assert [rank for event in found for rank in sorted(event["ranks"])] == from_checkpoint, found
