@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, python
+from ranks import ROOT, needs_mpirun, python
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE, UserError
@@ -28,6 +28,7 @@ def test_each_lab_is_listed_and_another_is_not_known(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+@needs_mpirun
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
 def test_a_lab_writes_the_figures_of_its_page(path: Path, tmp_path: Path) -> None:
     done = python(["-m", "hvdtrain", "lab", path.parent.name[0], "--quick", "--out", str(tmp_path)], timeout_s=300)
