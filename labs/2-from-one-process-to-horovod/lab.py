@@ -6,49 +6,42 @@ python labs/2-from-one-process-to-horovod/lab.py --out FOLDER [--quick] [--hosts
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import hvdtrain
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from runs import Job, launch, write_table
+
 from hvdtrain.report.figures.style import COLOURS, new_figure, run_style
 
 RANKS = (1, 2, 4)
-SAMPLINGS = ("global", "partition")
+JOB = (
+    "model.name=convnet",
+    "model.widths=[32,64]",
+    "model.norm=false",
+    "optim.base_lr=0.1",
+    "speed.precision=fp64",
+    "log.every_steps=5",
+)
+SMALL, LARGE = 128, 1024  # images of a step, over all ranks
 
 
-def train(ranks: int, sampling: str, out: Path, epochs: int, hosts: str | None) -> Any:
-    """Runs `hvdtrain launch -np RANKS`; returns the events of the run."""
-    run = out / f"{sampling}-{ranks}"
-    launch = ["launch", "-np", str(ranks), *(["-H", hosts] if hosts else ["--oversubscribe"]), "--"]
-    job = [
-        "model.name=convnet",
-        "model.widths=[32,64]",
-        "model.norm=false",
-        "batch.size=128",
-        "optim.base_lr=0.1",
-        "speed.precision=fp64",
-        f"epochs={epochs}",
-    ]
-    job += [f"data.sampling={sampling}", f"run={run}", "resume=no", "log.every_steps=5"]
+def train(name: str, ranks: int, batch: int, words: list[str], options: argparse.Namespace) -> Any:
+    """The evaluations of a job, a row each."""
     began = time.perf_counter()
-    with (out / f"{sampling}-{ranks}.log").open("w") as log:
-        done = subprocess.run([sys.executable, "-m", "hvdtrain", *launch, *job], stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise SystemExit(f"the job on {ranks} ranks ended with code {done.returncode}: {log.name}")
-    events = hvdtrain.read(run)
-    epochs_seen = events[events.kind == "epoch"]
-    last = epochs_seen.iloc[-1]
-    rate = float(epochs_seen.samples_per_s.median())
-    print(
-        f"{ranks} ranks, {sampling:9}: loss {last.val_loss:.6f}, accuracy {last.val_accuracy:.4f}, {rate:,.0f} images/s, "
-        f"{time.perf_counter() - began:.0f} s with the start",
-        flush=True,
-    )
-    return epochs_seen
+    job = Job(options.out / f"{name}-{ranks}", [*JOB, f"batch.size={batch}", *words])
+    events = launch(job, ranks, *(["-H", options.hosts] if options.hosts else []))
+    epochs = events[events.kind == "epoch"]
+    loss, seconds = epochs.val_loss.iloc[-1], time.perf_counter() - began
+    print(f"{job.run.name:11} loss {loss:.6f}, {images_per_s(epochs):6,.0f} images/s, {seconds:.0f} s with the start", flush=True)
+    return epochs
+
+
+def images_per_s(epochs: Any) -> float:
+    """In training, the median of the epochs."""
+    return float(epochs.samples_per_s.median())
 
 
 def main() -> None:
@@ -58,43 +51,51 @@ def main() -> None:
     parser.add_argument("--hosts", help="as mpirun -H has them: n1:2,n2:2")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    epochs = 3 if options.quick else 20
-    found = {(sampling, ranks): train(ranks, sampling, options.out, epochs, options.hosts) for sampling in SAMPLINGS for ranks in RANKS}
-    alone = found["global", 1].val_loss.to_numpy()
-    for (sampling, ranks), events in found.items():
-        print(f"{sampling:9} on {ranks}: losses differ from one process by {abs(events.val_loss.to_numpy() - alone).max():.1e} at most")
-    draw(options.out, found)
-    with (options.out / "ranks.csv").open("w", newline="") as file:
-        rows = [
-            (s, n, float(e.samples_per_s.median()), float(e.val_loss.iloc[-1]), float(e.val_accuracy.iloc[-1]))
-            for (s, n), e in found.items()
-        ]
-        csv.writer(file).writerows([("sampling", "ranks", "images/s", "loss", "accuracy"), *rows])
+    epochs = f"epochs={3 if options.quick else 20}"
+    fewer = RANKS[:2] if options.quick else RANKS
+    shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in RANKS}
+    parts = {ranks: train("partition", ranks, SMALL, [epochs, "data.sampling=partition"], options) for ranks in fewer[1:]}
+    large = {ranks: train("large", ranks, LARGE, [epochs], options) for ranks in fewer}
+    for name, found in (("global", shared), ("partition", parts)):
+        for ranks in found.keys() - {1}:
+            difference = abs(found[ranks].val_loss.to_numpy() - shared[1].val_loss.to_numpy()).max()
+            print(f"{name:9} on {ranks}: losses differ from one process by {difference:.1e} at most")
+    draw_losses(options.out / "losses.png", shared, {1: shared[1], **parts})
+    draw_throughput(options.out / "throughput.png", shared, large)
+    rows = [
+        (name, ranks, images_per_s(epochs), epochs.val_loss.iloc[-1], epochs.val_accuracy.iloc[-1])
+        for name, found in (("global", shared), ("partition", parts), ("large", large))
+        for ranks, epochs in found.items()
+    ]
+    write_table(options.out / "ranks.csv", ("job", "ranks", "images/s", "loss", "accuracy"), rows)
     print(f"figures: {options.out / 'losses.png'}, {options.out / 'throughput.png'}")
 
 
-def draw(out: Path, found: dict[tuple[str, int], Any]) -> None:
+def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> None:
     figure, panels = new_figure(1, 2, width=9, height=3.4, sharey=True)
-    for axes, sampling in zip(panels, SAMPLINGS, strict=True):
-        for index, ranks in enumerate(RANKS):
-            events = found[sampling, ranks]
-            axes.plot(events.epochs, events.val_loss, label=f"{ranks} ranks", lw=2.6 - 0.8 * index, **run_style(index))
+    for axes, sampling, found in zip(panels, ("global", "partition"), (shared, parts), strict=True):
+        for index, (ranks, epochs) in enumerate(found.items()):
+            label = f"{ranks} ranks" if ranks > 1 else "1 process"
+            axes.plot(epochs.epochs, epochs.val_loss, label=label, lw=4.2 - 1.4 * index, **run_style(index))
         axes.set_title(f"data.sampling={sampling}", fontsize=9)
         axes.set_xlabel("epochs")
-        axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("validation loss")
-    figure.savefig(out / "losses.png", dpi=110)
+    figure.savefig(path, dpi=110)
+
+
+def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) -> None:
     figure, (axes,) = new_figure(width=5, height=3.4)
-    rates = [float(found["global", ranks].samples_per_s.median()) for ranks in RANKS]
-    axes.plot(RANKS, rates, "o-", color=COLOURS[0], label="measured")
-    axes.plot(RANKS, [rates[0] * ranks for ranks in RANKS], "--", color="#777777", label="ranks x one process")
+    for colour, batch, found in zip(COLOURS, (SMALL, LARGE), (small, large), strict=False):
+        rates = [images_per_s(epochs) for epochs in found.values()]
+        axes.plot(list(found), rates, "o-", color=colour, label=f"{batch:,} images a step")
+        axes.plot(list(found), [rates[0] * ranks for ranks in found], "--", color=colour, lw=1, label="  its one process x ranks")
     axes.set_xlabel("ranks")
     axes.set_ylabel("images/s")
     axes.set_xticks(RANKS)
     axes.set_ylim(0)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(out / "throughput.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
