@@ -14,7 +14,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
-from hvdtrain.report.figures.style import COLOURS, new_figure, run_style
+from hvdtrain.report.figures.style import COLOURS, new_figure
 
 RANKS = (1, 2, 4)
 JOB = (
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--hosts", help="as mpirun -H has them: n1:2,n2:2")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    epochs = f"epochs={3 if options.quick else 20}"
+    epochs = f"epochs={3 if options.quick else 40}"
     fewer = RANKS[:2] if options.quick else RANKS
     shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in RANKS}
     parts = {ranks: train("partition", ranks, SMALL, [epochs, "data.sampling=partition"], options) for ranks in fewer[1:]}
@@ -74,11 +74,14 @@ def main() -> None:
 def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> None:
     figure, panels = new_figure(1, 2, width=9, height=3.4, sharey=True)
     for axes, sampling, found in zip(panels, ("global", "partition"), (shared, parts), strict=True):
-        for index, (ranks, epochs) in enumerate(found.items()):
+        for (ranks, epochs), style in zip(found.items(), ("-", "o", "x"), strict=False):
             label = f"{ranks} ranks" if ranks > 1 else "1 process"
-            axes.plot(epochs.epochs, epochs.val_loss, label=label, lw=4.2 - 1.4 * index, **run_style(index))
+            axes.plot(epochs.epochs, epochs.val_loss, style, color=COLOURS[len(axes.lines)], label=label, ms=8, mfc="none")
         axes.set_title(f"data.sampling={sampling}", fontsize=9)
         axes.set_xlabel("epochs")
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
         axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("validation loss")
     figure.savefig(path, dpi=110)
@@ -94,6 +97,7 @@ def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) ->
     axes.set_ylabel("images/s")
     axes.set_xticks(RANKS)
     axes.set_ylim(0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
