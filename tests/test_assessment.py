@@ -48,11 +48,21 @@ b = digits.build("digits", None, "val").read(np.arange(360))
 train(np.ascontiguousarray(b["x"].transpose(0, 3, 1, 2)), b["y"], 20)
 """
 OUTLIVES = "import subprocess, time; subprocess.Popen(['sleep', '98765'], start_new_session=True)\n"
+STOPS_THE_CLOCK = """
+import os, subprocess, time
+pid = os.getpid()
+while b"grade.py" not in open(f"/proc/{pid}/cmdline", "rb").read():
+    pid = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+later = f"kill -STOP {pid}; sleep 9; kill -CONT {pid}"
+subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+time.sleep(5)
+"""
 
 SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what the grader's output has
     "prints the accuracy": ("target missed", 10, PRINTS, [], "the target is 0.95"),
     "official labels": ("target missed", 10, SAVE + TRAIN + OFFICIAL, [], "the target is 0.95"),
     "slow": ("too slow", 11, OUTLIVES + "while True: print('step', flush=True); time.sleep(0.1)\n", ["--minutes=0.05"], "0.05 minutes"),
+    "stops the grader": ("too slow", 11, STOPS_THE_CLOCK, ["--minutes=0.05"], "0.05 minutes"),
     "hangs": ("hangs", 12, MEETS + "rank or MPI.COMM_WORLD.Barrier(); time.sleep(99)\n", ["--ranks=2", "--silence=5"], "printed nothing"),
     "crashes": ("crashed", 13, MEETS + "1 // (1 - rank); MPI.COMM_WORLD.Barrier()\n", ["--ranks=2"], "ZeroDivisionError"),
     "no model": ("no model", 14, "print('val accuracy 0.99')\n", [], "without any of model.safetensors"),
@@ -220,6 +230,9 @@ def test_weights_in_each_form_give_the_answers_of_the_network(form: str, scripts
         ("npz", {"blocks.1.bias": None, "blocks.0.weight": None}, "blocks.0.weight is missing; blocks.1.bias is missing"),
         ("pt", {"classify.bias": torch.full((10,), float("nan"))}, "classify.bias has values that are not finite"),
         ("pt", {"classify.bias": [1, 2]}, "expected a state_dict"),
+        ("pt", {"classify.bias": torch.zeros(10).to_sparse()}, "classify.bias is no array of real numbers"),
+        ("pt", {"classify.bias": torch.zeros(10, device="meta")}, "classify.bias is no array of real numbers"),
+        ("pt", {"classify.bias": torch.zeros(10, dtype=torch.complex64)}, "classify.bias is no array of real numbers"),
         ("safetensors", {"more": torch.zeros(2**21)}, "the network's state has at most"),
     ],
 )

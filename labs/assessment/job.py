@@ -17,6 +17,7 @@ from hvdtrain.cli.launch.machine import available_cores, find_launcher
 
 _PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>: processes whose parent ends become children of this one
 _POLL_S = 0.05
+_LATE_S = 1.0  # between a job's end and the look at it, on a busy machine
 _GRACE_S = 3.0  # between mpirun's SIGTERM and SIGKILL
 _SHOWN_BYTES = 2000  # of the end of the output
 
@@ -76,7 +77,7 @@ def _watch(job: subprocess.Popen[bytes], output: Path, end_s: float, silence_s: 
         if now - printed_s > silence_s:
             return "hangs"
         time.sleep(_POLL_S)
-    return "by itself"
+    return "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"  # of a job that stopped this process meanwhile
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

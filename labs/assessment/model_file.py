@@ -37,6 +37,8 @@ def load(path: Path, net: Net) -> None:
         found = _tensors(path)
     except Exception as error:  # each format has errors of its own
         raise WrongModel(f"{path.name} cannot be read: {first_line(error)}") from error
+    if odd := [name for name, tensor in found.items() if not _is_plain(tensor)]:
+        raise WrongModel(f"{path.name}: {short(str(odd[0]), 40)} is no array of real numbers")
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{short(str(name), 40)} is not the network's" for name in found if name not in expected]
     wrong += [
@@ -62,6 +64,12 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise ValueError("expected a state_dict: a mapping of names to tensors")
     return dict(found)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """No sparse one, none without memory, no complex or quantized numbers."""
+    odd = tensor.is_complex() or tensor.is_quantized or tensor.is_nested
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not odd
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
