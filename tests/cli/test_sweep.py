@@ -67,6 +67,7 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ("--random optim.base_lr=lg:0.1:1", "there is no range lg\n.*\n.*log"),
         ("--random optim.base_lr=log:0.1", "log takes two numbers"),
         ("--random epochs=int:1:2.5", "int takes two whole numbers"),
+        (f"--random epochs=int:1:1{'0' * 400}", "int takes two whole numbers"),
         ("--random optim.base_lr=0.1,0.2", "0.1,0.2 is a list, not a range"),
         ("--random optim.base_lr=log:0.1:1", "how many trials?"),
         ("--random optim.base_lr=log:0.1:1 --sampler grid", "optim.base_lr has a range, and a grid has lists"),
@@ -236,6 +237,14 @@ def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")} == ends
     other = run([*words, "--grid", "optim.base_lr=0.1"])
     assert other.returncode == 2 and "holds another sweep" in other.stderr
+
+
+@pytest.mark.slow
+def test_fewer_trials_than_optuna_has_made_already_are_kept(tmp_path: Path) -> None:
+    words = [*JOB, "epochs=1", "--random", "optim.base_lr=log:0.01:1", "--sampler", "optuna", "--out", str(tmp_path / "s")]
+    first, fewer = run([*words, "--trials", "2"]), run([*words, "--trials", "1"])
+    assert first.returncode == fewer.returncode == DONE, (first, fewer)
+    assert "2 trials, 2 kept from before" in fewer.stderr and "stopped" not in fewer.stdout, fewer
 
 
 @pytest.mark.slow

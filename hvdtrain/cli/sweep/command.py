@@ -58,7 +58,7 @@ class _Job:
         self._results = {trial: self._result(trial) for trial in self._trials()}
         self._kept = sum(result.state in KEPT for result in self._results.values())
         self._ended = 0  # in this start
-        self._total = (options.trials or 0) if options.sampler == "optuna" else len(planned.trials)
+        self._total = max(len(planned.trials), (options.trials or 0) if options.sampler == "optuna" else 0)
         self._beside = SideBySide(options.at_once, self._command, lambda trial: self._folder(trial).with_suffix(".log"))
 
     def run(self) -> None:

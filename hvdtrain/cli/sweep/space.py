@@ -125,7 +125,7 @@ def _read_range(text: str) -> Range:
 def _is_number(text: str, whole: bool) -> bool:
     try:
         return math.isfinite(int(text) if whole else float(text))
-    except ValueError:
+    except (OverflowError, ValueError):
         return False
 
 
