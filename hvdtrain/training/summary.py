@@ -107,10 +107,11 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
         f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
-        *([f"        evaluations of averaged weights, optim.ema={config.optim.ema:g}"] if config.optim.ema is not None else []),
     ]
     if (why := config.batch.origin("micro")).startswith("auto"):
         lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
+    if config.optim.ema is not None:
+        lines.append(f"        evaluations of averaged weights, optim.ema={config.optim.ema:g}")
     if config.norm.kind != "batch":
         largest_share = -(-config.batch.size // readers)
         samples = -(-largest_share // micro_batches_per_step(config.batch, largest_share, config.batch.size, config.batch.size))

@@ -91,6 +91,7 @@ def test_evaluations_are_of_the_averages(
     last = {run: read_run(Path(run)).epoch_events()[-1]["val_loss"] for run in ("plain", "ema", "two")}
     assert last["ema"] == last["two"] != last["plain"]
     capsys.readouterr()
+    assert main(["evaluate", "ema"]) == DONE and ", averages of optim.ema\n" in capsys.readouterr().out
     for words, run in (([], "ema"), (["optim.ema=null"], "plain")):
         assert main(["evaluate", "ema", "--json", *words]) == DONE
         assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last[run], rel=1e-9)

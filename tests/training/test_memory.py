@@ -82,12 +82,14 @@ def test_auto_takes_a_number_that_the_run_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main([*SMALL, "batch.micro=auto", f"run={run}", "checkpoint.every_steps=2"]) == 0
-    assert "batch.micro=60 (auto: " in capsys.readouterr().out
+    assert main([*SMALL, "batch.micro=auto", f"run={run}", "checkpoint.every_steps=2", "optim.ema=0.5"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [number for number, line in enumerate(said) if line.startswith("batch   ")]
+    assert "batch.micro=60 (auto: " in said[line + 1] and said[line + 2].startswith("recipe  ") and "optim.ema=0.5" in said[line + 3]
     assert "micro: 60\n" in (run / "config.yaml").read_text()
     text = (run / "config.yaml").read_text().replace("micro: 60\n", "micro: 7\n")
     (run / "config.yaml").write_text(text)
-    assert main([*SMALL, "batch.micro=auto", f"run={run}", "resume=auto", "max_steps=6"]) == 0
+    assert main([*SMALL, "batch.micro=auto", "optim.ema=0.5", f"run={run}", "resume=auto", "max_steps=6"]) == 0
     assert "batch.micro=7 (auto: as this run began)" in capsys.readouterr().out
     ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"kind": "end"' in line]
     assert all(len(end["rank_memory_mb"]) == 1 and end["memory_base_mb"] > 50 for end in ends) and len(ends) == 2

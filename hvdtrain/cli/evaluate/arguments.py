@@ -64,7 +64,11 @@ def parse(command: str, usage: str, arguments: Sequence[str], options: Mapping[s
         parser.error(f"one RUN is needed, not {len(words)}: {short(' '.join(words))}" if words else missing)
     overrides = [argument for argument in rest if "=" in argument]
     for argument in overrides:
-        if not read_argument(argument).key.startswith(_OF_THE_COMMAND):
+        given = read_argument(argument)
+        if given.key == "optim.ema" and given.value is not None:  # no average is made here, of whatever decay
+            what = f"{command} takes no {short(argument)}: the averages of the weights are those of the run"
+            raise UserError(what, f"command line of {command}", "optim.ema=null for the weights themselves, or leave it out")
+        if not given.key.startswith(_OF_THE_COMMAND):
             what = f"{command} takes no {short(argument)}: it does not train"
             raise UserError(what, f"command line of {command}", f"keys of {', '.join(key.rstrip('.') for key in _OF_THE_COMMAND)}")
     return Arguments(words[0], vars(parsed), overrides)

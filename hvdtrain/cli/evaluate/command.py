@@ -36,7 +36,8 @@ hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=v
   --split        val (default), or train, without augmentation
   --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
   --json         write the result to FILE too, as one JSON object; --json or --json - prints it instead of the lines
-  key=value      other data: data.root=DIR, data.name=...; and evaluate.views, batch.evaluate, speed.*, comm.*, shard.stage
+  key=value      other data: data.root=DIR, data.name=...; and evaluate.views, batch.evaluate, speed.*, comm.*, shard.stage;
+                 optim.ema=null: of a run with optim.ema the weights themselves, not their averages
 Under mpirun each rank evaluates its share. The result is the same on any number of ranks, up to rounding of the loss; it is added to
 RUN/events.jsonl, from which `report` draws it.
 A run with shard.stage=3 is evaluated with it on several ranks: each has its parts of the weights (comm.engine=mpi or torchdist).
@@ -140,11 +141,12 @@ def _header(rank: Rank, model: TrainedModel, source: Source, config: Config, spl
     size, progress = rank.communicator.size, model.checkpoint.train_state.progress
     data = f"{config.data.name}{f' in {config.data.root}' if config.data.root else ''}, {split}"
     views = f", {config.evaluate.views} views of each" if config.evaluate.views > 1 else ""
+    averages = ", averages of optim.ema" if config.optim.ema is not None else ""
     described = model.learner.describe()
     return [
         f"ranks    {size}, engine {rank.communicator.name}: {rank.engine_reason}",
         f"model    {config.model.name}: {described if model.learner.is_sharded else described.rpartition(', ')[0]}",
-        f"weights  {run_folder(rank)}, step {progress.step}, epoch {progress.epochs:.2f}",
+        f"weights  {run_folder(rank)}, step {progress.step}, epoch {progress.epochs:.2f}{averages}",
         f"data     {data}: {len(source):,} samples{views}, {model.task.summary}{first_names(config.data.class_names)}",
     ]
 

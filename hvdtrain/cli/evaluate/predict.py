@@ -34,7 +34,7 @@ hvdtrain predict RUN --images DIR --to FILE.csv [--checkpoint newest] [--force] 
   --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
   --force        overwrite FILE if it exists
   key=value      data.size=N to take the centre square of images of other sizes; evaluate.views, batch.evaluate, speed.*,
-                 comm.*, shard.stage
+                 comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank reads its share of the images, and has its parts of the weights where the run has shard.stage=3 (on
 comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""
 _HEADER = ("file", "class", "probability")

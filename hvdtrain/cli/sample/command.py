@@ -41,7 +41,7 @@ hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value
   --seed         of the random numbers (default 1): image i is the same in every batch and on any number of ranks
   --checkpoint   newest (default), best, or the name of one: step-00000120
   --force        overwrite FILE.png if it exists
-  key=value      batch.evaluate: sequences drawn at once by a rank; speed.*, comm.*, shard.stage
+  key=value      batch.evaluate: sequences drawn at once by a rank; speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank draws its share, and has its parts of the weights where the run has shard.stage=3 (on comm.engine=mpi or
 torchdist; shard.stage=0: the whole model)."""
 _OPTIONS: dict[str, str | None] = {
