@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from hvdtrain.comm import mpi
 from hvdtrain.comm.arrival import not_of_this_job, wait_for_all_ranks
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
 from hvdtrain.comm.features import Feature
+from hvdtrain.comm.gloo_connections import GlooConnections
 from hvdtrain.comm.gloo_threads import wait_until_idle
 from hvdtrain.comm.meeting import Meeting
 from hvdtrain.comm.placement import Placement
@@ -73,14 +73,15 @@ def connect(place: Placement, comm: CommConfig | None = None) -> Communicator:
     store = _open_store(rendezvous, place, timeout)
     wait_for_all_ranks(SignedStore(store, rendezvous.secret), rendezvous, place, timeout)
     _set_gloo_interface(rendezvous, place)
-    _start_process_group(dist.PrefixStore("group", store), place, timeout)
+    gloo = _start_process_group(dist.PrefixStore("group", store), place, timeout)
     if mpi_communicator is not None:
-        return TorchDistCommunicator(place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous)
+        return TorchDistCommunicator(place, mpi_communicator, None, rendezvous.secret, timeout, rendezvous, gloo)
 
     def connection() -> SignedStore:
         return SignedStore(dist.PrefixStore(rendezvous.job, _connect_to_store(rendezvous, place, timeout)), rendezvous.secret)
 
-    return TorchDistCommunicator(place, None, StoreSideChannel(connection, place.rank, place.size), rendezvous.secret, timeout, rendezvous)
+    side_channel = StoreSideChannel(connection, place.rank, place.size)
+    return TorchDistCommunicator(place, None, side_channel, rendezvous.secret, timeout, rendezvous, gloo)
 
 
 def _rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
@@ -133,11 +134,13 @@ def _set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> None:
+def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
     """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME names no interface."""
-    backend = "cpu:gloo,cuda:nccl" if has_nccl() else "gloo"
+    backend, gloo = "cpu:gloo,cuda:nccl" if has_nccl() else "gloo", GlooConnections()
     try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+        with gloo.recorded():
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+        return gloo
     except RuntimeError as error:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         if "Unable to find address" not in str(error) or name is None:
@@ -147,11 +150,10 @@ def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> No
         raise UserError("there is no such network interface", where, fix) from None
 
 
-def _leave_process_group() -> None:
+def _leave_process_group(gloo: GlooConnections) -> None:
     """Closes its connections, also where a step that was cut off has left collectives under way. There may be none."""
+    gloo.cut()
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # the next one's name, the same on all ranks: one that was not formed has counted, too
 
@@ -185,12 +187,13 @@ class TorchDistCommunicator:
         secret: str = "",
         timeout: timedelta = FOREVER,
         rendezvous: Rendezvous | None = None,
+        gloo: GlooConnections | None = None,
     ) -> None:
         """secret: of the job, signs objects. The side channel is MPI's where MPI started the ranks, else the store's; one has neither.
 
-        timeout, rendezvous: those of all ranks; a part of them has none.
+        timeout, rendezvous, gloo: those of all ranks; a part of them has none.
         """
-        self._timeout, self._rendezvous = timeout, rendezvous
+        self._timeout, self._rendezvous, self._gloo = timeout, rendezvous, gloo or GlooConnections()
         self._meeting: Meeting | None = None
         self._pending: WeakSet[Pending] | None = None  # collectives under way, which hold the connections; None where ranks are not lost
         self._lost: list[int] = []  # whose loss shrink() has not returned yet
@@ -327,6 +330,7 @@ class TorchDistCommunicator:
             self._meeting = Meeting(self, store, host, self._secret, CONNECT_S)
             assert self._store is not None
             self._store.outlives_host, self._pending = True, WeakSet()
+        self._gloo.share(self)
 
     def is_loss(self, error: BaseException) -> bool:
         is_of_group = isinstance(error, RuntimeError) and exit_code_of(error) == LOST
@@ -338,9 +342,10 @@ class TorchDistCommunicator:
     def shrink(self) -> list[int]:
         for pending in self._pending or ():
             pending.drop()
-        _leave_process_group()  # the others, which may wait for this rank, find the connection closed
+        _leave_process_group(self._gloo)  # the others, which may wait for this rank, find the connection closed
         self._shrink_by_mpi() if self._mpi is not None else self._shrink_by_meeting()
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
+        self._gloo.share(self)
         place = split_groups(self, 0).place(self.rank)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         lost, self._lost = self._lost, []
@@ -372,7 +377,7 @@ class TorchDistCommunicator:
         wait = timedelta(seconds=self._form_s)
         self._form_s *= 2
         try:
-            _start_process_group(dist.PrefixStore("group", open_store(wait)), place, wait)
+            self._gloo = _start_process_group(dist.PrefixStore("group", open_store(wait)), place, wait)
         except (RuntimeError, UserError) as error:
             raise _LostMeanwhile from error
         self._form_s = FORM_S

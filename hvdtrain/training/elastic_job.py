@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeVar
 
@@ -28,16 +29,19 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
     """The communicator, where this job outlives the loss of a rank. Every rank calls it.
 
     Raises UserError on all ranks where guard.lost=shrink asks for that and it cannot be; with restart the job then ends without a last
-    checkpoint, and so it does where ranks have parts of the weights, or each host has all of the state.
+    checkpoint, which a warning says, and so it does where ranks have parts of the weights, or each host has all of the state.
     """
     if not config.keeps_copies or communicator.size == 1:
         return None
     try:
         ranks = elastic(communicator, config.where("guard.lost"))
         ranks.be_ready_to_shrink()
-    except UserError:
+    except UserError as error:
         if config.guard.lost == "shrink":
             raise
+        if communicator.rank == 0:
+            what = f"guard.lost=restart writes no last checkpoint when a rank is lost: {error.what} ({error.fix})"
+            warnings.warn(what, stacklevel=1)  # the same place for both callers: it is shown once
         return None
     return ranks
 

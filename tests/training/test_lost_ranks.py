@@ -182,6 +182,14 @@ def test_without_ulfm_the_job_does_not_start(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+def test_without_ulfm_restart_says_what_it_does_not_do(tmp_path: Path) -> None:
+    (result,) = finish("mpi", 2, arguments("numpy", tmp_path / "run", "guard.lost=restart epochs=1"), ulfm=False)
+    assert result.returncode == DONE, result
+    said = "guard.lost=restart writes no last checkpoint when a rank is lost: MPI ends with the first rank that is lost: it was started "
+    assert result.stderr.count(f"{said}without ULFM (mpirun --with-ft ulfm") == 1, result.stderr
+
+
+@needs_mpirun
 def test_what_collectives_gave_before_a_loss_is_not_confirmed(tmp_path: Path) -> None:
     """One rank that finds the loss elsewhere does not leave another one waiting for it in confirm()."""
     out = tmp_path / "out.json"
@@ -189,3 +197,12 @@ def test_what_collectives_gave_before_a_loss_is_not_confirmed(tmp_path: Path) ->
         result = job.wait()
     assert out.exists(), result
     assert json.loads(out.read_text()) == [[0, [3.0], "", [2], False, [3.0]], [1, [3.0], "True, True", [2], False, [3.0]]]
+
+
+@pytest.mark.ranks4
+def test_ranks_that_wait_for_each_other_in_different_collectives_leave_both(tmp_path: Path) -> None:
+    """torchdist: what a rank has begun with Gloo keeps it in the group, until the connections are cut."""
+    finish("torchdist", 4, ["tests/support/leave_on_ranks.py", str(tmp_path / "out")])
+    found = sorted(json.loads(line) for line in (tmp_path / "out").read_text().splitlines())
+    assert [of_rank[:3] + of_rank[4:] for of_rank in found] == [[first, first - 1, [0], [1110.0]] for first in (1, 2, 3)]
+    assert max(took_s for *_, took_s, _ in found) < 8, found
