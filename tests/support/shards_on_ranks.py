@@ -1,9 +1,9 @@
 """Runs on the ranks: the loss curves of jobs with every shard.stage on one engine, as JSON from rank 0.
 
-python tests/support/shards_on_ranks.py ENGINE STAGES OUT.json [few] [nodes] [jax]
+python tests/support/shards_on_ranks.py ENGINE STAGES OUT.json [few] [muon] [nodes] [jax]
 
-few: some jobs; nodes: the ranks are on two hosts of half as many each; jax: jobs of that framework, and the files of a checkpoint. The job
-"averaged" is the first one with reductions that give the mean over ranks, which the test must notice.
+few: some jobs; muon: those with optim.name=muon; nodes: the ranks are on two hosts of half as many each; jax: jobs of that framework, and
+the files of a checkpoint. The job "averaged" is the first one with reductions that give the mean over ranks, which the test must notice.
 
 python tests/support/shards_on_ranks.py ENGINE skipping
 
@@ -115,7 +115,8 @@ class Averaged:
 def jobs_of(*how: str) -> dict[str, str]:
     """Name -> words, without the stage."""
     jobs = JAX_JOBS if "jax" in how else JOBS
-    return {name: words for name, words in jobs.items() if name in FEW or "few" not in how}
+    named = {name: words for name, words in jobs.items() if name.endswith("muon") or "muon" not in how}
+    return {name: words for name, words in named.items() if name in FEW or "few" not in how}
 
 
 def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, str]:
@@ -200,7 +201,7 @@ def main(engine: str, stages: str, out: str, *how: str) -> None:
         results["noise scales"] = {
             s: invariance.losses(f"{NOISE_SCALE} shard.stage={s}", communicator)["noise_scales"] for s in stages_and_none
         }
-    if engine == "mpi" and not group:  # groups are not the communicator that averages
+    if engine == "mpi" and not group and FEW[0] in jobs:  # groups are not the communicator that averages
         if dist.is_initialized():
             dist.destroy_process_group()  # the next one is over the communicator that averages
         last = f"{jobs[FEW[0]]} shard.stage={stages[-1]}{group}"

@@ -43,6 +43,10 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
     ("engine", "size", "stages", "how"),
     [
         pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
+        pytest.param("single", 1, "1,2", ("muon",), marks=slow, id="single-1-muon"),
+        pytest.param("mpi", 2, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-2-muon"),
+        pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
+        pytest.param("mpi", 4, "0,1,2", ("muon",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4-muon"),
         pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3"),
         pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
         pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
@@ -72,7 +76,7 @@ def test_every_stage_is_one_process(one_process: dict, tmp_path: Path, engine: s
     if averaged := found.pop("averaged", None):
         difference = np.array(averaged["losses"]) - np.array(whole[f"{FEW[0]}, stage 0"]["losses"])
         assert np.abs(difference).max() > 1e-3, "a gradient that is averaged over ranks twice is noticed"
-    assert (averaged is None) == (engine != "mpi" or "nodes" in how)
+    assert (averaged is None) == (engine != "mpi" or bool({"nodes", "muon"} & set(how)))
     noise_scales = found.pop("noise scales", {})
     for scales in noise_scales.values():
         assert len(scales) == 6 and np.isfinite(scales).any() and scales == pytest.approx(noise_scales["0"], rel=1e-9, nan_ok=True)
