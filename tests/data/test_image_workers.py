@@ -108,7 +108,10 @@ def test_many_small_images_are_packed_by_processes(tmp_path: Path, monkeypatch: 
 
 
 def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads do where images are few or large, or there is one core: these images tell by being readable in this process alone."""
+    """Threads do where images are few or large, or there is one core, or no memory to share (macOS).
+
+    These images tell by being readable in this process alone.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     local = source_of(InThisProcess(20))
     pack(local, tmp_path / "few", worth_workers=21)
@@ -116,6 +119,9 @@ def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack(source_of(InThisProcess(20, padding=5000)), tmp_path / "large", worth_workers=20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     pack(local, tmp_path / "one core", worth_workers=20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.delattr(os, "memfd_create")
+    pack(local, tmp_path / "macOS", worth_workers=20)
 
 
 KILLED = """

@@ -148,10 +148,10 @@ def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int) -> 
     Small images take the interpreter's lock too often for two threads: one thread decodes them, and where they are many the others wait
     for worker processes.
     """
-    cores = _cores()
+    cores, can_start_workers = _cores(), hasattr(os, "memfd_create")  # not on macOS
     if not images.is_small(missing[0].start):
         yield [images] * cores
-    elif cores == 1 or sum(shard.shape[0] for shard in missing) < worth_workers:
+    elif cores == 1 or not can_start_workers or sum(shard.shape[0] for shard in missing) < worth_workers:
         yield [images]
     else:
         workers = WorkerPool(images.reader, cores - 1, "packing")
