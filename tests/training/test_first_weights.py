@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.sampler import evaluated_samples
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.model import check_first_samples
 from hvdtrain.frameworks.torch.models.airbench import Whitening
 from hvdtrain.report.run import read_run
 from hvdtrain.training.datasets import open_datasets
@@ -63,6 +65,14 @@ def test_the_configuration_of_the_record_trains(tmp_path: Path, capsys: pytest.C
     assert "recipe  muon, lr 0.24" in said and "done (epochs=2)" in said
     losses = [event["train_loss"] for event in read_run(tmp_path / "run").epoch_events()]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("count", [0, -3, "many", 2.5])
+def test_first_samples_is_a_count(count: object) -> None:
+    model = Whitening(1, 5e-4)
+    model.first_samples = count  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"first_samples of model\.name=airbench is .*\n.*\n  fix: a whole number of training samples"):
+        check_first_samples(model, configure(None, WORDS))
 
 
 def test_parts_of_the_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.own_line import own_line
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, short
 from hvdtrain.frameworks import build_model as models
 from hvdtrain.frameworks.torch.classifier_init import init_classifier
 from hvdtrain.frameworks.torch.forward import first_of
@@ -41,7 +41,11 @@ def first_samples_of(model: torch.nn.Module) -> int:
 
 
 def check_first_samples(model: torch.nn.Module, config: Config) -> None:
-    """Raises UserError where rank 0 would have only a part of the weights that begin_with() computes."""
+    """Raises UserError where first_samples is no count, or rank 0 would have only a part of the weights that begin_with() computes."""
+    count = getattr(model, "first_samples", 1) if callable(getattr(model, "begin_with", None)) else 1
+    if not isinstance(count, int) or count < 1:
+        what = f"first_samples of model.name={config.model.name} is {short(repr(count))}"
+        raise UserError(what, config.where("model.name"), "a whole number of training samples for begin_with(), 1 or more")
     keys = {"shard.stage": config.shard.stage == 3, "parallel": config.parallel.cuts, "parallel.dense": config.parallel.dense != "none"}
     for key in (key for key, cuts in keys.items() if cuts and first_samples_of(model)):
         what = f"begin_with() of model.name={config.model.name} needs whole weights on rank 0"
