@@ -391,6 +391,11 @@ class CommConfig(Section):
         description="local SGD: ranks train separately for this many steps, then average weights and optimizer state; "
         "log.every_steps must be a multiple",
     )
+    local_from: LengthValue = Field(
+        default=0,
+        description="a length as recipe.warmup, from the beginning of the job, after which comm.local_steps begins; before it gradients "
+        "are reduced in each step (post-local SGD: Lin et al. 2018, arXiv:1808.07217)",
+    )
     tune: bool = Field(
         default=False,
         description="measure bucket sizes (and Horovod's cycle times) at the start and use the fastest; "

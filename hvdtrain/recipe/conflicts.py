@@ -72,21 +72,23 @@ def _end(config: Config) -> Iterator[UserError]:
         yield UserError(what, config.where("recipe.schedule"), fix)
     if recipe.chain and recipe.chain[-1].kind in FALLING and recipe.chain[-1].length is None:
         yield UserError(f"the last piece of recipe.chain falls to the end of the job; {unknown}", config.where("recipe.chain"), fix)
-    for key, lengths in _lengths(recipe).items():
+    for key, lengths in _lengths(config).items():
         for length in lengths:
             if read_length(length).unit == "%":
                 fix = "a length in epochs, steps, samples or tokens; or stop.steps or epochs as well"
                 yield UserError(f"{key}: {length} is a share of the job; {unknown}", config.where(key), fix)
 
 
-def _lengths(recipe: RecipeConfig) -> dict[str, list[float | str]]:
-    """Every length of the recipe, by its key."""
+def _lengths(config: Config) -> dict[str, list[float | str]]:
+    """Every length that the recipe converts, by its key."""
+    recipe = config.recipe
     of_chain = [length for piece in recipe.chain for length in (piece.length, *piece.milestones) if length is not None]
     return {
         "recipe.warmup": [recipe.warmup],
         "recipe.milestones": recipe.milestones,
         "recipe.grow_at": recipe.grow_at,
         "recipe.chain": of_chain,
+        "comm.local_from": [config.comm.local_from],
     }
 
 

@@ -38,6 +38,7 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         base_batch=base_batch(config),
         sample_noise=config.recipe.sample_noise,
         gradient_noise=config.recipe.gradient_noise,
+        local_from=time.after(0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")),
     )
 
 

@@ -27,6 +27,7 @@ class Recipe:
     base_batch: int = 1  # global batch whose gradient noise sample_noise=1 reproduces
     sample_noise: float = 0.0
     gradient_noise: float = 0.0
+    local_from: float = 0.0  # epochs done where comm.local_steps begins
 
     def at(self, progress: Progress) -> Hyper:
         """The numbers of the step that follows `progress`."""
@@ -39,6 +40,7 @@ class Recipe:
             step=progress.step,
             noise=noise_variance(self.gradient_noise, progress.step),
             sample_noise=math.sqrt(self.sample_noise * max(0.0, batch / self.base_batch - 1.0)),
+            together=progress.epochs < self.local_from,
         )
 
 

@@ -15,6 +15,7 @@ from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.length import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ParallelConfig, ServersConfig
 from hvdtrain.errors import UserError
@@ -139,6 +140,11 @@ def local_steps(job: PlannedJob) -> Iterator[UserError]:
     """With comm.local_steps ranks update their own weights for some steps, without a gradient in common."""
     config, steps = job.config, job.config.comm.local_steps
     if steps == 1:
+        if read_length(config.comm.local_from).amount:
+            what = (
+                f"comm.local_from={config.comm.local_from} is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient"
+            )
+            yield UserError(what, job.where("comm.local_from"), "comm.local_steps=4, say, or leave comm.local_from out")
         return
     for section in (config.log, config.checkpoint, config.evaluate):
         key, every = f"{section.section}.every_steps", section.every_steps
@@ -170,7 +176,7 @@ def reduce(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(f"{' and '.join(chosen)} exclude each other", job.where("comm.op"), "keep one of them")
     if chosen and comm.reduce in ("distributed_optimizer", "ddp"):
         yield UserError(f"comm.reduce={comm.reduce} does not support {chosen[0]}", job.where("comm.reduce"), "comm.reduce=auto")
-    if comm.local_steps > 1 and comm.reduce == "bucket":
+    if comm.local_steps > 1 and comm.reduce == "bucket" and not read_length(comm.local_from).amount:
         what = f"comm.local_steps={comm.local_steps} reduces weights, not gradients: comm.reduce=bucket has nothing to do"
         yield UserError(what, job.where("comm.reduce"), "comm.reduce=auto")
     if comm.reduce == "distributed_optimizer" and "horovod_api" not in job.features:

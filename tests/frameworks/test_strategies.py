@@ -1,4 +1,4 @@
-"""Two ranks: local steps, compression to half the width, Adasum and tuned buckets against arithmetic by hand."""
+"""Two ranks: local steps, early or late, compression to half the width, Adasum and tuned buckets against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import ranks
 from ranks import needs_horovod, needs_mpirun
+from strategies_on_ranks import batch, hyper, learner
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.core.digest import digest
 
 ENGINES = [
     pytest.param("mpi", marks=needs_mpirun),
@@ -36,6 +40,29 @@ def test_local_steps_end_in_the_mean_of_ranks_that_stepped_alone(engine: str) ->
     assert max(local["gap 0"], local["gap 1"], local["gap 2"]) < 1e-13
     assert local["together 0"] == local["together 1"] == local["together 2"] == 1
     assert len(set(local["apart"])) == 2 and "3 local steps between averages" in local["model"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_are_together_up_to_local_from_and_average_every_third_step_after_it(engine: str) -> None:
+    post_local = found(engine)["post-local"]
+    (own, synchronous), *others = post_local["digests"]
+    assert own == synchronous and others == [[own, synchronous]], "to the bit"
+    assert post_local["distinct"] == [2, 2, 1, 2, 2, 1, 2, 1], "the last by a sync point"
+    assert post_local["gap"] < 1e-13
+    assert re.search(r"gradients in 1 (overlapped )?bucket; from 2 steps on 3 local steps between averages", post_local["model"])
+
+
+@pytest.mark.parametrize("words", [(), ("comm.reduce=bucket",)])
+def test_local_steps_of_one_rank_are_its_steps(words: tuple[str, ...]) -> None:
+    communicator = SingleProcessCommunicator()
+    plain, late = learner(communicator), learner(communicator, "comm.local_steps=2", "comm.local_from=2steps", *words)
+    for step in range(5):
+        samples = batch(6, step)
+        plain.step([plain.to_device(samples)], hyper(6, step), step)
+        late.step([late.to_device(samples)], hyper(6, step)._replace(together=step < 2), step)
+    late.sync_buffers(communicator)
+    assert digest(late.state()) == digest(plain.state())
+    assert ("from 2 steps on 2 local steps" in late.describe()) == bool(words)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -384,6 +384,14 @@ def test_milestones_pieces_and_growth_take_lengths_of_any_unit() -> None:
     assert [(step, batch) for step, batch, _ in walk(grown, 1000)][9::10] == [(9, 50), (19, 100), (29, 100), (39, 20)]
 
 
+def test_local_steps_begin_where_a_length_of_any_unit_ends() -> None:
+    """Batch 50 of 1,000 samples: a step belongs to the part of the job in which it begins."""
+    for length, steps in {"10 steps": 10, "15%": 6, 1: 20, "151 samples": 4, 0: 0}.items():
+        r = recipe("batch.size=50", "epochs=2", "comm.local_steps=2", f"comm.local_from={length}")
+        found = [r.at(Progress(1000, 2000, step, 50 * step)).together for step in range(40)]
+        assert found == [True] * steps + [False] * (40 - steps), length
+
+
 def test_schedules_end_with_the_job_that_stop_steps_ends() -> None:
     """Batch 30 of 1,000: the cosine is at its end after the last of 20 steps; without stop.steps it would be at epoch 10."""
     for words in (["stop.steps=20"], ["epochs=0.6"], ["stop.steps=20", "epochs=7"], ["max_steps=20"], ["stop.epochs=0.6"]):

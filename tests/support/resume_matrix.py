@@ -63,6 +63,7 @@ KINDS = {  # of state that a job may have, in the torch framework; float32 but f
     "local steps": f"{MLP} comm.local_steps=3",
     "ZeRO stage 1": f"{MLP} optim.name=lamb optim.base_lr=0.003 optim.ema=0.8 shard.stage=1 comm.bucket_mb=0.001 optim.clip_norm=1",
     "ZeRO stage 2": f"{MLP} optim.name=torch.optim.Adam optim.base_lr=0.003 shard.stage=2 comm.bucket_mb=0.001 batch.micro=5",
+    "post-local steps": f"{MLP} comm.local_steps=3 comm.local_from=4steps",
     "growth, fp64": f"{RESNET} epochs=3 speed.precision=fp64 recipe.growth=milestones recipe.grow_at=[1.2,2.2] recipe.grow_to=[40,70]",
 }
 

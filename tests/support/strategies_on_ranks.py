@@ -78,6 +78,35 @@ def local(communicator: Communicator) -> dict[str, Any]:
     return found
 
 
+def post_local(communicator: Communicator) -> dict[str, Any]:
+    """comm.local_from: two steps together, as comm.reduce=bucket makes them; then three by each rank alone, twice, and two more."""
+    sizes = [5 + 3 * rank for rank in range(communicator.size)]
+    words = ("comm.reduce=bucket", "speed.precision=fp64")
+    one = learner(communicator, "comm.local_steps=3", "comm.local_from=2steps", "log.every_steps=3", *words)
+    synchronous, alone = learner(communicator, *words), learner(SingleProcessCommunicator(), "speed.precision=fp64")
+    found: dict[str, Any] = {"model": one.describe()}
+    for step in range(2):
+        samples = batch(sizes[communicator.rank], 100 * communicator.rank + step)
+        one.step([one.to_device(samples)], hyper(sum(sizes), step)._replace(together=True), step)
+        synchronous.step([synchronous.to_device(samples)], hyper(sum(sizes), step), step)
+    found["digests"] = communicator.allgather_object([digest(each.state()) for each in (one, synchronous)])
+    alone.load(one.state())
+    found["distinct"] = []
+    for step in range(2, 10):
+        samples = batch(sizes[communicator.rank], 100 * communicator.rank + step)
+        one.step([one.to_device(samples)], hyper(sum(sizes), step), step)
+        alone.step([alone.to_device(samples)], hyper(sizes[communicator.rank], step), step)
+        if step == 9:
+            one.sync_buffers(communicator)
+        if step in (4, 7, 9):
+            state = alone.state()
+            alone.load({name: communicator.allreduce(array, f"mean.{name}") / communicator.size for name, array in state.items()})
+        found["distinct"].append(len(set(communicator.allgather_object(digest(one.state())))))
+    gaps = [float(np.abs(one.state()[name] - array).max()) for name, array in alone.state().items()]
+    found["gap"] = max(communicator.allgather_object(max(gaps)))
+    return found
+
+
 def compression(communicator: Communicator, kind: str) -> dict[str, Any]:
     """One step's change against that of the same step without compression; and the digest of each rank."""
     sizes, moves = [6 + rank for rank in range(communicator.size)], []
@@ -141,6 +170,7 @@ def main(name: str, out: str) -> None:
     communicator: Communicator = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
     found = {
         "local": local(communicator),
+        "post-local": post_local(communicator),
         "fp16": compression(communicator, "fp16"),
         "sums": sums(communicator),
         "tuned": tuned(communicator),

@@ -42,7 +42,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.losses import go_on_fro
 from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
-from hvdtrain.frameworks.torch.parallel.strategy import DividesAnew, OnePass, PutsTogether, Shard, SharesSteps, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import ChangesWithSteps, DividesAnew, OnePass, PutsTogether, Shard, SharesSteps, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.profiler import profile
@@ -153,6 +153,8 @@ class TorchLearner:
         if self.skips_nonfinite or self.scale.tensors:
             self.buffers.save()
 
+        if isinstance(self.strategy, ChangesWithSteps):
+            self.strategy.begin_step(hyper)
         divisor = self._divisor(micro, hyper.batch)
         sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
 

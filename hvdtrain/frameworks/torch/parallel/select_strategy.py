@@ -6,15 +6,18 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.config.length import read_length
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets
 from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
+from hvdtrain.frameworks.torch.parallel.post_local_sgd import PostLocalSGD
 from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, SingleProcess, Strategy
 from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 from hvdtrain.frameworks.torch.parallel.zero import Zero
+from hvdtrain.recipe.clock import epoch_multiplier
 
 
 def select_strategy(
@@ -45,13 +48,22 @@ def select_strategy(
     if communicator.size == 1 and comm.reduce == "auto":
         return SingleProcess(named)
     if comm.local_steps > 1:
-        return LocalSGD(named, communicator, comm.local_steps, int(comm.bucket_mb * 2**20), stopwatch)
+        return _local_steps(config, named, communicator, stopwatch)
     if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets and mesh.tensor.size == 1:
         return HorovodOptimizer(named, communicator)
     buckets = _buckets(config, named, communicator, stopwatch)
     if unfit and comm.reduce == "auto" and "horovod_api" in communicator.features:
         buckets.summary += f": {unfit}"
     return buckets
+
+
+def _local_steps(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> LocalSGD | PostLocalSGD:
+    bucket_bytes, begin = int(config.comm.bucket_mb * 2**20), read_length(config.comm.local_from)
+    local = LocalSGD(named, communicator, config.comm.local_steps, bucket_bytes, stopwatch)
+    if not begin.amount:
+        return local
+    together = Buckets(named, communicator, bucket_bytes, stopwatch)
+    return PostLocalSGD(together, local, begin.words(epoch_multiplier(config)))
 
 
 def _buckets(config: Config, named: NamedParameters, communicator: Communicator, stopwatch: Stopwatch) -> Buckets:

@@ -10,7 +10,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums, add_sums
 from hvdtrain.core.pieces import WHOLE, Cut
-from hvdtrain.core.progress import Progress
+from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.updates import Update
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -133,6 +133,14 @@ class PutsTogether(Protocol):
 
     def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Tensors of the weights' shapes, of which each rank gives its parts: of(parameter of a Shard). A collective."""
+
+
+@runtime_checkable
+class ChangesWithSteps(Protocol):
+    """A strategy that is another one in some steps."""
+
+    def begin_step(self, hyper: Hyper) -> None:
+        """Before anything else is asked of it in a step. The same on all ranks."""
 
 
 @runtime_checkable
