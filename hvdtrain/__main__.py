@@ -27,7 +27,7 @@ COMMANDS = {  # each is the function of its name in that module
     "sample": "hvdtrain.cli.sample.command",
     "drill": "hvdtrain.cli.drill.command",
     "replay": "hvdtrain.cli.replay.command",
-    "lab": "hvdtrain.cli.lab",
+    "lab": "hvdtrain.cli.lab.command",
     "schema": "hvdtrain.cli.schema",
 }
 

@@ -1,42 +1,95 @@
-"""labs/: each lab's quick form runs, and writes the figures that its page shows."""
+"""labs/: each lab's notebook runs the lab's quick form, and shows the figures of the page; the form of all of them."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import ROOT, needs_mpirun, python
 
 from hvdtrain.__main__ import main
+from hvdtrain.cli.lab.command import lab as lab_command
 from hvdtrain.errors import DONE, UserError
 
 LABS = sorted((ROOT / "labs").glob("[0-9]-*/lab.py"))
+FIGURE = re.compile(r'Image\("lab-\d/([a-z-]+\.png)"\)')
+EXECUTE = """
+import sys, pathlib, nbclient, nbformat
+path = pathlib.Path(sys.argv[1])
+found = nbformat.read(path, as_version=4)
+nbformat.validate(found)
+nbclient.NotebookClient(found, timeout=560, resources={"metadata": {"path": path.parent}}).execute()
+nbformat.write(found, path)
+"""
+needs_jupyter = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")), reason="nbclient and ipykernel: make .venv/.test"
+)
 
 
 def test_each_lab_is_listed_and_another_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
-    from hvdtrain.cli.lab import lab
-
     assert main(["lab"]) == DONE
     listed = capsys.readouterr().out
     index = (ROOT / "labs" / "README.md").read_text()
     for path in LABS:
         assert f"{path.parent.name[0]}  Lab " in listed and f"[{path.parent.name[0]}]({path.parent.name}/README.md)" in index
     with pytest.raises(UserError, match="there is no lab 99"):
-        lab(["99"])
+        lab_command(["99"])
+
+
+def notebook_of(number: str, folder: Path) -> Path:
+    """As `hvdtrain lab N --notebook` writes it into that folder."""
+    path = folder / f"lab-{number}.ipynb"
+    assert main(["lab", number, "--notebook", str(path)]) == DONE
+    return path
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
+def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path, tmp_path: Path) -> None:
+    page, number = (path.parent / "README.md").read_text(), path.parent.name[0]
+    written = json.loads(notebook_of(number, tmp_path).read_text())
+    assert len({cell["id"] for cell in written["cells"]}) == len(written["cells"])
+    code = ["".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "code"]
+    for cell in code:
+        compile(re.sub(r"^!.*", "pass", cell, flags=re.MULTILINE), path.parent.name, "exec")
+    assert [name for cell in code for name in FIGURE.findall(cell)] == re.findall(r"!\[[^]]+\]\(([a-z-]+\.png)\)", page)
+    text = "\n".join("".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "markdown")
+    assert text.startswith(page.partition("\n")[0])
+    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
+    assert links and all((tmp_path / target).exists() for target in links), links
+    words = [word for line in page.splitlines() if not line.startswith(("```", "![")) for word in re.findall(r"\w+", line)]
+    assert len(words) - len(re.findall(r"\w+", text)) < 150  # the commands, which are cells
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute where nothing else runs
 @needs_mpirun
+@needs_jupyter
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
-def test_a_lab_writes_the_figures_of_its_page(path: Path, tmp_path: Path) -> None:
-    done = python(["-m", "hvdtrain", "lab", path.parent.name[0], "--quick", "--out", str(tmp_path)], timeout_s=300)
+def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Path) -> None:
+    """As Jupyter runs it. The lab is run once, in its quick form, so that no other test has to."""
+    notebook = notebook_of(path.parent.name[0], tmp_path)
+    folders = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
+    done = python(["-c", EXECUTE, str(notebook)], timeout_s=580, env=folders)
     assert done.returncode == 0, done
-    shown = re.findall(r"!\[[^]]+\]\(([a-z-]+\.png)\)", (path.parent / "README.md").read_text())
+    cells = json.loads(notebook.read_text())["cells"]
+    shown = [cell for cell in cells if FIGURE.search("".join(cell["source"]))]
     assert shown
-    for name in shown:
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG" == (path.parent / name).read_bytes()[:4]
+    for cell in shown:
+        name = FIGURE.findall("".join(cell["source"]))[0]
+        assert (path.parent / name).read_bytes()[:4] == b"\x89PNG", f"{name} of the page"
+        assert [list(output["data"]) for output in cell["outputs"]] == [["image/png", "text/plain"]], (name, cell["outputs"])
+
+
+def test_a_notebook_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--notebook takes a file, and no other option"):
+        lab_command(["1", "--notebook", "x.ipynb", "--quick"])
+    with pytest.raises(UserError, match="cannot write .*: No such file or directory"):
+        lab_command(["1", "--notebook", str(tmp_path / "none" / "x.ipynb")])
 
 
 def test_the_paths_of_lab_1_are_those_of_both_frameworks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,3 +118,32 @@ def test_a_gradient_step_costs_what_lab_1_says(tmp_path: Path, monkeypatch: pyte
     lab.write(tmp_path / "t.csv", lab.Reached._fields, [small, large])
     assert (tmp_path / "t.csv").read_text().splitlines()[1].startswith("4,")
     monkeypatch.delitem(sys.modules, "lab")
+
+
+def lab_module(number: str) -> Any:
+    """lab.py of that lab, under a name of its own."""
+    (path,) = (path for path in LABS if path.parent.name.startswith(number))
+    spec = importlib.util.spec_from_file_location(f"lab_{number}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_layers_that_lab_4_predicts_follow_from_two_plans() -> None:
+    lab = lab_module("4")
+    way = (2, "all")
+    plans = {2: {way: {"total": 30_000_000}}, 4: {way: {"total": 50_000_000}}}  # 10 MB, and 10 MB for each layer
+    assert [lab.predicted_mb(plans, way, layers) for layers in (0, 1, 12)] == [10, 20, 130]
+    assert [lab.most_layers(plans, way, room_mb) for room_mb in (129.9, 130.1, 25)] == [11, 12, 1]
+
+
+def test_lab_6_has_joules_where_the_job_measured_them_and_a_reason_where_not(tmp_path: Path) -> None:
+    lab = lab_module("6")
+    assert lab.joules({"joules": {}}) is None and lab.joules({"joules": {"cpu": None}}) is None
+    assert lab.joules({"joules": {"cpu": 120.5, "gpu": 30.0}}) == 150.5
+    assert lab.why_not({"energy": {"cpu": "no counter", "gpu": ""}}) == ["energy of processors is not measured: no counter"]
+    one = lab.Cost(ranks=1, samples=1000, seconds=4.0, start_cpu_s=3.0, cpu_s=5.0, joules=None, accuracy=0.95)
+    assert lab.spent(one) == ("processor-seconds", 5.0) and lab.spent(one._replace(joules=80.0)) == ("joules", 80.0)
+    lab.draw_cost([one._replace(joules=80.0), one._replace(ranks=2, joules=70.0)], tmp_path / "cost.png")
+    assert (tmp_path / "cost.png").read_bytes()[:4] == b"\x89PNG"

@@ -31,7 +31,7 @@ hvdtrain trains deep networks on many workers.
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
   hvdtrain sweep --grid KEY=A,B [--at-once 2] --out DIR    trains with many settings: a table and a figure
-  hvdtrain lab [N] [--quick]                               an experiment of the course in labs/
+  hvdtrain lab [N] [--quick | --notebook FILE.ipynb]       an experiment of the course in labs/
   hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one job or of several, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 

@@ -1,4 +1,4 @@
-"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the repository."""
+"""hvdtrain lab: runs an experiment of the course, whose pages and scripts are in labs/ of the repository, or makes a notebook of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cli.lab.notebook import write_notebook
 from hvdtrain.errors import DONE, UserError, short
 
 USAGE = """\
@@ -15,6 +16,8 @@ hvdtrain lab             lists the labs
 hvdtrain lab 1 [--quick] [--out FOLDER]
   --quick   smaller, in a few minutes of two cores
   --out     figures and tables are written there (default: lab-1)
+hvdtrain lab 1 --notebook FILE.ipynb
+  the page as a Jupyter notebook, which runs the lab and shows its figures; trains nothing
 each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""
 
 
@@ -31,13 +34,28 @@ def lab(arguments: Sequence[str]) -> int:
     if folder is None:
         what = f"there is no lab {short(arguments[0])}"
         raise UserError(what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]")
+    if "--notebook" in arguments:
+        return _notebook(arguments[0], folder, arguments[1:])
     rest = [*arguments[1:], *([] if "--out" in arguments else ["--out", f"lab-{arguments[0]}"])]
     return subprocess.run([sys.executable, str(folder / "lab.py"), *rest], check=False).returncode
 
 
+def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
+    if len(options) != 2 or not options[1].endswith(".ipynb"):
+        raise UserError(
+            "--notebook takes a file, and no other option", "command line of lab", f"hvdtrain lab {number} --notebook FILE.ipynb"
+        )
+    try:
+        write_notebook(number, folder, Path(options[1]))
+    except OSError as error:
+        what = f"cannot write {short(options[1])}: {error.strerror or error}"
+        raise UserError(what, "--notebook", "a file in a folder that exists") from None
+    return DONE
+
+
 def _labs() -> dict[str, Path]:
     """By number. Raises UserError where hvdtrain was installed without its repository."""
-    root = Path(__file__).resolve().parents[2] / "labs"
+    root = Path(__file__).resolve().parents[3] / "labs"
     folders = {match[1]: path.parent for path in sorted(root.glob("*/lab.py")) if (match := re.match(r"(\d+)-", path.parent.name))}
     if not folders:
         what = "the labs are in the repository, not in the installed package"
