@@ -256,6 +256,11 @@ def reads_from_memory(source: Source) -> bool:
     return arrays_in_memory(source) is not None or bool(getattr(source, "reads_from_memory", False))
 
 
+def crops_at_random(source: Source) -> bool:
+    """Whether read_in_epochs() gives random boxes of whole images, for augment.resized_crop: such a batch is not cropped again."""
+    return bool(getattr(source, "crops_at_random", False))
+
+
 def reads_in_process(source: Source) -> bool:
     """Whether reading runs the user's own code in this process: then on the thread that needs the samples, and on no other."""
     return bool(getattr(source, "reads_in_process", False))

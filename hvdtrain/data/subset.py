@@ -19,6 +19,7 @@ from hvdtrain.data.source import (
     LabelledImages,
     Source,
     check_indices,
+    crops_at_random,
     digest_of_labels,
     image_digests,
     image_fields,
@@ -143,6 +144,14 @@ class SubsetOfImages:
     def read(self, indices: np.ndarray) -> Batch:
         check_indices(indices, len(self))
         return self.source.read(self.indices[indices])
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        check_indices(indices, len(self))
+        return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+
+    @property
+    def crops_at_random(self) -> bool:
+        return crops_at_random(self.source)
 
     def stats(self) -> ChannelStats:
         """Over at most 2,000 images: see sampled_stats()."""

@@ -134,7 +134,10 @@ def _open(config: Config, split: Split, codebook: CommonCodebook) -> Source:
     if isinstance(found, UnencodedImages):
         images = found
         return codebook.encode(images, lambda: images if split == "train" else make(config.data.name, root, "train", **options))
-    return found.read_by(config.data.workers) if config.data.workers and isinstance(found, ImageSource) else found
+    if isinstance(found, ImageSource):
+        found = found.cropped(config.augment.resized_crop)
+        return found.read_by(config.data.workers) if config.data.workers else found
+    return found
 
 
 def _check_workers(config: Config, packed: object) -> None:

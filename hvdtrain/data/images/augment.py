@@ -12,19 +12,17 @@ import numpy as np
 
 from hvdtrain.config.schema import AugmentConfig
 from hvdtrain.core.arrays import Batch
-from hvdtrain.core.seeds import fold
+from hvdtrain.data.images.crop_boxes import crop_boxes
+from hvdtrain.data.images.draws import draw_keys, integers, uniform
 from hvdtrain.data.images.resized_crop import resized_crop
 from hvdtrain.errors import UserError
 
-_STREAM = 0xA063E470  # a counter that shuffles, sample weights, dropout and gradient noise do not use
-_TRIES = 10  # of a resized crop
-# Each parameter has its own counters, so switching one augmentation on changes no parameter of another.
+# Each parameter has its own counters, so switching one augmentation on changes no parameter of another; from 16 on: crop_boxes.py.
 _SHIFT = range(0, 2)
 _FLIP = range(2, 3)
 _CUTOUT = range(3, 5)
 _MIXUP_WEIGHT = range(5, 7)
 _MIXUP_PARTNER = range(7, 8)
-_CROP_BOX = range(16, 16 + 2 * _TRIES + 2)
 MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that float32 mixes bytes exactly: 8 + 16 bits
 
 
@@ -59,22 +57,22 @@ def check_augmentation(augment: AugmentConfig, shape: tuple[int, int, int]) -> N
 def draw(augment: AugmentConfig, seed: int, epochs: np.ndarray, samples: np.ndarray, shape: tuple[int, int, int]) -> AugmentationParameters:
     """The parameters of samples int64 (n,) in their epochs, int64 (n,); the images are of `shape`, (H, W, C)."""
     height, width, _ = shape
-    keys = _keys(seed, epochs, samples)
+    keys = draw_keys(seed, epochs, samples)
     crop_box = shift = reflected_shift = flipped = cutout_box = mixup_weight = None
     if augment.resized_crop:
-        crop_box = _crop_boxes(_uniform(keys, _CROP_BOX), augment.resized_crop, height, width)
+        crop_box = crop_boxes(keys, augment.resized_crop, height, width)
     elif augment.crop:
-        shift = _integers(_uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop
+        shift = integers(uniform(keys, _SHIFT), 2 * augment.crop + 1) - augment.crop
         if augment.pad == "reflect":
             shift, reflected_shift = None, shift
     if augment.flip == "alternating":
-        flipped = (_uniform(_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (epochs % 2 == 1)
+        flipped = (uniform(draw_keys(seed, np.zeros_like(epochs), samples), _FLIP)[:, 0] < 0.5) ^ (epochs % 2 == 1)
     elif augment.flip:
-        flipped = _uniform(keys, _FLIP)[:, 0] < 0.5
+        flipped = uniform(keys, _FLIP)[:, 0] < 0.5
     if augment.cutout:
-        cutout_box = _cutout_boxes(_uniform(keys, _CUTOUT), augment.cutout, height, width)
+        cutout_box = _cutout_boxes(uniform(keys, _CUTOUT), augment.cutout, height, width)
     if augment.mixup:
-        mixup_weight = _mixup_weights(_uniform(keys, _MIXUP_WEIGHT), augment.mixup)
+        mixup_weight = _mixup_weights(uniform(keys, _MIXUP_WEIGHT), augment.mixup)
     return AugmentationParameters(crop_box, shift, reflected_shift, flipped, cutout_box, mixup_weight)
 
 
@@ -85,7 +83,7 @@ def mixup_partners(augment: AugmentConfig, seed: int, epochs: np.ndarray, sample
     """
     if not augment.mixup:
         return None
-    return _integers(_uniform(_keys(seed, epochs, samples), _MIXUP_PARTNER)[:, 0], dataset)
+    return integers(uniform(draw_keys(seed, epochs, samples), _MIXUP_PARTNER)[:, 0], dataset)
 
 
 def augment_batch(batch: Batch) -> Batch:
@@ -156,62 +154,25 @@ def _cutout(x: np.ndarray, box: np.ndarray) -> np.ndarray:
     return (x.reshape(black.shape) * ~black).reshape(x.shape)
 
 
-def _keys(seed: int, epochs: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """A seed for each sample in its epoch, uint64 (n,)."""
-    keys: np.ndarray = fold(seed, _STREAM, epochs.astype(np.uint64), samples.astype(np.uint64))
-    return keys
-
-
-def _uniform(keys: np.ndarray, counters: range) -> np.ndarray:
-    """uint64 (n,) -> float64 (n, counters), strictly between 0 and 1: (k + 1/2) / 2^52 for 52 random bits k."""
-    bits = fold(keys[:, None], np.array(counters, np.uint64))
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
-
-
-def _integers(uniform: np.ndarray, limit: int) -> np.ndarray:
-    """int64 0 ... limit - 1, with equal probabilities up to limit / 2^52."""
-    return (uniform * limit).astype(np.int64)
-
-
-def _cutout_boxes(uniform: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
+def _cutout_boxes(drawn: np.ndarray, side: int, height: int, width: int) -> np.ndarray:
     """Squares with their centre on any pixel, clipped at the border (DeVries 2017, section 3.2).
 
     Their code makes a square of 2 (side // 2) pixels and sets it to 0 after normalization, the mean colour; here it has `side` pixels and
     is black.
     """
-    centre = (uniform * (height, width)).astype(np.int64)
+    centre = (drawn * (height, width)).astype(np.int64)
     first = centre - side // 2  # (n, 2)
     return np.stack([first, first + side], axis=2).clip(0, np.array([[height], [width]])).reshape(-1, 4)
 
 
-def _crop_boxes(uniform: np.ndarray, smallest: float, height: int, width: int) -> np.ndarray:
-    """Boxes distributed as those of torchvision's RandomResizedCrop, int64 (n, 4).
-
-    The area is uniform from `smallest` of the image to all of it, the aspect ratio log-uniform from 3/4 to 4/3. The first of ten tries that
-    fits into the image counts; where none does, the largest centred box of an allowed ratio.
-    """
-    area = height * width * (smallest + (1 - smallest) * uniform[:, :_TRIES])
-    ratio = np.exp(np.log(4 / 3) * (2 * uniform[:, _TRIES : 2 * _TRIES] - 1))
-    tall = np.rint(np.sqrt(area / ratio)).astype(np.int64)  # (n, tries)
-    wide = np.rint(np.sqrt(area * ratio)).astype(np.int64)
-    fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
-    any_fits = fits.any(1)[:, None]
-    first = (np.arange(len(fits)), fits.argmax(1))
-    centred = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
-    sides = np.where(any_fits, np.stack([tall[first], wide[first]], axis=1), centred)
-    margin = (height, width) - sides
-    corner = np.where(any_fits, (uniform[:, 2 * _TRIES :] * (margin + 1)).astype(np.int64), margin // 2)
-    return np.concatenate([corner, sides], axis=1)
-
-
-def _mixup_weights(uniform: np.ndarray, alpha: float) -> np.ndarray:
+def _mixup_weights(drawn: np.ndarray, alpha: float) -> np.ndarray:
     """Beta(alpha, alpha) in closed form from two uniform numbers, float64 (n,), rounded to a multiple of 1 / MIXUP_WEIGHT_STEPS.
 
     t = sqrt(alpha (u^(-1/alpha) - 1)) cos(2 pi v) sqrt(2) follows Student's t-distribution with 2 alpha degrees of freedom (Bailey 1994,
     "Polar generation of random variates with the t-distribution"), and 1/2 + t / (2 sqrt(2 alpha + t^2)) is then Beta(alpha, alpha).
     Computed with u^(1/alpha), which goes to 0 where its inverse would be infinite.
     """
-    power = np.log(uniform[:, 0]) / alpha
-    cosine = np.cos(2 * np.pi * uniform[:, 1])
+    power = np.log(drawn[:, 0]) / alpha
+    cosine = np.cos(2 * np.pi * drawn[:, 1])
     spread = np.exp(power) / (-np.expm1(power) * cosine**2)  # 2 alpha / t^2
     return np.rint((0.5 + 0.5 * np.sign(cosine) / np.sqrt(1 + spread)) * MIXUP_WEIGHT_STEPS) / MIXUP_WEIGHT_STEPS

@@ -6,14 +6,16 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from hvdtrain.data.images.jpeg import JpegHeader, coarsest_scale, decode_jpeg, read_header
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
 Name = Callable[[], str]  # the name of an image in messages: called only for an error, since an archive is searched for it
@@ -68,57 +70,119 @@ def check_file(file: str | Path) -> os.stat_result:
 
 
 def read_file(file: str) -> bytes:
-    """The bytes of an image file. Raises UserError. `file` is a string, since making a Path takes as long as reading the file."""
+    """The bytes of an image file. Raises UserError.
+
+    `file` is a string and the calls are the system's: a Path, and Python's own file object, take as long as the reading itself.
+    """
     try:
         size = check_file(file).st_size
-        with open(file, "rb") as opened:
-            return opened.read(size)
+        opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            content = os.read(opened, size)
+            while len(content) < size and (more := os.read(opened, size - len(content))):  # a network file system may give less at once
+                content += more
+            return content
+        finally:
+            os.close(opened)
     except OSError as error:
         raise _unreadable(error, file) from error
 
 
-def decode(content: bytes, name: Name, first: Name, shape: tuple[int, ...], crop: bool) -> bytes:
-    """Pixels uint8 of `shape`, (H, W, C), row by row. With `crop` the image's centre square is resized, else its size must be H x W.
+class Box(NamedTuple):
+    """A part of an image, in its pixels."""
 
-    Safe to call from several threads; PIL releases the interpreter lock. Raises UserError, where sizes differ with the name of the `first`
-    image, which H and W were read from.
-    """
-    from PIL.Image import Resampling
+    top: float
+    left: float
+    height: float
+    width: float
+    may_be_coarse: bool = False  # decoded with fewer pixels, where that suffices
 
-    height, width, channels = shape
-    with _opened(content, name) as image:
-        if image.mode.startswith("I"):
-            raise UserError(f"the image has more than 8 bits a channel (mode {image.mode})", name(), "convert it to 8 bits a channel")
-        if not crop and (image.height, image.width) != (height, width):
-            raise UserError(
-                f"the images differ in size: {width} x {height} and {image.width} x {image.height} pixels",
-                f"{first()} and {name()}",
-                f"data.size={min(height, width)} resizes the centre square of every image to that size",
-            )
-        with _pixel_budget.reserve(image.width * image.height):
-            converted = image if image.mode == _MODES[channels] else image.convert(_MODES[channels])
-            if crop:  # the centre square and its resizing in one step
-                side = min(converted.size)
-                left, top = (converted.width - side) / 2, (converted.height - side) / 2
-                converted = converted.resize((width, height), Resampling.BILINEAR, (left, top, left + side, top + side))
-            return converted.tobytes()
+
+def centre_square(height: int, width: int) -> Box:
+    """Of an image of height x width."""
+    side = min(height, width)
+    return Box((height - side) / 2, (width - side) / 2, side, side)
+
+
+class Undecoded:
+    """An image file of which only the header has been read. Raises UserError where that is damaged, or decoding would cost too much."""
+
+    def __init__(self, content: bytes, name: Name) -> None:
+        self.name = name
+        self._content = content
+        self._jpeg = _usual_jpeg(content)
+        self._image = None if self._jpeg else _open(content, name)
+        header = self._jpeg or self._image
+        assert header is not None
+        self.height, self.width = header.height, header.width
+
+    def pixels(self, shape: tuple[int, ...], box: Box | None) -> bytes:
+        """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a box the whole image, which is H x W.
+
+        Safe to call from several threads; PIL releases the interpreter lock. Raises UserError where the image is damaged.
+        """
+        with _pixel_budget.reserve(self.height * self.width):
+            if self._jpeg is not None:
+                scale = coarsest_scale((box.height, box.width), shape[:2]) if box is not None and box.may_be_coarse else 1
+                with suppress(ValueError):  # it is damaged: PIL.Image.open() says how
+                    return _resized(decode_jpeg(self._content, self._jpeg, scale), shape, box, scale)
+            image = self._image or _open(self._content, self.name)
+            if image.mode.startswith("I"):
+                what = f"the image has more than 8 bits a channel (mode {image.mode})"
+                raise UserError(what, self.name(), "convert it to 8 bits a channel")
+            with _named_errors(self.name):
+                return _resized(image, shape, box, 1)
 
 
 def height_and_width(content: bytes, name: Name) -> tuple[int, int]:
     """Of an image, from its header alone. Raises UserError."""
-    with _opened(content, name) as image:
-        return image.height, image.width
+    image = Undecoded(content, name)
+    return image.height, image.width
+
+
+def _resized(image: Image, shape: tuple[int, ...], box: Box | None, scale: int) -> bytes:
+    """The box is of an image with `scale` times the height and width."""
+    from PIL.Image import Resampling
+
+    height, width, channels = shape
+    converted = image if image.mode == _MODES[channels] else image.convert(_MODES[channels])
+    if box is not None:  # cut out and resized in one step
+        edges = box.left, box.top, box.left + box.width, box.top + box.height
+        left, top, right, bottom = (edge / scale for edge in edges)
+        converted = converted.resize((width, height), Resampling.BILINEAR, (left, top, right, bottom))
+    return converted.tobytes()
+
+
+def _usual_jpeg(content: bytes) -> JpegHeader | None:
+    """None where the image is no usual JPEG file, or would cost too much: PIL.Image.open() reads those, or says what they are."""
+    header = read_header(content)
+    if header is None or header.height * header.width > _MOST_PIXELS or _scans(content) > _MOST_SCANS:
+        return None
+    return header
+
+
+def _scans(content: bytes) -> int:
+    """Of a JPEG file, and of its thumbnail."""
+    return content.count(b"\xff\xda")
+
+
+def _open(content: bytes, name: Name) -> ImageFile:
+    """A PIL image, not decoded yet. Raises UserError."""
+    import PIL.Image
+
+    with _named_errors(name):
+        image = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
+        _check_cost(image, content, name)
+        return image
 
 
 @contextmanager
-def _opened(content: bytes, name: Name) -> Iterator[ImageFile]:
-    """A PIL image, not decoded yet. Whatever PIL raises for a broken file becomes a UserError that names the file."""
+def _named_errors(name: Name) -> Iterator[None]:
+    """Whatever PIL raises for a broken file becomes a UserError that names the file."""
     import PIL.Image
 
     try:
-        with PIL.Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            _check_cost(image, content, name)
-            yield image
+        yield
     except UserError:
         raise
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
@@ -134,7 +198,7 @@ def _check_cost(image: ImageFile, content: bytes, name: Name) -> None:
     pixels = image.width * image.height
     if pixels > _MOST_PIXELS:
         raise _too_large(name(), f"Image size ({pixels} pixels) exceeds limit of {_MOST_PIXELS} pixels")
-    if image.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > _MOST_SCANS:
+    if image.format in ("JPEG", "MPO") and (scans := _scans(content)) > _MOST_SCANS:
         raise UserError(f"the image has {scans} scans, at most {_MOST_SCANS}", name(), "save it again with another program")
     if image.tile and image.tile[0][0] == "bmp_rle":  # PIL decodes it byte by byte: 10 s for 7 kB
         raise UserError("the image is a BMP file with run-length encoding", name(), "convert it to PNG")

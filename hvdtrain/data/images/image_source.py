@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from hvdtrain.data.channel_stats import ChannelStats
-from hvdtrain.data.images.decode import Name, decode
+from hvdtrain.data.images.crop_boxes import crop_boxes
+from hvdtrain.data.images.decode import Box, Name, Undecoded, centre_square
+from hvdtrain.data.images.draws import draw_keys
 from hvdtrain.data.sampled_digest import digest_of_some
 from hvdtrain.data.sampled_stats import sampled_stats
 from hvdtrain.data.source import Field, check_indices, digest_of_labels, image_digests, image_fields
 from hvdtrain.data.workers.worker_pool import WorkerPool
+from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.core.arrays import Batch
 
 _SMALL_BYTES = 2**12  # an image file of 100 x 100 pixels
+_GROUP = 16  # images whose files are in memory at once
+_GROUP_BYTES = 2**22
 
 
 class EncodedImages(Protocol):
@@ -48,6 +53,7 @@ class ImageReader:
     shape: tuple[int, int, int]  # (H, W, C)
     crop: bool  # take the centre square; else every image must have the size of `first`
     first: Name  # the image that `shape` was read from
+    smallest_box: float  # of a random resized crop, its share of the image
     defined_at: str = __name__
 
     @property
@@ -58,13 +64,53 @@ class ImageReader:
     def name(self) -> str:
         return self.encoded.where
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
-        """Nothing here is random: `seeds` are not used. Raises UserError where an image cannot be decoded."""
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
+        """With draw_keys() as `seeds` random boxes of the images; without them the images as they are evaluated.
+
+        Raises UserError where an image cannot be decoded.
+        """
         x = arrays["x"]
-        for row, index in enumerate(indices.tolist()):
+        for start, images in self._groups(indices.tolist()):
+            boxes = self._own_boxes(images) if seeds is None else self._random_boxes(images, seeds[start : start + len(images)])
+            for row, (image, box) in enumerate(zip(images, boxes, strict=True), start):
+                x[row] = np.frombuffer(image.pixels(self.shape, box), np.uint8).reshape(self.shape)
+
+    def _groups(self, indices: list[int]) -> Iterator[tuple[int, list[Undecoded]]]:
+        """The images, with the place of the first of each group: boxes of several are drawn at once, large files are not kept."""
+        images: list[Undecoded] = []
+        size = 0
+        for place, index in enumerate(indices):
             content = self.encoded.content(index)
-            pixels = decode(content, partial(self.encoded.name, index), self.first, self.shape, self.crop)
-            x[row] = np.frombuffer(pixels, np.uint8).reshape(self.shape)
+            images.append(Undecoded(content, partial(self.encoded.name, index)))
+            size += len(content)
+            if len(images) == _GROUP or size > _GROUP_BYTES or place == len(indices) - 1:
+                yield place + 1 - len(images), images
+                images, size = [], 0
+
+    def _own_boxes(self, images: list[Undecoded]) -> list[Box | None]:
+        """The centre squares; or None, where every image is as large as the first."""
+        if self.crop:
+            return [centre_square(image.height, image.width) for image in images]
+        self._check_sizes(images)
+        return [None] * len(images)
+
+    def _random_boxes(self, images: list[Undecoded], keys: np.ndarray) -> list[Box]:
+        if not self.crop:
+            self._check_sizes(images)
+        heights, widths = np.array([(image.height, image.width) for image in images]).T
+        found = crop_boxes(keys, self.smallest_box, heights, widths).tolist()
+        return [Box(top, left, height, width, may_be_coarse=True) for top, left, height, width in found]
+
+    def _check_sizes(self, images: list[Undecoded]) -> None:
+        """Raises UserError, with the name of the first image, where one has another size."""
+        height, width, _ = self.shape
+        for image in images:
+            if (image.height, image.width) != (height, width):
+                raise UserError(
+                    f"the images differ in size: {width} x {height} and {image.width} x {image.height} pixels",
+                    f"{self.first()} and {image.name()}",
+                    f"data.size={min(height, width)} resizes the centre square of every image to that size",
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +125,7 @@ class ImageSource:
     first: Name  # the image that `shape` was read from
     class_names: tuple[str, ...] = ()
     workers: WorkerPool | None = None
+    smallest_box: float = 0.0  # augment.resized_crop: reading for training takes a random box of each image; 0: as for evaluation
     small_images_lock: Lock = field(default_factory=Lock)
 
     @property
@@ -91,24 +138,40 @@ class ImageSource:
     def labels(self) -> np.ndarray:
         return self.y
 
+    @property
+    def crops_at_random(self) -> bool:
+        """Whether read_in_epochs() gives random boxes of the images."""
+        return self.smallest_box > 0
+
     def read(self, indices: np.ndarray) -> Batch:
-        """Raises UserError where an image cannot be decoded, or a worker process ended."""
+        """As they are evaluated. Raises UserError where an image cannot be decoded, or a worker process ended."""
+        return self._read(indices, None)
+
+    def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
+        """As they are trained on in these epochs, int64 (n,)."""
+        return self._read(indices, draw_keys(seed, epochs, indices) if self.crops_at_random else None)
+
+    def _read(self, indices: np.ndarray, keys: np.ndarray | None) -> Batch:
         check_indices(indices, len(self))
         if self.workers is not None:
-            x = self.workers.read(indices, indices)["x"]
+            x = self.workers.read(indices, keys)["x"]
         else:
             x = np.empty((len(indices), *self.shape), np.uint8)
             with self._one_thread_if_small(indices):
-                self.reader.read_into({"x": x}, indices, indices)
+                self.reader.read_into({"x": x}, indices, keys)
         return {"x": x, "y": self.y[indices]}
 
     @property
     def reader(self) -> ImageReader:
-        return ImageReader(self.encoded, self.shape, self.crop, self.first)
+        return ImageReader(self.encoded, self.shape, self.crop, self.first, self.smallest_box)
 
     def read_by(self, workers: int) -> ImageSource:
         """The same images, decoded in so many processes of their own."""
         return replace(self, workers=WorkerPool(self.reader, workers))
+
+    def cropped(self, smallest_box: float) -> ImageSource:
+        """The same images; those that are trained on are random boxes of at least this share of the whole image."""
+        return replace(self, smallest_box=smallest_box)
 
     def is_small(self, index: int) -> bool:
         """Whether the image's file is small: decoding it is mostly Python, so one thread is as fast as several."""

@@ -47,7 +47,7 @@ class DatasetSource:
 
     def read(self, indices: np.ndarray) -> Batch:
         """As they are evaluated. Raises UserError, also where a worker process ended."""
-        return self._read(indices, evaluation_seeds(indices))
+        return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         """As they are trained on in these epochs, int64 (n,)."""
@@ -65,13 +65,13 @@ class DatasetSource:
         most = max(1, min(_SAMPLES, _VALUES // max(1, values)))
         drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(self))
         indices = np.unique(drawn).astype(np.int64)
-        return digest(self._read_here(indices, evaluation_seeds(indices)))
+        return digest(self._read_here(indices, None))
 
-    def _read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+    def _read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         check_indices(indices, len(self))
         return self._read_here(indices, seeds) if self._pool is None else self._pool.read(indices, seeds)
 
-    def _read_here(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+    def _read_here(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         with random_state_kept():
             return self._samples.read(indices, seeds)
 

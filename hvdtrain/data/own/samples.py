@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.own_line import own_line
 from hvdtrain.data.own.arrays import has_channels_first, is_array, to_numpy
-from hvdtrain.data.own.random_state import set_random_state
+from hvdtrain.data.own.random_state import evaluation_seeds, set_random_state
 from hvdtrain.data.own.table import TARGETS
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError, first_line, short
@@ -31,14 +31,14 @@ class Samples:
     fields: Mapping[str, Field]
     name: str  # for messages
 
-    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
+    def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
         """The samples in fresh arrays; the generators of this process are left as the last of them left them."""
         arrays = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self.fields.items()}
         self.read_into(arrays, indices, seeds)
         return arrays
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
-        """As read(), into the first rows of arrays that are there already.
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
+        """As read(), into the first rows of arrays that are there already; without seeds as they are evaluated.
 
         Raises UserError where the user's code fails, or a sample is not like the first.
         """
@@ -46,6 +46,7 @@ class Samples:
         if found != self.samples:
             what = f"{self.name} has {found:,} samples now, and had {self.samples:,} when the job started"
             raise UserError(what, defined_at(type(self.dataset).__len__), "a data set must not change while a job reads it")
+        seeds = evaluation_seeds(indices) if seeds is None else seeds
         for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
             sample = self.sample(index, seed)
             self._check(index, sample)

@@ -50,8 +50,8 @@ class Readable(Protocol):
     def defined_at(self) -> str:
         """The file and line of its class, for a message that it cannot be pickled."""
 
-    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray) -> None:
-        """Writes the samples into the first rows of the arrays, each with the random state of its seed. Raises UserError."""
+    def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
+        """Writes the samples into the first rows of the arrays: each as its seed has it, or as it is evaluated. Raises UserError."""
 
 
 class WorkerPool:
@@ -71,8 +71,11 @@ class WorkerPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None  # as many as workers: each waits for one
 
-    def read(self, indices: np.ndarray, seeds: np.ndarray) -> Batch:
-        """The samples in fresh arrays, divided among the workers. Raises UserError: a worker's own, or that one ended."""
+    def read(self, indices: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """The samples in fresh arrays, divided among the workers. seeds: of Readable.read_into(), uint64 (n,).
+
+        Raises UserError: a worker's own, or that one ended.
+        """
         threads = self._start()
         found = {name: np.empty((len(indices), *field.shape), field.dtype) for name, field in self._samples.fields.items()}
         pieces = max(1, -(-len(indices) // self._at_once), min(self._count, len(indices)))
@@ -80,7 +83,7 @@ class WorkerPool:
         futures = []
         for piece in map(slice, edges, edges[1:]):
             out = {name: array[piece] for name, array in found.items()}
-            futures.append(threads.submit(self._read_piece, out, indices[piece], seeds[piece]))
+            futures.append(threads.submit(self._read_piece, out, indices[piece], None if seeds is None else seeds[piece]))
         for future in futures:
             future.result()
         return found
@@ -91,7 +94,7 @@ class WorkerPool:
             self._threads.shutdown()
             _end(self.workers)
 
-    def _read_piece(self, out: Batch, indices: np.ndarray, seeds: np.ndarray) -> None:
+    def _read_piece(self, out: Batch, indices: np.ndarray, seeds: np.ndarray | None) -> None:
         worker = self._idle.get()
         try:
             worker.read_into(out, indices, seeds)
@@ -137,7 +140,7 @@ class _Worker:
                 env={key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)} | {"OMP_NUM_THREADS": "1"},
             )
 
-    def read_into(self, out: Batch, indices: np.ndarray, seeds: np.ndarray) -> None:
+    def read_into(self, out: Batch, indices: np.ndarray, seeds: np.ndarray | None) -> None:
         what = f"it read samples {indices.tolist()}" if len(indices) < 6 else f"it read sample {indices[0]} and {len(indices) - 1} more"
         with contextlib.suppress(OSError):  # it ended: answer() says so
             self.send(pickle.dumps((indices, seeds)))

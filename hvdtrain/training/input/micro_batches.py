@@ -8,7 +8,7 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
 from hvdtrain.data.sampler import Positions, largest_share, positions_of_rank
-from hvdtrain.data.source import Source, read_in_epochs
+from hvdtrain.data.source import Source, crops_at_random, read_in_epochs
 from hvdtrain.recipe.gradient_noise import sample_weights
 
 
@@ -48,14 +48,15 @@ def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Confi
     """
     samples, epochs = positions
     batch: Batch = {"indices": samples} if cached_on_device else read_in_epochs(source, samples, epochs, config.seed)
-    if augment.is_enabled(config.augment):
+    augmentation = config.augment.replace(resized_crop=0.0) if crops_at_random(source) else config.augment
+    if augment.is_enabled(augmentation):
         height, width, channels = source.fields["x"].shape  # check_augmentation() has made sure of it
         shape = height, width, channels
-        parameters = augment.draw(config.augment, config.seed, epochs, samples, shape)
+        parameters = augment.draw(augmentation, config.seed, epochs, samples, shape)
         batch["augmentation"] = parameters
-        partners = augment.mixup_partners(config.augment, config.seed, epochs, samples, len(source))
+        partners = augment.mixup_partners(augmentation, config.seed, epochs, samples, len(source))
         if partners is not None:
-            batch["partner_augmentation"] = augment.draw(config.augment, config.seed, epochs, partners, shape)
+            batch["partner_augmentation"] = augment.draw(augmentation, config.seed, epochs, partners, shape)
             batch["mixup_weight"] = parameters.mixup_weight
             if cached_on_device:
                 batch["partner_indices"] = partners
