@@ -1,10 +1,13 @@
 """Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in tar archives, and by torchvision.
 
-python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--json FILE]
+python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--crop 0.08]
+    [--json FILE]
 
 DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
 another method, and the first round warms up. torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, with --size
 after Resize and CenterCrop; ratios are to 2 workers. --enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90.
+--crop S: random boxes of at least this share of the whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is
+packed then.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from hvdtrain.core.import_torchvision import import_torchvision
 from hvdtrain.data.datasets import folder, webdataset
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
+from hvdtrain.data.source import read_in_epochs
 
 BATCH, SHARDS, ARCHIVES = 128, 8, 10
 BASE = "torchvision, 2 workers"
@@ -72,10 +76,14 @@ def read_epoch(source: Any, threads: int, round_number: int) -> int:
     """Reads all images in a random order, and returns their number."""
     order = np.random.default_rng(round_number).permutation(len(source))
     indices = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+
+    def read(rows: np.ndarray) -> Any:
+        return read_in_epochs(source, rows, np.full(len(rows), round_number), 0)
+
     if threads == 1:
-        return sum(len(source.read(rows)["y"]) for rows in indices)
+        return sum(len(read(rows)["y"]) for rows in indices)
     with ThreadPoolExecutor(threads) as pool:
-        return sum(len(batch["y"]) for batch in pool.map(source.read, indices))
+        return sum(len(batch["y"]) for batch in pool.map(read, indices))
 
 
 def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path, size: int | None) -> int:
@@ -85,7 +93,7 @@ def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path
         return len(build(name, root, "train", cache=cache, size=size))
 
 
-def methods(home: Path, size: int | None) -> dict[str, Callable[[int], int]]:
+def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Callable[[int], int]]:
     """name -> function of the round's number that reads all images once and returns how many there were."""
     images, archives = home / "folder", home / "tar"
     with contextlib.redirect_stderr(io.StringIO()):
@@ -100,10 +108,13 @@ def methods(home: Path, size: int | None) -> dict[str, Callable[[int], int]]:
     vision = import_torchvision()
     transforms = vision.transforms
     resizing = [] if size is None else [transforms.Resize(size), transforms.CenterCrop(size)]
+    if crop is not None:
+        resizing = [transforms.RandomResizedCrop(size, (crop, 1.0))]
+        decoded, tars = decoded.cropped(crop), tars.cropped(crop)
     data = vision.datasets.ImageFolder(images / "train", transform=transforms.Compose([*resizing, transforms.PILToTensor()]))
     by_workers, tars_by_workers = decoded.read_by(2), tars.read_by(2)
     loaders = {n: torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=n, persistent_workers=n > 0) for n in (0, 2)}
-    return {
+    readers = {
         "packing": lambda number: build_uncached(folder.build, "folder", images, home / "uncached", size),
         "indexing archives": lambda number: build_uncached(webdataset.build, "webdataset", archives, home / "uncached index", size),
         "packed, one file": lambda number: read_epoch(packed, 1, number),
@@ -117,6 +128,7 @@ def methods(home: Path, size: int | None) -> dict[str, Callable[[int], int]]:
         "torchvision, 0 workers": lambda number: sum(len(y) for _, y in loaders[0]),
         BASE: lambda number: sum(len(y) for _, y in loaders[2]),
     }
+    return {name: read for name, read in readers.items() if crop is None or not name.startswith(("pack", "index")) or "=false" in name}
 
 
 def main() -> None:
@@ -126,12 +138,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", type=int)
     parser.add_argument("--enlarge", type=lambda word: tuple(map(int, word.split("x"))), help="WIDTHxHEIGHT")
+    parser.add_argument("--crop", type=float, help="needs --size")
     parser.add_argument("--only", nargs="*", default=[], help="methods whose names begin so, beside the one that ratios are to")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as home:
-        readers = methods(prepare_images(options.root, Path(home), options.images, options.enlarge), options.size)
+        readers = methods(prepare_images(options.root, Path(home), options.images, options.enlarge), options.size, options.crop)
         readers = {name: read for name, read in readers.items() if name == BASE or name.startswith(tuple(options.only or [""]))}
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(options.rounds + 1):
@@ -150,6 +163,7 @@ def main() -> None:
             "images": options.images,
             "size": options.size,
             "enlarged": options.enlarge,
+            "crop": options.crop,
         }
         row |= {"to torchvision": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"

@@ -105,8 +105,8 @@ class AugmentConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="random crop of at least this share of the area, aspect ratio 3/4 to 4/3, resized to the image's size; "
-        "0: off (ImageNet: 0.08)",
+        description="random crop of at least this share of the area, aspect ratio 3/4 to 4/3, resized to the image's size; of image files "
+        "(data.packed=false) and archives from the whole image, else from the stored one; 0: off (ImageNet: 0.08)",
     )
     flip: bool | Literal["alternating"] = Field(
         default=False,
