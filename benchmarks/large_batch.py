@@ -3,7 +3,8 @@
 python benchmarks/large_batch.py --root /scratch/data [--ranks 2] [--seeds 1,2,3] [--only NAME] ... [--out benchmarks/large_batch.jsonl]
 
 Each job is a real `mpirun ... python -m hvdtrain`; its result is one line of the JSON lines file. A job that the file has already is not
-run again. The output ends with the table of the README.
+run again. The output ends with the tables of the README. `--root` holds FashionMNIST/raw; with `--cifar10 DIR`, a folder of images by class
+(train/CLASS, test/CLASS), the recipes of CIFAR-10 run too. The tables have rows of either number of ranks; the lines say which.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ SMALL = ["--config", "configs/fashion_mnist_small_batch.yaml"]
 NAIVE = [*SMALL, "batch.size=4096"]
 WARM = [*NAIVE, "recipe.warmup=3"]
 
-RECIPES: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the line above
+TUNED = [*SMALL, "speed.precision=bf16", "batch.micro=512", "recipe.schedule=linear"]
+MUON = ["--config", "configs/fashion_mnist_muon_4096.yaml"]
+CIFAR10 = ["--config", "configs/cifar10_small_batch.yaml", "batch.micro=512"]
+
+FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the line above
     "batch 128": SMALL,
     "batch 4096, nothing else changed": [*NAIVE, "recipe.scale=none"],
     "+ linear scaling": NAIVE,
@@ -35,14 +40,32 @@ RECIPES: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the
     "batch 4096, LAMB": ["--config", "configs/fashion_mnist_lamb.yaml"],
     "batch 4096, NovoGrad": ["--config", "configs/fashion_mnist_novograd.yaml"],
     "batch growing from 128 to 4096": ["--config", "configs/fashion_mnist_growth.yaml"],
+    "batch 128, tuned": [*TUNED, "optim.base_lr=0.1", "model.label_smoothing=0.1"],
+    "batch 4096, Muon": MUON,
+    "+ post-local SGD": [*MUON, "comm.local_steps=4", "comm.local_from=50%", "log.every_steps=12"],
+    "batch growing from 256 to 4096, Muon": ["--config", "configs/fashion_mnist_muon_growth.yaml"],
 }
+OF_CIFAR10: dict[str, list[str]] = {
+    "CIFAR-10, batch 128": CIFAR10,
+    "CIFAR-10, batch 2048, Muon": [
+        *CIFAR10,
+        "batch.size=2048",
+        "optim.name=muon",
+        "optim.momentum=0.7",
+        "optim.base_lr=0.2",
+        "optim.rest_rate=0.2",
+    ],
+    "CIFAR-10, batch growing from 256 to 2048, Muon": ["--config", "configs/cifar10_muon_growth.yaml"],
+}
+RECIPES = FASHION_MNIST | OF_CIFAR10
+BASELINES = {"Fashion-MNIST": ["batch 128", "batch 128, tuned"], "CIFAR-10": ["CIFAR-10, batch 128"]}
 
 
 def main() -> None:
     options = parse()
     out = Path(options.out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    names = options.only or list(RECIPES)
+    names = options.only or list(RECIPES if options.cifar10 else FASHION_MNIST)
     for seed in map(int, options.seeds.split(",")):
         for name in names:
             if not any(row["recipe"] == name and row["seed"] == seed and row["extra"] == options.extra for row in done):
@@ -51,14 +74,15 @@ def main() -> None:
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{name}, seed {seed}: {row['accuracy']:.4f} in {row['seconds']:.0f} s", flush=True)
-    print(table(done))
+    print(table("Fashion-MNIST", FASHION_MNIST, done), table("CIFAR-10", OF_CIFAR10, done), sep="\n\n")
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     """The result of one job; exits where the job fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "run"
-        arguments = [*RECIPES[name], f"data.root={options.root}", f"seed={seed}", f"run={job}", *options.extra]
+        data = [f"data.root={options.root}"] if name in FASHION_MNIST else ["data.name=folder", f"data.root={options.cifar10}"]
+        arguments = [*RECIPES[name], *data, f"seed={seed}", f"run={job}", *options.extra]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks)), **os.environ}
         done = subprocess.run(
@@ -71,20 +95,25 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
         )
         if done.returncode:
             sys.exit(f"{name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-        events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
+        return result(name, seed, job, options.ranks, options.extra)
+
+
+def result(name: str, seed: int, job: Path, ranks: int, extra: list[str]) -> dict[str, object]:
+    """The line of a job that is over, from its run folder."""
+    events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
     epochs = [event for event in events if event["kind"] == "epoch"]
     recipe = next(line for line in events[0]["lines"] if line.startswith("recipe"))
     return {
         "recipe": name,
         "seed": seed,
-        "extra": options.extra,
+        "extra": extra,
         "accuracy": epochs[-1]["val_accuracy"],
         "curve": [event["val_accuracy"] for event in epochs],
         "train_loss": epochs[-1]["train_loss"],
         "epochs": len(epochs),
         "steps": epochs[-1]["step"],
         "seconds": epochs[-1]["seconds"],
-        "ranks": options.ranks,
+        "ranks": ranks,
         "says": recipe.removeprefix("recipe").strip(),
         "words": RECIPES[name],
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -92,22 +121,27 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown: mean and standard deviation of the last epoch's validation accuracy over the seeds."""
-    lines = ["| recipe | steps | accuracy, mean (sd, n) | to the baseline |", "|---|---|---|---|"]
-    baseline = statistics.mean([row["accuracy"] for row in rows if row["recipe"] == "batch 128"] or [float("nan")])
-    for name in RECIPES:
-        found = [row for row in rows if row["recipe"] == name and not row["extra"]]
-        if found:
-            values = [100 * row["accuracy"] for row in found]
-            mean, sd = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
-            lines.append(f"| {name} | {found[0]['steps']} | {mean:.2f} % ({sd:.2f}, {len(values)}) | {mean - 100 * baseline:+.2f} |")
+def table(title: str, names: dict[str, list[str]], rows: list[dict]) -> str:
+    """Markdown: mean and standard deviation of the last epoch's validation accuracy over the seeds, and differences of the means."""
+    found = {name: [row for row in rows if row["recipe"] == name and not row["extra"]] for name in names}
+    means = {name: statistics.mean(100 * row["accuracy"] for row in rows) for name, rows in found.items() if rows}
+    columns = [name for name in BASELINES[title] if name in means]
+    lines = [
+        f"| {title} | steps | accuracy, mean (sd, n) | {' | '.join(f'to {name}' for name in columns)} |",
+        "|---" * (3 + len(columns)) + "|",
+    ]
+    for name, mean in means.items():
+        values = [100 * row["accuracy"] for row in found[name]]
+        sd = statistics.stdev(values) if len(values) > 1 else float("nan")
+        differences = " | ".join(f"{mean - means[column]:+.2f}" for column in columns)
+        lines.append(f"| {name} | {found[name][0]['steps']:,} | {mean:.2f} % ({sd:.2f}, {len(values)}) | {differences} |")
     return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="folder that holds FashionMNIST/raw")
+    parser.add_argument("--cifar10", help="folder that holds train/CLASS and test/CLASS; its recipes run as well")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--only", action="append", choices=list(RECIPES), metavar="NAME", help="one recipe; can be repeated")
