@@ -33,6 +33,14 @@ def test_rows_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["advice"].startswith("shard.stage=0 fits in 8.0 GiB on 4 ranks, with ")
 
 
+def test_stage_3_of_torchdist_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its groups are torch's own, which a prediction has none of."""
+    assert main(["plan", *MLP, "comm.engine=torchdist", "--memory", "--ranks", "2", "--json", "-"]) == 0
+    rows = {row["stage"]: row["bytes"] for row in json.loads(capsys.readouterr().out)["memory"]["rows"]}
+    assert rows[3]["weights"] == pytest.approx(1.5 * BYTES, abs=64), "its part, and the layers while they compute"
+    assert rows[3]["optimizer_state"] == pytest.approx(BYTES, abs=64)
+
+
 def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MLP, "--memory", "1MB", "--ranks", "1"]) == 0
     out = capsys.readouterr().out

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from hvdtrain.comm.communicator import Communicator
@@ -20,7 +22,14 @@ class PlannedMesh(DeviceMesh):
         ranks = list(range(communicator.size))
         super().__init__("cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, _rank=0)
         has_own = "ddp" in features
-        self._group = FakeProcessGroup._create_internal(0, len(ranks)) if has_own else CommunicatorGroup(communicator, "planned")
+        self._group = _fake_group(len(ranks)) if has_own else CommunicatorGroup(communicator, "planned")
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         return self._group
+
+
+def _fake_group(size: int) -> ProcessGroup:
+    """Rank 0 of a group whose collectives do nothing. FSDP2 calls methods of ProcessGroup that a backend alone has not."""
+    group = ProcessGroup(0, size)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, size))
+    return group
