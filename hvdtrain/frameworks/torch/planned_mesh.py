@@ -30,6 +30,6 @@ class PlannedMesh(DeviceMesh):
 
 def _fake_group(size: int) -> ProcessGroup:
     """Rank 0 of a group whose collectives do nothing. FSDP2 calls methods of ProcessGroup that a backend alone has not."""
-    group = ProcessGroup(0, size)
+    group = ProcessGroup(0, size)  # type: ignore[call-arg]  # the stub lacks this form
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, size))
     return group
