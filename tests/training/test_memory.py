@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -93,6 +94,19 @@ def test_auto_takes_a_number_that_the_run_keeps(
     assert "batch.micro=7 (auto: as this run began)" in capsys.readouterr().out
     ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"kind": "end"' in line]
     assert all(len(end["rank_memory_mb"]) == 1 and end["memory_base_mb"] > 50 for end in ends) and len(ends) == 2
+
+
+@pytest.mark.parametrize(("word", "loaded"), [("parallel.pipeline=2", True), ("parallel.tensor=2", True), ("batch.size=60", False)])
+def test_what_divides_a_model_is_imported_before_memory_is_measured(word: str, loaded: bool) -> None:
+    program = f"""
+import sys
+from hvdtrain.config.read import configure
+from hvdtrain.training.build import load_libraries
+load_libraries(configure(None, {[*SMALL, word]}))
+print("torch.distributed.pipelining" in sys.modules)
+"""
+    done = python(["-c", program])
+    assert done.stdout == f"{loaded}\n", done
 
 
 def test_auto_needs_a_framework_that_predicts(capsys: pytest.CaptureFixture[str]) -> None:

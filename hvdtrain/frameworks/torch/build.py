@@ -113,11 +113,13 @@ def send_from_rank_0(model: torch.nn.Module, communicator: Communicator) -> None
 
 
 def load_libraries(config: Config) -> None:
-    """Imports what build() and the first steps would: some 70 MB with recomputation or stage 3, which are not the job's tensors."""
+    """Imports what build() and the first steps would: some 70 MB with recomputation, stage 3 or parallel.*, no tensors of the job."""
     if config.model.recompute != "none" or config.shard.stage == 3:
         import torch._dynamo  # noqa: F401  # torch.utils.checkpoint imports it when it is first called, and fully_shard()
     if config.shard.stage == 3:
-        import hvdtrain.frameworks.torch.parallel.fsdp  # noqa: F401
+        import hvdtrain.frameworks.torch.parallel.fsdp
+    if config.parallel.ranks > 1:
+        import hvdtrain.frameworks.torch.parallel.pipeline.pipelined  # noqa: F401  # torch.distributed.pipelining
 
 
 def check_optimizer(config: Config) -> None:
