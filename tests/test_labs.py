@@ -26,9 +26,6 @@ nbformat.validate(found)
 nbclient.NotebookClient(found, timeout=560, resources={"metadata": {"path": path.parent}}).execute()
 nbformat.write(found, path)
 """
-needs_jupyter = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")), reason="nbclient and ipykernel: make .venv/.test"
-)
 
 
 def test_each_lab_is_listed_and_another_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +65,6 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute where nothing else runs
 @needs_mpirun
-@needs_jupyter
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
 def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Path) -> None:
     """As Jupyter runs it. The lab is run once, in its quick form, so that no other test has to."""
