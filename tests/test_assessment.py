@@ -73,14 +73,14 @@ SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what t
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The grader's modules, which have short names: forgotten after the test."""
+    """The grader's modules, which have short names: sys.modules forgets them at once, as another test may write a module of that name."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in SCRIPTS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    modules = {name: importlib.import_module(name) for name in SCRIPTS}
-    for name in SCRIPTS:
-        monkeypatch.delitem(sys.modules, name)
-    return modules
+    assert not set(SCRIPTS) & set(sys.modules)
+    try:
+        return {name: importlib.import_module(name) for name in SCRIPTS}
+    finally:
+        for name in SCRIPTS:
+            sys.modules.pop(name, None)
 
 
 def grade(script: Path, *options: str, timeout_s: float = 120) -> Result:
