@@ -28,24 +28,42 @@ def build_rule(config: Config) -> Rule:
     return rule if config.optim.ema is None else Averaged(rule, config.optim.ema)
 
 
-def check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError where an entry of optim.groups would change nothing of a model with these parameters."""
+def check_patterns(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError where a pattern of optim.groups or of muon's optim.rest would change nothing of a model with these parameters."""
+    _check_groups(config, shapes)
+    given = config.optim.options.get("rest", ()) if config.optim.name == "muon" else ()  # its default is for many models
+    for number, pattern in enumerate(given):
+        if not _fitting(pattern, shapes):
+            what = f"optim.rest[{number}], {short(pattern)}, fits no parameter of the model"
+            raise UserError(what, config.where("optim.rest"), _meant(pattern, shapes))
+
+
+def _check_groups(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
     groups, where = config.optim.groups, config.where("optim.groups")
     excludes = config.optim.exclude == "norms_and_biases"
     number_of = {name: number_of_group(name, [group.names for group in groups]) for name in shapes} if groups else {}
     for number, group in enumerate(groups):
         entry = f"optim.groups[{number}], names={short(group.names)},"
-        own = [name for name in shapes if number_of[name] == number]
-        fitting = [name for name in shapes if number_of_group(name, [group.names]) is not None]
+        own, fitting = [name for name in shapes if number_of[name] == number], _fitting(group.names, shapes)
         if not fitting:
-            fix = nearest(group.names, list(shapes)) if closest(group.names, list(shapes)) else f"a name with *, as in {_example(shapes)}"
-            raise UserError(f"{entry} fits no parameter of the model", where, fix)
+            raise UserError(f"{entry} fits no parameter of the model", where, _meant(group.names, shapes))
         if not own:
             what = f"{entry} fits only parameters of entries before it: {short(', '.join(fitting))}"
             raise UserError(what, where, "put it before them, or leave it out")
         if group.decay != 1 and excludes and all(is_excluded(shapes[name]) for name in own):
             what = f"{entry} has decay={group.decay:g}, and optim.exclude={config.optim.exclude} leaves {own[0]} without decay"
             raise UserError(what, where, "optim.exclude=none, or an entry without decay")
+
+
+def _fitting(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of the parameters that a pattern fits."""
+    return [name for name in shapes if number_of_group(name, [pattern]) is not None]
+
+
+def _meant(pattern: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The fix for a pattern that fits no parameter: the name that was meant, or a pattern and the names that there are."""
+    found = nearest(pattern, list(shapes))
+    return found if closest(pattern, list(shapes)) else f"a name with *, as in {_example(shapes)}; {found}"
 
 
 def _example(shapes: Mapping[str, tuple[int, ...]]) -> str:

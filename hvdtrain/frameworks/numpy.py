@@ -19,7 +19,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.views import make_views
 from hvdtrain.data.source import Source
-from hvdtrain.frameworks.build_rule import build_rule, check_groups
+from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.frameworks.global_weight import global_weight
 from hvdtrain.frameworks.learner import Learner, Predictions
 from hvdtrain.frameworks.state import check_fit, plain_names
@@ -176,7 +176,7 @@ def _number_or_tuple(total: Any) -> Any:
 
 def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     """The learner of framework=numpy: model.name=linear, which training/conflicts.py has made sure of."""
-    check_groups(config, shapes(config, task))
+    check_patterns(config, shapes(config, task))
     dtype = np.dtype("float64" if config.speed.precision == "fp64" else "float32")
     return NumpyLearner(config, task, build_rule(config), communicator, dtype)
 

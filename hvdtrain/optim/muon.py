@@ -65,7 +65,7 @@ def build(
     bf16: bool = False,
     adjust: Literal["original", "match_rms_adamw", "none"] = "original",
     unit_rows: bool = False,
-    rest: tuple[str, ...] = ("*tokens*", "*positions*", "*embed*", "*head*", "fc.*", "*.fc.*"),
+    rest: tuple[str, ...] = ("*tokens*", "*positions*", "*embed*", "head.*", "*.head.*", "*_head.*", "fc.*", "*.fc.*"),
     rest_rule: Literal["adamw", "sgd"] = "adamw",
     rest_rate: float = 0.015,
     rest_momentum: float = 0.9,

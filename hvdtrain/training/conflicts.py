@@ -515,7 +515,7 @@ def crop(job: PlannedJob) -> Iterator[UserError]:
 
 
 def groups(job: PlannedJob) -> Iterator[UserError]:
-    """optim.groups is done by the rules of hvdtrain/optim; check_groups() judges the names, once the model is known."""
+    """optim.groups is done by the rules of hvdtrain/optim; check_patterns() judges the names, once the model is known."""
     config = job.config
     if config.optim.groups and is_dotted(config.optim.name):
         what = f"optim.groups is of hvdtrain's own optimizers; {config.optim.name} has one rate for all parameters"

@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_groups
+from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.muon import Muon
 from hvdtrain.tasks.classification.build import Classification
@@ -82,7 +82,11 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
     [
         ('[{"names":"fc.wieght"}]', "optim.groups[0], names=fc.wieght, fits no parameter of the model", "did you mean fc.weight?"),
         ('[{"names":"bias"}]', "optim.groups[0], names=bias, fits no parameter of the model", "did you mean fc.bias?"),
-        ('[{"names":"q"}]', "optim.groups[0], names=q, fits no parameter of the model", "a name with *, as in '*.bias'"),
+        (
+            '[{"names":"q"}]',
+            "optim.groups[0], names=q, fits no parameter of the model",
+            "a name with *, as in '*.bias'; known: stem.weight, stem.bias, fc.weight, fc.bias",
+        ),
         (
             '[{"names":"fc.*","rate":2},{"names":"*c.bias"}]',
             "optim.groups[1], names=*c.bias, fits only parameters of entries before it: fc.bias",
@@ -97,14 +101,32 @@ def test_a_step_of_a_learner_by_hand(framework: str) -> None:
 )
 def test_an_entry_that_would_change_nothing_is_an_error_at_the_start(groups: str, what: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_groups(config_of(f"optim.groups={groups}"), SHAPES)
+        check_patterns(config_of(f"optim.groups={groups}"), SHAPES)
     assert (caught.value.what, caught.value.where, caught.value.fix) == (what, "optim.groups, command line", fix)
-    check_groups(config_of('optim.groups=[{"names":"*.bias","rate":2},{"names":"fc.*","decay":3}]'), SHAPES)
+    check_patterns(config_of('optim.groups=[{"names":"*.bias","rate":2},{"names":"fc.*","decay":3}]'), SHAPES)
+
+
+def test_a_name_in_muons_rest_that_fits_no_parameter_is_an_error_and_its_default_may_fit_none() -> None:
+    for names, fix in (
+        ("[stem.*,fc.wieght]", "did you mean fc.weight?"),
+        ("[stem.*,lm_head.*]", "a name with *, as in '*.bias'; known: stem.we"),
+    ):
+        with pytest.raises(UserError, match=r"optim\.rest\[1\], .*, fits no parameter of the model") as caught:
+            check_patterns(config_of("optim.name=muon", f"optim.rest={names}"), SHAPES)
+        assert caught.value.where == "optim.rest, command line" and caught.value.fix.startswith(fix)
+    check_patterns(config_of("optim.name=muon"), {"conv.weight": (4, 2, 3, 3)})
+    check_patterns(config_of("optim.name=muon", "optim.rest=[]"), SHAPES)
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy", "jax"])
-def test_every_framework_judges_the_names_before_the_first_step(framework: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ('optim.groups=[{"names":"fc.bais"}]', r"names=fc\.bais, fits no parameter of the model"),
+        ("optim.name=muon optim.rest=[head.*]", r"optim\.rest\[0\], head\.\*, fits no parameter"),
+    ],
+)
+def test_every_framework_judges_the_names_before_the_first_step(words: str, what: str, framework: str) -> None:
     task = Classification((2, 2, 1), 3, np.array([0.4]), np.array([0.2]))
-    with pytest.raises(UserError, match=r"names=fc\.bais, fits no parameter of the model"):
-        config = config_of(f"framework={framework}", "model.name=linear", 'optim.groups=[{"names":"fc.bais"}]')
-        build_learner(config, task, SingleProcessCommunicator())
+    with pytest.raises(UserError, match=what):
+        build_learner(config_of(f"framework={framework}", "model.name=linear", *words.split()), task, SingleProcessCommunicator())

@@ -240,6 +240,16 @@ def test_which_parameters_muon_leaves_to_another_rule() -> None:
     assert [str(one) for one in rest] == ["adamw at 0.015 of the rate, momentum 0.9"] * 2
 
 
+def test_muons_default_leaves_embeddings_and_the_last_layer_to_another_rule_and_no_attention() -> None:
+    """Names of the models here, of torchvision's vision transformers, and of transformers' GPT-NeoX and Llama."""
+    rule = build("muon")
+    rest = "tokens.weight positions.weight head.weight fc.weight dense.fc.weight heads.head.weight lm_head.weight model.lm_head.weight"
+    rest += " model.embed_tokens.weight gpt_neox.embed_in.weight embed_out.weight patch_embed.weight"
+    matrices = "blocks.0.attention.inputs.weight multihead_attn.in_proj_weight multi_head_attention.q.weight heads.0.query.weight"
+    matrices += " dense.fc1.weight layers.0.self_attn.q_proj.weight mlp.overhead.weight"
+    assert [name for name in f"{rest} {matrices}".split() if rule.of_parameter(name, (8, 4), False) == rule.rule_of_rest] == rest.split()
+
+
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize(
     ("option", "names", "what", "fix"),

@@ -23,7 +23,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import DONE, UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_groups
+from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.optim.rule import Rule
 from hvdtrain.recipe import from_config
 from hvdtrain.recipe.summary import lr_summary
@@ -96,7 +96,7 @@ def plan(arguments: Sequence[str]) -> int:
         raise _none_feasible([one for one in forecasts if isinstance(one, Infeasible)])
     rule = _rule(config)
     shapes = plugins.load("frameworks", config.framework, config.where("framework")).shapes(config, data.task)
-    check_groups(config, shapes)
+    check_patterns(config, shapes)
     planned = Plan(config, data.task, data.samples, data.origin, forecasts, shapes, rule)
     of_memory = None
     if options.memory is not None:

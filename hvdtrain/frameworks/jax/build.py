@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.build_rule import build_rule, check_groups
+from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.threads import asked_threads, fair_threads
 from hvdtrain.tasks.task import Task
@@ -26,7 +26,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
     target = Target(pick_device(jax, config, communicator), np.dtype("float64" if config.speed.precision == "fp64" else "float32"))
     model = build_model(config, task, target)
-    check_groups(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
+    check_patterns(config, {name: p.shape for name, p in zip(model.names, model.start, strict=True)})
     return JaxLearner(config, model, build_rule(config), task, communicator, target)
 
 

@@ -13,7 +13,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
 from hvdtrain.data.images.views import make_views
-from hvdtrain.frameworks.build_rule import build_rule, check_groups
+from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch, Stopwatch
 from hvdtrain.frameworks.torch.compile import compiled
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
@@ -58,7 +58,7 @@ def assemble(
     channels_last = use_channels_last(config.speed.channels_last, plugins.is_dotted(config.model.name), model, device)
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    check_groups(config, {name: tuple(p.shape) for name, p in named})
+    check_patterns(config, {name: tuple(p.shape) for name, p in named})
     optimizer = make_optimizer(config, named)
     meter: Meter | NoMeter = NoMeter()
     if config.log.noise_scale:  # before the strategy: the meter's hooks come first, and see a rank's own gradients
