@@ -132,7 +132,8 @@ def resolve(assigned: Sequence[Assignment]) -> Config:
     try:
         config = Config.model_validate(tree).with_provenance(provenance)
     except ValidationError as error:
-        raise refusal(error.errors(include_url=False)[0], provenance) from None
+        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")  # after a misspelt one, which is why
+        raise refusal(found[0], provenance) from None
     for key in ("run", "resume", "data.root", "data.stage"):
         expand(_value(config, key) or "", config.where(key))
     return config

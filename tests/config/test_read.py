@@ -182,6 +182,7 @@ def test_provenance_names_file_and_line(tmp_path: Path) -> None:
         ("recipe.chain=[{king: steps}]", "no such key: recipe.chain[0].king", "did you mean kind?"),
         ("optim.groups=[{decya: 0, names: x}]", "no such key: optim.groups[0].decya", "did you mean decay?"),
         ("optim.groups=[{names: [x]}]", "wrong value for optim.groups[0].names: ['x']", "optim.groups[0].names takes a text"),
+        ("optim.groups=[{name: x}]", "no such key: optim.groups[0].name", "did you mean names?"),
         ("optim.groups=[{rate: 5}]", "optim.groups[0] has no names", "optim.groups[0].names takes a text"),
         ("optim.groups=5", "wrong value for optim.groups: 5", "optim.groups takes a list of groups, as in "),
         ("recipe.chain=[{}, {gamma: -1}]", "recipe.chain[1].gamma is -1", "give 0 to 1000"),
