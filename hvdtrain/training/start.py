@@ -20,6 +20,7 @@ from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, 
 from hvdtrain.training.checkpoint.room import needed_bytes
 from hvdtrain.training.common_codebook import write_codebook
 from hvdtrain.training.datasets import Datasets, identity
+from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.replicas.broadcast import broadcast_state
@@ -50,9 +51,12 @@ class Found(NamedTuple):
     notes: list[str]
     goes_on: bool  # with the run that is in this folder
     is_over: bool
+    has_state: bool  # a checkpoint's, in the place of the model's first weights
 
 
-def start_or_resume(config: Config, datasets: Datasets, communicator: Communicator, learner: Learner, lock: RunLock) -> Start:
+def start_or_resume(
+    config: Config, datasets: Datasets, communicator: Communicator, learner: Learner, lock: RunLock, heartbeat: Heartbeat
+) -> Start:
     """Makes and locks the run folder, and gives all ranks the same state. Every rank calls it.
 
     Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written, has no room or is in use.
@@ -79,11 +83,14 @@ def start_or_resume(config: Config, datasets: Datasets, communicator: Communicat
             lock.release()
             remove_if_empty(run)
             raise
-        return Found(run, point, [*notes, *point.notes], goes_on, is_over)
+        return Found(run, point, [*notes, *point.notes], goes_on, is_over, restored is not None)
 
-    run, point, notes, goes_on, is_over = on_rank_0(communicator, find)
-    if isinstance(learner, BeginsWithSamples) and learner.first_samples:
-        on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner) if restored is None else None)
+    heartbeat.beat("reading the checkpoint", 0, 0)
+    run, point, notes, goes_on, is_over, has_state = on_rank_0(communicator, find)
+    if isinstance(learner, BeginsWithSamples) and learner.first_samples and not has_state:
+        heartbeat.beat("computing the first weights, begin_with()", 0, 0)
+        on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner))
+        heartbeat.beat("broadcasting the first weights", 0, 0)
     digest = broadcast_state(communicator, learner, restored)
     if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))

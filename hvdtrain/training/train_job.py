@@ -82,8 +82,7 @@ def train_job(
     learner = build_learner(config, datasets.task, communicator)
     if isinstance(learner, HasPipeline):
         heartbeat.under_way = learner.under_way
-    heartbeat.beat("reading the checkpoint", 0, 0)
-    start = start_or_resume(config, datasets, communicator, learner, lock)
+    start = start_or_resume(config, datasets, communicator, learner, lock, heartbeat)
     if communicator.size > 1:
         hosts = communicator.allgather_object(socket.gethostname())
         Probe(config, datasets.task).compare(communicator, learner, hosts, "before the first step")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.config.read import configure
 from hvdtrain.data.sampler import evaluated_samples
-from hvdtrain.errors import UserError
+from hvdtrain.errors import BUG, UserError
 from hvdtrain.frameworks.torch.model import check_first_samples
 from hvdtrain.frameworks.torch.models.airbench import Whitening
 from hvdtrain.report.run import read_run
@@ -73,6 +73,26 @@ def test_first_samples_is_a_count(count: object) -> None:
     model.first_samples = count  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"first_samples of model\.name=airbench is .*\n.*\n  fix: a whole number of training samples"):
         check_first_samples(model, configure(None, WORDS))
+
+
+class Faulty(torch.nn.Linear):
+    """Its begin_with() cannot take an image."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(64, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(1))
+
+    def begin_with(self, inputs: torch.Tensor) -> None:
+        self.weight.data = self.weight @ inputs
+
+
+def test_an_error_in_begin_with_is_told_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS[:1], "model.name=test_first_weights:Faulty", f"run={tmp_path / 'run'}"]) == BUG
+    said = capsys.readouterr().err
+    assert "computing the first weights, begin_with(): " in said and "in begin_with: self.weight.data = self.weight @ inputs" in said, said
+    assert "checkpoint" not in said
 
 
 def test_parts_of_the_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

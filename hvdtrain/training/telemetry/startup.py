@@ -30,6 +30,7 @@ _NAMES = {name[:15] for name in LAUNCHERS}  # Linux keeps 15 letters
 _STEP = "slurmstepd"
 NAMES = {"step": "first step", "reading samples": "first samples", "reading the checkpoint": "state"}
 NAMES |= {"connecting the ranks": "ranks", "reading the data": "data", "building the model": "model"}
+NAMES |= {"computing the first weights, begin_with()": "begin_with()", "broadcasting the first weights": "broadcast"}
 
 
 def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]:
