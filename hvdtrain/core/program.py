@@ -15,6 +15,11 @@ def command_line(*arguments: str) -> str:
     return shlex.join([*_program(), *arguments])
 
 
+def path_argument(path: Path) -> str:
+    """A path as an argument that no command takes for an option: ./-x for -x."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
 def _program() -> list[str]:
     folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), sysconfig.get_path("scripts", f"{os.name}_user")]
     scripts = [Path(folder, "hvdtrain") for folder in folders]

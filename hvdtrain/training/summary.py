@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.metrics import Metric
-from hvdtrain.core.program import command_line
+from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
@@ -156,8 +156,7 @@ def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path, 
     lines.append(f"resume   {resume_command(job.config, run, *further(job.config, now))}")
     if now.progress.step == before.progress.step:
         lines.insert(0, f"nothing was trained: {run} has a job that was over before; another run=, or more epochs= than it has")
-    folder = f"./{run}" if str(run).startswith("-") else str(run)  # not an option
-    return [*lines, f"report   {command_line('report', folder)}", f"run folder: {run}"]
+    return [*lines, f"report   {command_line('report', path_argument(run))}", f"run folder: {run}"]
 
 
 def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]) -> list[str]:

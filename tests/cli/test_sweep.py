@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, environment, needs_mpirun
 
+from hvdtrain.__main__ import main
 from hvdtrain.cli.sweep import record
-from hvdtrain.cli.sweep.command import shares, sweep
+from hvdtrain.cli.sweep.arguments import USAGE
+from hvdtrain.cli.sweep.command import exit_code, shares, sweep
 from hvdtrain.cli.sweep.optuna_study import OptunaStudy
 from hvdtrain.cli.sweep.space import Point, grid_points, random_points, read_space
 from hvdtrain.cli.sweep.table import rows_of, table_lines
@@ -125,6 +128,17 @@ def test_the_last_whole_line_of_a_trial_counts(tmp_path: Path) -> None:
 def test_what_an_exit_code_means() -> None:
     codes = [(DONE, False), (REQUEUE, False), (REQUEUE, True), (DIVERGED, False), (BUG, False), (137, True)]
     assert [state_of(*one) for one in codes] == ["done", "stopped", "pruned", "diverged", "failed", "failed"]
+
+
+def test_the_exit_code_of_a_sweep() -> None:
+    assert [exit_code(states, 0) for states in (["done", "failed"], ["diverged", "pruned"], ["diverged", "failed"])] == [
+        DONE,
+        DIVERGED,
+        BUG,
+    ]
+    assert exit_code(["done", "stopped"], 1) == exit_code(["diverged", "waiting"], 1) == REQUEUE
+    for code in (DIVERGED, BUG, REQUEUE):
+        assert f" {code}: " in USAGE
 
 
 @pytest.mark.parametrize(
@@ -237,6 +251,20 @@ def test_a_sweep_of_real_jobs(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in out.glob("trial-*/events.jsonl")} == ends
     other = run([*words, "--grid", "optim.base_lr=0.1"])
     assert other.returncode == 2 and "holds another sweep" in other.stderr
+
+
+@pytest.mark.slow
+def test_what_is_printed_can_be_typed_and_where_all_trials_diverge_the_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    few = [*JOB, "stop.steps=9", "epochs=null", "guard.nonfinite=stop"]
+    assert sweep([*few, "--grid", "optim.base_lr=0.05", "--out=-x"]) == DONE
+    report = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("report  "))
+    assert main(["report", *shlex.split(report.partition(" report ")[2])]) == DONE, report
+    explosive = ["optim.weight_decay=1e6", "optim.exclude=none"]
+    assert sweep([*few, *explosive, "--grid", "optim.base_lr=1e6", "--out", "explosive"]) == DIVERGED
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
 from hvdtrain.cli.export.read import read_checkpoint
 from hvdtrain.cli.json_output import print_result, with_json_value
 from hvdtrain.config.schema import Config
-from hvdtrain.core.program import command_line
+from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.data.relabelled import relabelled
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import DONE, UserError, short
@@ -157,4 +157,4 @@ def _record(run: Path, step: int, found: dict[str, Any]) -> list[str]:
         append_event(run, Event(time.time(), "evaluation", step, found))
     except OSError as error:
         return [f"not added to {run / 'events.jsonl'}: {error.strerror or error}"]
-    return [f"added to {run / 'events.jsonl'}: {command_line('report', str(run))} draws it"]
+    return [f"added to {run / 'events.jsonl'}: {command_line('report', path_argument(run))} draws it"]

@@ -17,7 +17,7 @@ from hvdtrain.config import plugins
 from hvdtrain.config.read import expand, read_run_config, resolve
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
-from hvdtrain.core.program import command_line
+from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import DIVERGED, DONE, UserError
 from hvdtrain.report.run import read_run
@@ -128,5 +128,5 @@ def compare(run: Path, arrays: Arrays, replayed: Arrays, step: int) -> int:
     gap = max(float(np.abs(arrays[name] - replayed[name]).max()) for name in different)
     print(f"{len(different)} of {len(compared)} arrays of step {step} differ, by {gap:.3g} at most, the first is {different[0]}:")
     print("another processor, another version of torch, changed keys, or a model that draws random numbers of its own")
-    print(f"report   {command_line('report', str(run))}")
+    print(f"report   {command_line('report', path_argument(run))}")
     return DIVERGED

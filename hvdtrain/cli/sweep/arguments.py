@@ -35,7 +35,8 @@ hvdtrain sweep [--config FILE] [key=value ...] --grid KEY=VALUE,VALUE [--random 
   --ranks-per-trial 1        more than 1: each trial by `hvdtrain launch -np N`
   --json [FILE]              the result as JSON
 prints a table, the best first, and writes it with a figure into FOLDER (sweep.txt, sweep.png). Ctrl-C or SIGUSR2 stops all trials with
-a checkpoint, exit code 75"""
+a checkpoint. Exit codes: 0: all trials ended, at least one is done; 82: none is done, all diverged; 1: none is done, at least one failed
+(the table says why; the same command tries it again); 75: stopped, the same command goes on"""
 _COMMAND_LINE = "command line of sweep"
 _SAMPLERS = ("grid", "random", "optuna")
 _OF_THE_SWEEP = {"run": "each trial has a run folder of its own, in --out", "resume": "each trial resumes its own run folder"}

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cli.json_output import STANDARD_OUTPUT, print_result
@@ -19,18 +19,18 @@ from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.side_by_side import SideBySide
 from hvdtrain.cli.sweep.space import Point
 from hvdtrain.cli.sweep.table import Row, metric_of, rows_of, table_lines, to_json
-from hvdtrain.cli.sweep.trial import KEPT, Result, Trial, error_line, read_result, state_of
+from hvdtrain.cli.sweep.trial import KEPT, Result, State, Trial, error_line, read_result, state_of
 from hvdtrain.comm.placement import placement
 from hvdtrain.core.folder import Folder
-from hvdtrain.core.program import command_line
-from hvdtrain.errors import BUG, DONE, REQUEUE, UserError
+from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
 from hvdtrain.report.figures.sweep import SweepPoint, draw
 
 TABLE, PICTURE = "sweep.txt", "sweep.png"
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """Runs `sweep`; returns the exit code: 0 where a trial is done, 75 where it was stopped. Raises UserError."""
+    """Runs `sweep`; returns the exit code, as USAGE says. Raises UserError."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
@@ -86,18 +86,16 @@ class _Job:
         footer = [f"table       {options.out / TABLE}", picture] if picture else [f"table       {options.out / TABLE}"]
         if rows and rows[0].done:
             footer.append(f"best        {command_line(*options.arguments, *rows[0].point)}")
-            best = [str(options.out / trial.name) for trial in rows[0].trials if self._results[trial].state == "done"]
+            best = [path_argument(options.out / trial.name) for trial in rows[0].trials if self._results[trial].state == "done"]
             footer.append(f"report      {command_line('report', *best)}")
-        states = [result.state for result in self._results.values()]
+        states: list[State] = [result.state for result in self._results.values()]
         missing = self._total - sum(state in KEPT or state == "failed" for state in states)
         if missing:
             footer.append(f"stopped: {missing} of {self._total} trials are not done; the same command goes on: {command}")
         print_result(options.json, [*lines, *footer], {"out": str(options.out), **to_json(rows, self._results, metric)})
         if options.json == STANDARD_OUTPUT and missing:
             _say(footer[-1])
-        if missing:
-            return REQUEUE
-        return DONE if "done" in states else BUG
+        return exit_code(states, missing)
 
     def _trials(self) -> list[Trial]:
         return [Trial(number, point) for number, point in enumerate(self._planned.trials, start=1)]
@@ -163,6 +161,15 @@ class _Job:
             return ""
         title = f"{self._options.out.name}: {sum(row.done for row in rows)} trials"
         return draw(self._options.out / PICTURE, title, metric_of(self._results), points).replace("picture: ", "figure      ")
+
+
+def exit_code(states: Collection[State], missing: int) -> int:
+    """Of a sweep whose trials ended so; `missing`: how many did not end."""
+    if missing:
+        return REQUEUE
+    if "done" in states:
+        return DONE
+    return BUG if "failed" in states else DIVERGED
 
 
 def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> dict[str, str]:
