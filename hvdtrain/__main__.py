@@ -30,6 +30,8 @@ COMMANDS = {  # each is the function of its name in that module
     "lab": "hvdtrain.cli.lab.command",
     "schema": "hvdtrain.cli.schema",
 }
+_ON_RANKS = ("train", "check", "evaluate", "predict", "sample", "bench")  # commands that --num-nodes and so on start on ranks
+_BY_HAND = ("--num-nodes", "--node-id", "--num-gpus")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +84,11 @@ def script() -> int:
 def run_command(arguments: list[str]) -> int:
     """Runs the command that the arguments name, training where they name none. Raises UserError, or what the command raises."""
     name = arguments[0] if arguments else ""
+    by_hand = any(argument.partition("=")[0] in _BY_HAND for argument in arguments) and not {"-h", "--help"} & set(arguments)
+    if by_hand and (name in _ON_RANKS or name.startswith("-") or "=" in name):
+        from hvdtrain.cli.launch.spawn import spawn
+
+        return spawn(arguments)
     if name in COMMANDS and name != "train":
         return _call(name, arguments[1:])
     from hvdtrain.config import help
@@ -98,10 +105,6 @@ def run_command(arguments: list[str]) -> int:
         print(f"hvdtrain {__version__}")
     elif name == "list" and not arguments[1:]:
         print(help.list_text())
-    elif any(argument.startswith(("--num-nodes", "--node-id", "--num-gpus")) for argument in arguments):
-        from hvdtrain.cli.launch.spawn import spawn
-
-        return spawn(arguments)
     else:
         _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)

@@ -299,6 +299,14 @@ def test_two_nodes_need_an_address() -> None:
     assert "2 nodes need the address of rank 0" in result.stderr and "comm.address=n1:29500" in result.stderr
 
 
+def test_other_commands_run_on_ranks_without_a_launcher_too() -> None:
+    result = python(["-m", "hvdtrain", "check", "--num-gpus=2", "data.name=digits"], timeout_s=60)
+    assert result.returncode == errors.DONE, result
+    assert "hvdtrain check: 2 ranks\n" in result.stdout and "engine    torchdist" in result.stdout, result
+    result = python(["-m", "hvdtrain", "chek", "--num-gpus=2"])
+    assert result.returncode == errors.USER and "did you mean check?" in result.stderr, result
+
+
 @pytest.mark.slow
 def test_spawned_and_under_torchrun_ranks_train_what_one_process_does(tmp_path: Path) -> None:
     words = [*DATA, "epochs=2", "log.every_steps=2", "checkpoint.keep_last=1"]

@@ -36,6 +36,7 @@ USAGE = """\
 mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [key=value ...]
   starts no training; prints a table of the ranks, what would fail on them, and how to fix it; exit code 0, or 2 where a job would fail
   --config FILE, key=value   the configuration of the job that is checked
+  --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
   --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
   --limit 180                seconds that one phase of the check may take, on any rank"""
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
