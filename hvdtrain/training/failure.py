@@ -41,11 +41,14 @@ class RankFailed(Exception):
         self.code = code
 
 
-def end_every_rank(error: BaseException, communicator: Communicator | None, what: str = "job", doing: str = "") -> int:
+def end_every_rank(
+    error: BaseException, communicator: Communicator | None, what: str = "job", doing: str = "", *, echo_s: float | None = None
+) -> int:
     """Reports the error on the standard error and ends all ranks: if one rank ended alone, the others would wait forever.
 
-    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and what it did. Returns the exit code
-    where no other rank is connected to this one.
+    `communicator` is None before the ranks are connected. doing: the rank's place in the mesh, and what it did. echo_s: how long
+    to wait for the report of another rank, where the caller knows better. Returns the exit code where no other rank is connected
+    to this one.
     """
     if isinstance(error, BrokenPipeError):
         discard_unwritten_output()
@@ -55,7 +58,9 @@ def end_every_rank(error: BaseException, communicator: Communicator | None, what
     if code in ADVICE:
         message += f"\nhvdtrain: {ADVICE[code]}"
     rank = _rank(communicator)
-    if rank:
+    if echo_s is not None:
+        time.sleep(echo_s)
+    elif rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
         message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"

@@ -350,6 +350,9 @@ def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], 
         ),
         (["--", "epochs=1", "-np", "2"], ["-np is an option of launch", "fix: before --: launch -np ... -- ..."]),
         (["--", "train", "--hostfile=x"], ["--hostfile=x is an option of launch"]),
+        (["--", "trian", "epochs=1"], ["there is no program trian", "fix: did you mean train?"]),
+        (["--", "./nothing"], ["there is no program ./nothing", "a Python file ending with .py, a program on the PATH, ./program"]),
+        (["--logs", "l", "--", "epochs=1"], ["--logs is for scripts and programs", "rank 0 speaks for all ranks"]),
         (["-np", "2", "--", "nowhere.py", "x"], ["there is no script nowhere.py\n  where: command line of launch, after --"]),
         (["-np", "2", "--mpi", "opnmpi"], ["--mpi opnmpi is not known", "did you mean openmpi?"]),
         (["-np", "2", "--mpi", "mpich", "--"], ["--mpi is for another machine", "fix: launch --mpi mpich --dry-run"]),
@@ -397,7 +400,10 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("-np 8 --mpi openmpi -- epochs=1", "mpirun -np 8 --bind-to none -x PATH python -m hvdtrain epochs=1"),
         ("-H n1:4,n2:4 --mpi openmpi --env DATA --", "mpirun -np 8 -H n1:4,n2:4 --bind-to none -x PATH -x DATA python -m hvdtrain"),
         ("-H n1:4,n2:4 --mpi mpich -- check", "mpirun -bind-to none -hosts n1:4,n2:4 -np 8 python -m hvdtrain check"),
-        ("-H n1:4,n2:4 --mpi intel -- x.py a", "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python x.py a"),
+        (
+            "-H n1:4,n2:4 --mpi intel -- x.py a",
+            "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python -m hvdtrain.cli.launch.rank script x.py a",
+        ),
         ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python -m hvdtrain seed=2"),
     ],
 )
@@ -415,7 +421,14 @@ def test_a_script_of_the_user_is_started(bare: Path, capsys: pytest.CaptureFixtu
     monkeypatch.chdir(bare)
     Path("my script.py").touch()
     command = launch_command(capsys, "-np", "1", "--", "my script.py", "--dry-run", "epochs=1")
-    assert command[-4:] == [f"{bare}/python", "my script.py", "--dry-run", "epochs=1"]
+    rank = [f"{bare}/python", "-m", "hvdtrain.cli.launch.rank"]
+    assert command[-7:] == [*rank, "script", "my script.py", "--dry-run", "epochs=1"]
+    words = ["-m", "tool", "a;b", "-np"]
+    assert launch_command(capsys, "-np", "1", "--plain", "--logs", "l", "--", "python", *words)[-9:] == [
+        *rank[1:],
+        *["--plain", "--logs", "l", "module", "tool", "a;b", "-np"],
+    ]
+    assert launch_command(capsys, "-np", "1", "--", f"{bare}/mpirun", "--x")[-6:] == [*rank, "program", f"{bare}/mpirun", "--x"]
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ from hvdtrain.cli.launch.job_words import value_of
 from hvdtrain.cli.launch.launcher_commands import Host
 from hvdtrain.cli.launch.offers import of_file, of_script, this_machine
 from hvdtrain.cli.launch.probes import SHORTEST_S, Probes
+from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.errors import BUG, DIVERGED, DONE, LOST, MEMORY, REQUEUE, STALLED, USER, UserError
 
 KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGSEGV
@@ -302,7 +303,9 @@ time.sleep(60)
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(supervisor, "OVER_S", 0.5)
     limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
-    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: [sys.executable, "-c", program], lambda host: [])
+    found = supervisor.Supervisor(
+        tmp_path / "run", this_machine(1), limits, lambda hosts: LauncherRun([sys.executable, "-c", program]), lambda host: []
+    )
     began_s = time.monotonic()
     assert found.run() == REQUEUE and time.monotonic() - began_s < 30
     told = [json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()]
@@ -312,7 +315,7 @@ time.sleep(60)
 def test_a_job_that_ends_before_its_first_step_by_a_mistake_in_its_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     limits = supervisor.Limits(1, None, 5.0, 1.0, 5.0)
     command = [sys.executable, "-c", f"raise SystemExit({USER})"]
-    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: command, lambda host: [])
+    found = supervisor.Supervisor(tmp_path / "run", this_machine(1), limits, lambda hosts: LauncherRun(command), lambda host: [])
     assert found.run() == USER
     said = "the launcher ended with 2, before its first step: not started again, it ended by an error that you can fix"
     assert capfd.readouterr().err.splitlines()[1:] == [f"hvdtrain launch: {said}"]

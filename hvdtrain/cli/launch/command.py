@@ -36,6 +36,7 @@ from hvdtrain.cli.launch.machine import (
     visible_gpus,
 )
 from hvdtrain.cli.launch.other_machine import MPIS, command_for
+from hvdtrain.cli.launch.program import Program, check_exists, read_program
 from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.comm.placement import placement
 from hvdtrain.comm.rendezvous import SECRET, new_secret
@@ -44,7 +45,7 @@ from hvdtrain.errors import DONE, UserError, nearest, short
 
 USAGE = """\
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train | check] [--config FILE] [key=value ...]
-hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- script.py [its arguments]
+hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] -- script.py | python -m MODULE | PROGRAM [arguments]
   -np 8               ranks; default: the slots of the hosts, else SLURM_NTASKS, else the visible GPUs, else 1
   -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: the allocation of the batch system, else this machine
   --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE
@@ -55,6 +56,8 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- script.p
   --inside            with --container: use the mpirun of the image instead, on one host
   --bind DIR          a further folder that the container sees; it always sees the current one
   --env NAME          a further variable for ranks on other hosts; PATH, OMP_*, HOROVOD_*, NCCL_*, *SEED and such are always sent
+  --logs DIR          what each rank of a script or program prints, on its host: DIR/rank-0.log, DIR/rank-1.log, ...
+  --plain             the lines of a script or program as they are; without it each begins with its rank: [3] loss 0.1
   --dry-run           print the command line and exit
   --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel or srun; needs -np or hosts.
                       srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2"""
@@ -71,37 +74,41 @@ def launch(arguments: Sequence[str]) -> int:
         print(f"{USAGE}\n{elastic.USAGE}")
         return DONE
     options = _parse(own_arguments)
-    _check_job(job)
+    program = read_program(job, [option for action in _parser()._actions for option in action.option_strings])
+    if program.is_job and (options.logs or options.plain):
+        option = "--logs" if options.logs else "--plain"
+        fix = "without it: rank 0 speaks for all ranks, and run=DIR has what the job tells"
+        raise UserError(f"{option} is for scripts and programs", _COMMAND_LINE, fix)
     if options.elastic:
-        return _elastic(options, job)
+        return _elastic(options, program)
     elastic.refuse_without_elastic(options)
-    command = compose(options, job, os.environ)
+    command = compose(options, program, os.environ)
     if not options.dry_run:
         print(shlex.join(command), file=sys.stderr, flush=True)
         if options.slurm:  # srun sends the environment to all ranks
             os.environ.setdefault(SECRET, new_secret())
-        return LauncherRun(command).run()
+        return LauncherRun(command, is_job=program.is_job).run()
     print(shlex.join(command))
     return DONE
 
 
-def _elastic(options: argparse.Namespace, job: Sequence[str]) -> int:
+def _elastic(options: argparse.Namespace, program: Program) -> int:
     def command(start: argparse.Namespace) -> list[str]:
-        return compose(start, job, os.environ)
+        return compose(start, program, os.environ)
 
     def find() -> MpiLauncher:
         container = _container_prefix(options)
         return find_launcher(mpi_library_version([*container, "python3"] if container else [sys.executable]))
 
-    return elastic.launch_elastic(options, job, command, find, _ranks(options, (), os.environ))
+    return elastic.launch_elastic(options, program, command, find, _ranks(options, (), os.environ))
 
 
-def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The command line for the options on this machine; `job`: the arguments of hvdtrain on each rank. Raises UserError."""
+def compose(options: argparse.Namespace, program: Program, environ: Mapping[str, str]) -> list[str]:
+    """The command line for the options on this machine; `program`: what each rank runs. Raises UserError."""
     if options.mpi is not None:
-        return _for_another_machine(options, job)
-    if job and _is_script(job[0]) and not os.path.isfile(job[0]):
-        raise UserError(f"there is no script {short(job[0])}", f"{_COMMAND_LINE}, after --", "the path of a Python file")
+        return _for_another_machine(options, program)
+    if options.container is None:
+        check_exists(program)
     current = placement(environ)
     if current.size > 1:
         what = f"this is already rank {current.rank} of {current.size}, started by {current.launcher}"
@@ -115,31 +122,27 @@ def compose(options: argparse.Namespace, job: Sequence[str], environ: Mapping[st
     request = LaunchRequest(
         launcher="",
         ranks=ranks,
-        program=_program(python, job),
+        program=_command_of(program, python, options),
         hosts=hosts,
         forwarded=forwarded_variables(environ, options.env) if may_use_other_hosts else (),
         as_root=os.geteuid() == 0,
         oversubscribe=options.oversubscribe or (on_this_machine_only and ranks > available_cores()),
-        fault_tolerant=value_of(job, "guard.lost") in ("shrink", "restart"),  # its launcher must not end the other ranks
+        fault_tolerant=value_of(program.words, "guard.lost") in ("shrink", "restart"),  # its launcher must not end the other ranks
     )
     if options.slurm:
         return _with_srun(request, mpi_library_version(python), environ)
     if options.inside:
-        return [*container, *_with_mpirun_of_image(request, container, options.container, job)]
+        return [*container, *_with_mpirun_of_image(request, container, options, program)]
     launcher = find_launcher(mpi_library_version(python))
     return mpirun_command(launcher.kind, replace(request, launcher=launcher.path))
 
 
-def _program(python: Sequence[str], job: Sequence[str]) -> tuple[str, ...]:
-    """The command line of a rank: hvdtrain, or the user's script."""
-    return (*python, *job) if job and _is_script(job[0]) else (*python, "-m", "hvdtrain", *job)
+def _command_of(program: Program, python: Sequence[str], options: argparse.Namespace) -> tuple[str, ...]:
+    """The command line of a rank."""
+    return program.command(python, plain=options.plain, logs=options.logs)
 
 
-def _is_script(argument: str) -> bool:
-    return argument.endswith(".py") and "=" not in argument
-
-
-def _for_another_machine(options: argparse.Namespace, job: Sequence[str]) -> list[str]:
+def _for_another_machine(options: argparse.Namespace, program: Program) -> list[str]:
     """The command line for --mpi. Raises UserError where an option asks for something of this machine."""
     if options.mpi not in MPIS:
         raise UserError(f"--mpi {short(options.mpi)} is not known", _COMMAND_LINE, nearest(options.mpi, MPIS))
@@ -152,7 +155,8 @@ def _for_another_machine(options: argparse.Namespace, job: Sequence[str]) -> lis
     hosts = _hosts(options)
     if options.ranks is None and not hosts:
         raise UserError("how many ranks?", _COMMAND_LINE, f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4")
-    return command_for(options.mpi, _ranks(options, hosts, {}), hosts, _program(["python"], job), options.env, options.oversubscribe)
+    command = _command_of(program, ["python"], options)
+    return command_for(options.mpi, _ranks(options, hosts, {}), hosts, command, options.env, options.oversubscribe)
 
 
 def _with_srun(request: LaunchRequest, library_version: str, environ: Mapping[str, str]) -> list[str]:
@@ -165,16 +169,16 @@ def _with_srun(request: LaunchRequest, library_version: str, environ: Mapping[st
     return srun_command(replace(request, launcher=srun), pmi, int(cores) if cores.isdecimal() else None)
 
 
-def _with_mpirun_of_image(request: LaunchRequest, container: Sequence[str], image: str, job: Sequence[str]) -> list[str]:
+def _with_mpirun_of_image(request: LaunchRequest, container: Sequence[str], options: argparse.Namespace, program: Program) -> list[str]:
     """The command line inside the container, on one host."""
     kind = identify_mpi(output_of([*container, "mpirun", "--version"]))
     if kind is None:
         fix = "an image with a known mpirun on its PATH; or without --inside, with the host's mpirun"
-        raise UserError("the container has no mpirun that hvdtrain knows", f"--inside, {short(image)}", fix)
+        raise UserError("the container has no mpirun that hvdtrain knows", f"--inside, {short(options.container)}", fix)
     inside = replace(
         request,
         launcher="mpirun",
-        program=_program(["python3"], job),
+        program=_command_of(program, ["python3"], options),
         hosts=(),
         forwarded=(),
         oversubscribe=request.ranks > available_cores(),
@@ -235,21 +239,6 @@ def _ranks(options: argparse.Namespace, hosts: Sequence[Host], environ: Mapping[
     return ranks
 
 
-def _check_job(job: Sequence[str]) -> None:
-    """Raises UserError where the arguments after -- have an option of launch, or a command other than train and check."""
-    if job and _is_script(job[0]):
-        return
-    own = {option for action in _parser()._actions for option in action.option_strings}
-    misplaced = next((argument for argument in job if argument.partition("=")[0] in own), None)
-    if misplaced is not None:
-        option = short(misplaced)
-        raise UserError(f"{option} is an option of launch", f"{_COMMAND_LINE}, after --", f"before --: launch {option} ... -- ...")
-    if not job or job[0].startswith("-") or "=" in job[0] or job[0] in ("train", "check"):
-        return
-    fix = "train (or nothing), check, key=value, or a script.py; other commands without launch: hvdtrain ..."
-    raise UserError(f"'{short(job[0])}' does not run on ranks", f"{_COMMAND_LINE}, after --", fix)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message, _COMMAND_LINE, "launch --help lists its options")
@@ -259,11 +248,11 @@ def _parser() -> _Parser:
     parser = _Parser(prog="hvdtrain launch", add_help=False, allow_abbrev=False)
     parser.add_argument("-np", "-n", dest="ranks")
     parser.add_argument("-H", "--hosts", dest="hosts")
-    for option in ("--hostfile", "--container", "--mpi"):
+    for option in ("--hostfile", "--container", "--mpi", "--logs"):
         parser.add_argument(option)
     for option in ("--env", "--bind"):
         parser.add_argument(option, action="append", default=[])
-    for option in ("--oversubscribe", "--slurm", "--inside", "--dry-run"):
+    for option in ("--oversubscribe", "--slurm", "--inside", "--dry-run", "--plain"):
         parser.add_argument(option, action="store_true")
     elastic.add_options(parser)
     return parser

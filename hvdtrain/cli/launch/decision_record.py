@@ -18,9 +18,9 @@ FILE = "launch.jsonl"
 
 
 class Record:
-    """The run folder is made by the job: lines wait until its first event is there."""
+    """The run folder is made by the job: lines wait until its first event is there. Without one (None) they are on the standard error."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path | None) -> None:
         self._run, self._waiting = run, list[bytes]()
 
     def add(self, kind: str, text: str, **fields: Any) -> None:
@@ -31,6 +31,9 @@ class Record:
 
     def write(self) -> None:
         """What could not be written yet. A disk that is full loses these lines, but not the job."""
+        if self._run is None:
+            self._waiting.clear()
+            return
         with suppress(OSError), Folder.open(self._run) as folder:
             if folder.status(EVENTS) is None:
                 return

@@ -16,6 +16,8 @@ from hvdtrain.cli.launch.launcher_commands import Host, LaunchRequest, mpirun_co
 from hvdtrain.cli.launch.machine import MpiLauncher
 from hvdtrain.cli.launch.offers import Offer
 from hvdtrain.cli.launch.probes import PROGRAM
+from hvdtrain.cli.launch.program import Program
+from hvdtrain.cli.launch.run import LauncherRun
 from hvdtrain.cli.launch.supervisor import Limits, Supervisor
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.read import expand
@@ -23,8 +25,10 @@ from hvdtrain.errors import DONE, UserError, short
 
 USAGE = """\
 hvdtrain launch --elastic [--min 2] [--max 8] [-H n1:4,n2:4 | --hostfile FILE | --hosts-from PROGRAM] -- run=DIR [key=value ...]
+hvdtrain launch --elastic ... -- script.py [run=DIR] [arguments]
   --elastic           start the job again from its newest checkpoint where a host or a rank is lost, on the hosts that are left; on more
-                      where hosts come. docs/clusters.md
+                      where hosts come. docs/clusters.md. A script that trains in run=DIR is followed there; of another one the
+                      exit code counts, and its hosts are never changed while it runs
   --min 2, --max 8    the fewest and the most ranks; default: 1, and all slots
   --hosts-from PROGRAM  a program that prints a host in each line, as n1:4; it is run again every few seconds, as --hostfile is read again
   --patience 10m      how long to wait for --min; then it ends with exit code 84
@@ -51,7 +55,7 @@ def refuse_without_elastic(options: Namespace) -> None:
 
 
 def launch_elastic(
-    options: Namespace, job: Sequence[str], command: Callable[[Namespace], list[str]], find: Callable[[], MpiLauncher], slots_here: int
+    options: Namespace, program: Program, command: Callable[[Namespace], list[str]], find: Callable[[], MpiLauncher], slots_here: int
 ) -> int:
     """Runs a supervisor; returns the exit code.
 
@@ -59,7 +63,7 @@ def launch_elastic(
     Raises UserError.
     """
     _refuse_others(options)
-    run = _run_folder(job)
+    run = _run_folder(program)
     limits = _limits(options)
     offer = _offer(options, limits.most or slots_here)
     if options.dry_run:
@@ -76,7 +80,10 @@ def launch_elastic(
         request = LaunchRequest(launcher.path, 1, PROGRAM, (Host(name, 1),), as_root=os.geteuid() == 0)
         return mpirun_command(launcher.kind, request)
 
-    return Supervisor(run, offer, limits, lambda hosts: command(_with_hosts(options, offer, hosts)), probe).run()
+    def start(hosts: Sequence[Host]) -> LauncherRun:
+        return LauncherRun(command(_with_hosts(options, offer, hosts)), is_job=run is not None)
+
+    return Supervisor(run, offer, limits, start, probe).run()
 
 
 def _refuse_others(options: Namespace) -> None:
@@ -86,12 +93,15 @@ def _refuse_others(options: Namespace) -> None:
             raise UserError(f"{option} does not go with --elastic", _WHERE, fix.get(name, f"without {option}"))
 
 
-def _run_folder(job: Sequence[str]) -> Path:
-    """Of the job's arguments. Raises UserError where the job would not go on in it."""
-    if job and job[0] == "check":
+def _run_folder(program: Program) -> Path | None:
+    """Of the job's arguments; None of a script without one. Raises UserError where the job would not go on in it."""
+    job = program.words
+    if program.is_job and job and job[0] == "check":
         raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")
     run = value_of(job, "run")
     if not run:
+        if not program.is_job:
+            return None
         fix = "launch --elastic ... -- run=DIR ..., a folder that the first host sees"
         raise UserError("the job needs a run folder, where each start goes on", f"{_WHERE}, after --", fix)
     if value_of(job, "resume") == "no":

@@ -15,11 +15,14 @@ _ENDINGS = ("end", "stop", "failed")
 
 
 class JobEvents:
-    """The job that writes to the run folder. begin() forgets what the starts before have told."""
+    """The job that writes to the run folder. begin() forgets what the starts before have told.
 
-    def __init__(self, run: Path) -> None:
+    run=None: a script without one, which looks as a job that was over before: its exit code has to tell.
+    """
+
+    def __init__(self, run: Path | None) -> None:
         self._run, self._offset, self._rest = run, 0, b""
-        self.ending = ""  # as Ended's; of the start before until there is an event of this one
+        self.ending = "" if run else "end"  # as Ended's; of the start before until there is an event of this one
         self._forget()
 
     def begin(self) -> None:
@@ -29,6 +32,8 @@ class JobEvents:
 
     def poll(self) -> None:
         """Reads what has come since. A folder that is not there yet, or cannot be read, tells nothing."""
+        if self._run is None:
+            return
         try:
             with Folder.open(self._run) as folder, folder.open_file(EVENTS) as file:
                 file.seek(self._offset)

@@ -20,10 +20,13 @@ ECHO_S = 1.0  # a repetition within this time is the same signal
 
 
 class LauncherRun:
-    """One launcher, from its start to its end."""
+    """One launcher, from its start to its end.
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
+    is_job: its ranks run hvdtrain, which saves a checkpoint when it is asked to stop; a script may do something else.
+    """
+
+    def __init__(self, command: Sequence[str], *, is_job: bool = True) -> None:
+        self._command, self._is_job = command, is_job
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_s: float | None = None  # time.monotonic() of the first signal
         self._killed = 0  # the number of the second one
@@ -45,7 +48,7 @@ class LauncherRun:
         self._is_terminated = True
 
     def run(self, look: Callable[[], None] | None = None, look_s: float = 1.0) -> int:
-        """Returns the exit code of the launcher; 75 where the job was stopped before its ranks could listen.
+        """Returns the exit code of the launcher; 75 where a job was stopped before its ranks could listen.
 
         look: called every look_s seconds while the launcher runs.
         """
@@ -80,7 +83,7 @@ class LauncherRun:
             self._stopped_s = time.monotonic()
             if not self._asked:  # a second request would kill the ranks
                 self._send(signal.SIGUSR2)
-            print_stderr("hvdtrain launch: stopping at the next sync point; again to kill")
+            print_stderr(f"hvdtrain launch: stopping{' at the next sync point' * self._is_job}; again to kill")
         elif time.monotonic() - self._stopped_s > ECHO_S:
             self._send(signal.SIGKILL if self._killed else signal.SIGTERM)
             self._killed = number
@@ -94,4 +97,4 @@ class LauncherRun:
             return 128 + self._killed
         code = status if status >= 0 else 128 - status
         was_starting = code == 128 + signal.SIGUSR2  # it has ended the launcher, or a rank whose Python was not running yet
-        return REQUEUE if self._stopped_s is not None and was_starting else code
+        return REQUEUE if self._stopped_s is not None and was_starting and self._is_job else code

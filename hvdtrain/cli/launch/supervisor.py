@@ -38,17 +38,20 @@ class Limits(NamedTuple):
 
 
 class Supervisor:
-    """command: the launcher's line for hosts with their ranks; probe: the one that runs PROGRAM of probes.py on a host."""
+    """run: the job's folder, None of a script that has none, whose exit code counts; launcher: for hosts with their ranks.
+
+    probe: the launcher's line that runs PROGRAM of probes.py on a host.
+    """
 
     def __init__(
         self,
-        run: Path,
+        run: Path | None,
         offer: Offer,
         limits: Limits,
-        command: Callable[[Sequence[Host]], Sequence[str]],
+        launcher: Callable[[Sequence[Host]], LauncherRun],
         probe: Callable[[str], Sequence[str]],
     ) -> None:
-        self._offer, self._limits, self._command = offer, limits, command
+        self._offer, self._limits, self._launcher = offer, limits, launcher
         self._record, self._job, self._probes = Record(run), JobEvents(run), Probes(probe, limits.answer_s)
         self._book = HostBook(LEFT_OUT * limits.every_s)
         self._failures: list[Failure] = []
@@ -140,7 +143,7 @@ class Supervisor:
         self._starts += 1
         self._job.begin()
         began_s = time.monotonic()
-        launcher = LauncherRun(self._command(hosts))
+        launcher = self._launcher(hosts)
         start = _Start(hosts, launcher)
         ranks = slots_of(hosts)
         self._record.add("start", f"start {self._starts}: {ranks} ranks on {hosts_text(hosts)}", ranks=ranks, hosts=hosts_field(hosts))

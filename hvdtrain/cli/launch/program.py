@@ -1,0 +1,82 @@
+"""What each rank runs, told from the words after --: hvdtrain itself, a Python script or module, or another program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from hvdtrain.errors import UserError, closest, short
+
+_PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
+_JOBS = ("train", "check")  # commands of hvdtrain that run on ranks
+NOT_ON_RANKS = (  # the others
+    *("report", "plan", "launch", "sweep", "bench", "export", "evaluate", "predict", "sample", "drill", "replay", "lab", "schema", "list"),
+)
+WHERE = "command line of launch, after --"
+RANK = "hvdtrain.cli.launch.rank"
+
+
+class Program(NamedTuple):
+    kind: Literal["hvdtrain", "script", "module", "program"]
+    words: tuple[str, ...]  # arguments of hvdtrain; else what is run, with its arguments
+
+    @property
+    def is_job(self) -> bool:
+        """hvdtrain itself, which tags no lines: rank 0 speaks for all."""
+        return self.kind == "hvdtrain"
+
+    def command(self, python: Sequence[str], *, plain: bool = False, logs: str | None = None) -> tuple[str, ...]:
+        """The command line of a rank. plain: without the rank before each line; logs: the folder of its log file."""
+        if self.is_job:
+            return (*python, "-m", "hvdtrain", *self.words)
+        options = ["--plain"] * plain + (["--logs", logs] if logs is not None else [])
+        return (*python, "-m", RANK, *options, self.kind, *self.words)
+
+
+def read_program(words: Sequence[str], own_options: Sequence[str]) -> Program:
+    """Raises UserError for an option of launch among the words of a job, and for a command of hvdtrain that does not run on ranks."""
+    first = words[0] if words else ""
+    if first in _PYTHONS and len(words) > 1:  # as one writes it after horovodrun or mpirun
+        if _is_script(words[1]):
+            return Program("script", tuple(words[1:]))
+        if words[1] == "-m" and len(words) > 2:
+            return Program("module", tuple(words[2:]))
+    if _is_script(first):
+        return Program("script", tuple(words))
+    if not first or first.startswith("-") or "=" in first or first in _JOBS:
+        _refuse_options(words, own_options)
+        return Program("hvdtrain", tuple(words))
+    if first in NOT_ON_RANKS:
+        _refuse_options(words, own_options)
+        fix = "train (or nothing), check, key=value, a script.py or a program; other commands without launch: hvdtrain ..."
+        raise UserError(f"'{short(first)}' does not run on ranks", WHERE, fix)
+    return Program("program", tuple(words))
+
+
+def check_exists(program: Program) -> None:
+    """Raises UserError for a script or a program that is not on this machine."""
+    name = program.words[0] if program.words else ""
+    if program.kind == "script" and not os.path.isfile(name):
+        raise UserError(f"there is no script {short(name)}", WHERE, "the path of a Python file")
+    if program.kind == "program" and shutil.which(name) is None:
+        meant = closest(name, _JOBS) if "/" not in name else None
+        fix = (
+            f"did you mean {meant}?"
+            if meant
+            else "a Python file ending with .py, a program on the PATH, ./program; or key=value of hvdtrain"
+        )
+        raise UserError(f"there is no program {short(name)}", WHERE, fix)
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and "=" not in word
+
+
+def _refuse_options(words: Sequence[str], own_options: Sequence[str]) -> None:
+    misplaced = next((word for word in words if word.partition("=")[0] in own_options), None)
+    if misplaced is not None:
+        option = short(misplaced)
+        raise UserError(f"{option} is an option of launch", WHERE, f"before --: launch {option} ... -- ...")

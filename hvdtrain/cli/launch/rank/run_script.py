@@ -1,0 +1,91 @@
+"""A Python script, a module or a program, as its command line would run it; the first error of all ranks has the only traceback."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from hvdtrain.core.early_signals import EarlySignals
+from hvdtrain.core.exit import exit_now, flush_output
+from hvdtrain.errors import LOST, USER, exit_code_of
+from hvdtrain.training.failure import ECHO_S, end_every_rank, report_crashes
+
+APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
+CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
+LEAVE_S = 10  # for a rank that ends with an exit code: MPI waits at the end for ranks that may never come
+_LAUNCHER = str(Path(__file__).parents[1])
+Tell = Callable[[int], None]
+
+
+class StopRequest(EarlySignals):
+    """SIGUSR2, which `launch` sends for Ctrl-C: a script without a handler of its own gets the KeyboardInterrupt that is usual."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        super().__call__(number, frame)
+        raise KeyboardInterrupt
+
+
+def run_script(words: Sequence[str], rank: int, tell: Tell) -> int:
+    """As `python WORDS`; returns the exit code."""
+    sys.argv = list(words)
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    return _run(lambda: runpy.run_path(words[0], run_name="__main__"), rank, tell)
+
+
+def run_module(words: Sequence[str], rank: int, tell: Tell) -> int:
+    """As `python -m WORDS`."""
+    sys.argv = list(words)
+    return _run(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True), rank, tell)
+
+
+def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
+    """As WORDS. Python in it does not keep lines back, unless the environment says something else."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    try:
+        os.execvp(words[0], list(words))
+    except OSError as error:
+        print(f"hvdtrain launch: rank {rank} cannot run {words[0]}: {error.strerror}", file=sys.stderr)
+        return USER
+
+
+def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
+    report_crashes()
+    signal.signal(signal.SIGUSR2, StopRequest())
+    try:
+        code()
+    except SystemExit as ending:
+        return _leave(ending.code, tell)
+    except KeyboardInterrupt:
+        return _leave(128 + signal.SIGINT, tell)
+    except BaseException as error:
+        error.__traceback__ = _own_part(error.__traceback__)
+        is_consequence = exit_code_of(error) == LOST
+        echo_s = CONSEQUENCE_S if is_consequence else ECHO_S if rank else 0.0
+        exit_now(end_every_rank(error, None, "script", echo_s=echo_s + APART_S * min(rank, APART_RANKS)))
+    return 0
+
+
+def _leave(code: object, tell: Tell) -> int:
+    """The exit code that the script asked for. Whoever waits for other ranks after that is ended by an alarm."""
+    if code is None or code == 0:
+        return 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    flush_output()
+    tell(code & 0xFF)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LEAVE_S)
+    return code
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Without the calls of this file and of runpy, which are no part of the script."""
+    while trace and (trace.tb_frame.f_code.co_filename.startswith((_LAUNCHER, "<frozen runpy>"))):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,150 @@
+"""A child process whose output is passed on line by line, with the rank's tag, and kept in the rank's log file."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from hvdtrain.cli.launch.rank.tagged_lines import TaggedLines
+from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
+from hvdtrain.core.stderr import print_stderr
+from hvdtrain.errors import UserError
+
+# A launcher sends them to this process alone: the child is in a session of its own, so that it gets none of them twice.
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
+DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
+_READ_BYTES = 2**16
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_STDOUT, _STDERR = 1, 2
+
+
+def log_of(folder: str | None, rank: int) -> io.FileIO | None:
+    """The rank's file in the folder, which is made on its host, opened to write at its end. Raises UserError."""
+    if folder is None:
+        return None
+    name = f"rank-{rank}.log"
+    try:
+        with Folder.make(Path(folder)) as logs:
+            return logs.append(name)
+    except WrongKind as error:
+        raise UserError(f"{name} is {error.strerror}", f"--logs {folder}", NO_LINKS) from None
+    except OSError as error:
+        raise UserError(f"cannot write {name}: {error.strerror}", f"--logs {folder}", "a folder that each host may write to") from None
+
+
+class Watched:
+    """target: called in the child with a function that tells this process the exit code that the child means to end with; it returns it."""
+
+    def __init__(self, target: Callable[[Callable[[int], None]], int]) -> None:
+        self._target = target
+        self._child = 0
+        self._status = 0  # of the child, where it has ended
+
+    def run(self, tag: bytes, log: io.FileIO | None) -> int:
+        """Runs the child to its end; returns its exit code, 128 + signal where one ended it.
+
+        tag: before each line; log: for the bytes as they are. Call it before there are other threads.
+        """
+        output, errors, word = os.pipe(), os.pipe(), os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until both processes know what to do with them
+        former = {number: signal.getsignal(number) for number in FORWARDED}
+        for number, handler in former.items():
+            if handler is not signal.SIG_IGN:  # the parent process set it so, as nohup does with SIGHUP
+                signal.signal(number, self._forward)
+        ours = os.getpid()
+        self._child = os.fork()
+        if not self._child:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            self._be_child(ours, output[1], errors[1], word[1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        for _, of_the_child in (output, errors, word):
+            os.close(of_the_child)
+        _Streams({output[0]: (_STDOUT, TaggedLines(tag)), errors[0]: (_STDERR, TaggedLines(tag))}, log).pass_on(self._has_ended)
+        told = os.read(word[0], 16)
+        code = os.waitstatus_to_exitcode(self._status)
+        if code == -signal.SIGALRM and told:  # it meant to end, and hung
+            return int(told)
+        return code if code >= 0 else 128 - code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if not self._child:
+            return  # it has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child, number)
+
+    def _has_ended(self) -> bool:
+        if self._child:
+            pid, self._status = os.waitpid(self._child, os.WNOHANG)
+            if pid:
+                self._child = 0
+        return not self._child
+
+    def _be_child(self, parent: int, output: int, errors: int, word: int) -> NoReturn:
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+        os.dup2(output, _STDOUT)
+        os.dup2(errors, _STDERR)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # a pipe would keep lines back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        sys.exit(self._target(lambda code: _write(word, f"{code}".encode())))
+
+
+class _Streams:
+    """The streams of a child, and where each goes."""
+
+    def __init__(self, streams: dict[int, tuple[int, TaggedLines]], log: io.FileIO | None) -> None:
+        self._streams, self._log = streams, log
+
+    def pass_on(self, has_ended: Callable[[], bool]) -> None:
+        """Until both streams are at their end, or DRAIN_S after the child has ended."""
+        quiet_s = 0.0
+        while self._streams and quiet_s < DRAIN_S:
+            ended = has_ended()
+            ready, _, _ = select.select(list(self._streams), [], [], IDLE_S)
+            for source in ready:
+                self._read(source)
+            quiet_s = quiet_s + IDLE_S if ended and not ready else 0.0
+            if not ready:
+                for target, lines in self._streams.values():
+                    _write(target, lines.flush())
+        for target, lines in self._streams.values():
+            _write(target, lines.end())
+        while not has_ended():
+            select.select([], [], [], IDLE_S / 10)
+
+    def _read(self, source: int) -> None:
+        target, lines = self._streams[source]
+        data = os.read(source, _READ_BYTES)
+        if not data:
+            _write(target, lines.end())
+            del self._streams[source]
+            return
+        _write(target, lines.take(data))
+        if self._log is not None:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                print_stderr(f"hvdtrain launch: the log file of this rank ends here: {error.strerror}")
+                self._log = None
+
+
+def _write(target: int, data: bytes) -> None:
+    """What a closed pipe does not take is dropped: the log file goes on."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(target, data) :]

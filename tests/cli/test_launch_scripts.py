@@ -1,0 +1,225 @@
+"""`launch -- script.py` and `launch -- program`: tagged lines, log files, one traceback, exit codes, Ctrl-C, --elastic."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, environment, needs_mpirun
+
+from hvdtrain.__main__ import COMMANDS
+from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
+from hvdtrain.cli.launch.rank.tagged_lines import LONGEST, TaggedLines
+from hvdtrain.cli.launch.rank.watched import log_of
+from hvdtrain.errors import UserError
+
+LAUNCH = [sys.executable, "-c", "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"]
+TALKS = """
+import os, pathlib, sys
+import beside
+
+assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+print("words", *sys.argv[1:], beside.VALUE, pathlib.Path(__file__).name)
+print("an error", rank, file=sys.stderr)
+for number in range(200):
+    print(f"rank {rank} line {number:4} " + "x" * 80)
+print("50 %", end="\\r")
+print("100 %", end="\\r\\n")
+os.system("echo from a child")
+print("no end", end="")
+"""
+FAILS = """
+import sys
+from mpi4py import MPI
+
+def learn(rank):
+    if rank == 1 or sys.argv[1] == "all":
+        raise ValueError(f"no more on {rank}")
+
+rank = MPI.COMM_WORLD.rank
+MPI.COMM_WORLD.Barrier()
+learn(rank)
+MPI.COMM_WORLD.allreduce(rank)  # never ends without rank 1
+"""
+LEAVES = """
+import sys, time
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.rank == 1:
+    sys.exit(7)
+MPI.COMM_WORLD.recv(source=1)
+"""
+WAITS = """
+import os, time
+
+print("ready", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("stopped in order")
+    raise
+"""
+COMES_BACK = """
+import os, pathlib, signal, sys
+
+rank, first = int(os.environ["OMPI_COMM_WORLD_RANK"]), pathlib.Path(sys.argv[1])
+print("start of", rank)
+if rank == 1 and not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2:] == ["wrong"]:
+    raise ValueError("again and again")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Program("hvdtrain", ())),
+        (["check", "epochs=1"], Program("hvdtrain", ("check", "epochs=1"))),
+        (["model.name=my.py"], Program("hvdtrain", ("model.name=my.py",))),
+        (["a.py", "-np", "2"], Program("script", ("a.py", "-np", "2"))),
+        (["python", "a.py"], Program("script", ("a.py",))),
+        (["python3", "-m", "tool", "x"], Program("module", ("tool", "x"))),
+        (["python", "-u", "a.py"], Program("program", ("python", "-u", "a.py"))),
+        (["python"], Program("program", ("python",))),
+        (["sh", "-c", "echo a; b"], Program("program", ("sh", "-c", "echo a; b"))),
+    ],
+)
+def test_what_the_words_start(words: list[str], expected: Program) -> None:
+    assert read_program(words, ["-np"]) == expected
+
+
+def test_every_command_of_hvdtrain_runs_on_ranks_or_is_refused() -> None:
+    assert {*NOT_ON_RANKS, "train", "check"} == {*COMMANDS, "list"}
+
+
+def test_pieces_become_whole_lines() -> None:
+    pieces = [b"a", b"b\nc\r", b"\nd\re", b"", b"\r", b"\n\nf"]
+    lines = TaggedLines(b"[3] ")
+    assert [lines.take(piece) for piece in pieces] == [b"", b"[3] ab\n", b"[3] c\r\n[3] d\r", b"", b"", b"[3] e\r\n[3] \n"]
+    assert lines.has_rest and lines.flush() == b"[3] f" and not lines.has_rest
+    assert lines.take(b"g\nh") == b"g\n" and lines.end() == b"[3] h\n"
+    assert TaggedLines(b"").end() == b""
+    long = b"y" * (LONGEST + 1)
+    assert lines.take(long) == b"[3] " + long and lines.take(b"z\nz\n") == b"z\n[3] z\n"
+
+
+def test_a_log_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"rank-0.log is a link, not a file\n  where: --logs "):
+        log_of(str(tmp_path), 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write rank-1.log: .*\n  where: --logs .*\n  fix: a folder that each host may write to"):
+        log_of(str(tmp_path / "file"), 1)
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`launch ARGUMENTS` in a folder; its processes end with the block."""
+    env = {name: value for name, value in environment().items() if not name.startswith(("PRTE_MCA_rmaps", "PRTE_MCA_hwloc"))}
+    env["PYTHONPATH"] = str(ROOT)
+    process = subprocess.Popen(
+        ["timeout", "-k", "5", "90", *LAUNCH, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def run_launch(arguments: Sequence[str], folder: Path) -> tuple[int, str, str, float]:
+    """Exit code, standard output, standard error without launch's own first line, seconds."""
+    began_s = time.monotonic()
+    with started(arguments, folder) as process:
+        out, err = process.communicate()
+        return process.returncode, out, err.partition("\n")[2], time.monotonic() - began_s
+
+
+@needs_mpirun
+def test_lines_have_the_rank_and_logs_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "talks.py").write_text(TALKS)
+    (tmp_path / "inner" / "beside.py").write_text("VALUE = 42\n")
+    code, out, err, _ = run_launch(["-np", "3", "--logs", "logs", "--", "inner/talks.py", "a b", "$(touch stolen)", "-np"], tmp_path)
+    assert code == 0, err
+    lines = out.split("\n")
+    for rank in range(3):
+        own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
+        expected = ["words a b $(touch stolen) -np 42 talks.py", *(f"rank {rank} line {number:4} " + "x" * 80 for number in range(200))]
+        assert [line for line in own if line[:4] in ("word", "rank")] == expected
+        assert own[-1] == "no end" and "from a child" in own
+        assert f"[{rank}] an error {rank}" in err
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_bytes().decode()
+        assert sorted(log.split("\n")) == sorted([*expected, f"an error {rank}", "50 %\r100 %\r", "from a child", "no end"])
+    assert sorted(os.listdir(tmp_path)) == ["inner", "logs"]  # no shell has seen the words
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("which", "rank"), [("one", 1), ("all", 0)])
+def test_the_rank_that_fails_first_has_the_only_traceback(tmp_path: Path, which: str, rank: int) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    code, out, err, seconds = run_launch(["-np", "3", "--", "fails.py", which], tmp_path)
+    assert code == 1 and out == ""
+    assert err.count("Traceback (most recent call last)") == 1 and seconds < 30
+    told = re.findall(rf"^\[{rank}\] (.*)", err, re.MULTILINE)
+    assert told[0].startswith("Traceback") and f"ValueError: no more on {rank}" in told, err
+    assert [line.strip().split(", ")[1:] for line in told if line.startswith("  File")] == [
+        ["line 11", "in <module>"],
+        ["line 7", "in learn"],
+    ]
+    assert re.fullmatch(rf"rank {rank} on .*: the error above ends the script", told[-1]) or rank == 0
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_a_code_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    code, _, err, seconds = run_launch(["-np", "2", "--", "python", "leaves.py"], tmp_path)
+    assert code == 7, err
+    assert seconds < 40 and "Traceback" not in err
+
+
+@needs_mpirun
+def test_a_program_is_run_as_it_is(tmp_path: Path) -> None:
+    code, out, _, _ = run_launch(["-np", "2", "--", "sh", "-c", 'echo "$0"; sleep 1; exit 5', "$(touch stolen)"], tmp_path)
+    assert code == 5 and sorted(out.split("\n"))[1:] == ["[0] $(touch stolen)", "[1] $(touch stolen)"]
+    code, out, _, _ = run_launch(["-np", "1", "--plain", "--", "python", "-c", "import os; print(os.getppid() > 1, 'ö')"], tmp_path)
+    assert (code, out) == (0, "True ö\n")
+    assert os.listdir(tmp_path) == []
+
+
+@needs_mpirun
+def test_control_c_is_a_keyboard_interrupt_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    with started(["-np", "2", "--", "waits.py"], tmp_path) as process:
+        assert process.stdout and process.stderr
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+        launcher = int(subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True).stdout)
+        os.kill(launcher, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert sorted(out.split()[1::4]) == ["stopped", "stopped"], out
+    assert "hvdtrain launch: stopping; again to kill" in err and "Traceback" not in err
+
+
+@needs_mpirun
+def test_a_script_without_a_run_folder_is_started_again_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "back.py").write_text(COMES_BACK)
+    code, out, err, _ = run_launch(["--elastic", "--max", "2", "--", "back.py", "first"], tmp_path)
+    assert code == 0, err
+    assert out.count("start of 0") >= 1 and out.count("start of 1") == 2
+    assert "hvdtrain launch: start 2: 2 ranks" in err and "its hosts answer, so it is started again" in err
+    code, _, err, _ = run_launch(["--elastic", "--max", "2", "--", "back.py", "first", "wrong"], tmp_path)
+    assert code == 1 and "it failed twice before its first step by its own error" in err
+    assert err.count("ValueError: again and again") == 2
