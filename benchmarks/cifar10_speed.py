@@ -2,10 +2,11 @@
 
     python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
 
-FOLDER/train/CLASS and FOLDER/test/CLASS have images. Each job of hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after
-each epoch; `hvdtrain evaluate` then counts all, with six views and with one. `left-out` trains for two epochs with the first seed, once
-with everything and once without each idea. A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is
-not made again. `train_s` are seconds of training steps alone; `seconds` has the start and evaluations in it.
+FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
+hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
+and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea. A row is appended to
+benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of training steps alone;
+`seconds` has the start and evaluations in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "cifar10_speed.yaml"
-WORDS = ["data.name=folder", "comm.engine=mpi", "evaluate.samples=2000"]
+WORDS = ["comm.engine=mpi", "evaluate.samples=2000"]
 SHORT = ["epochs=2"]
 # In the place of Muon: rates and decays of airbench94 (KellerJordan/cifar10-airbench) for means over 2,000 samples; the head as with Muon.
 SGD = {
@@ -57,15 +58,17 @@ def main() -> None:
     out = Path(options.out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     for part, name, seed, arguments in planned(options):
-        if any((row["part"], row["name"], row["seed"], row["extra"]) == (part, name, seed, options.extra) for row in done):
+        job = {"part": part, "name": name, "seed": seed, "extra": options.extra, "data": options.data}
+        if any(job.items() <= row.items() for row in done):
             continue
         result = by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
-        row = {"part": part, "name": name, "seed": seed, "extra": options.extra, **result, "date": today()}
+        row = {**job, **result, "date": today()}
         done.append(row)
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{part}, {name}, seed {seed}: {row['accuracy']:.4f}, {row['train_s']:.0f} s of training", flush=True)
-    print(summary(done))
+    for data in ("original", "folder"):
+        print(data, summary([row for row in done if row["data"] == data]), sep=":\n")
 
 
 def planned(options: argparse.Namespace) -> list[tuple[str, str, int, list[str]]]:
@@ -85,9 +88,10 @@ def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace)
             config["optim"] = SGD
         Path(folder, "config.yaml").write_text(yaml.safe_dump(config))
         arguments = ["--config", f"{folder}/config.yaml", *arguments]
+        words = [f"data.name={'cifar10' if options.data == 'original' else 'folder'}", f"data.root={options.folder}"]
         command = [sys.executable, "-m", "hvdtrain"]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
-        call([*launcher, *command, *arguments, f"data.root={options.folder}", f"seed={seed}", f"run={job}", *options.extra], environment)
+        call([*launcher, *command, *arguments, *words, f"seed={seed}", f"run={job}", *options.extra], environment)
         accuracy = []
         for views in (6, 1):
             call([*launcher, *command, "evaluate", str(job), f"evaluate.views={views}", "--json", f"{folder}/{views}.json"], environment)
@@ -153,7 +157,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mpirun", default="mpirun")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "cifar10_speed.jsonl"))
     parser.add_argument("extra", nargs="*", help="key=value for each job of hvdtrain; such rows are not in the summary")
-    return parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
+    options.data = "original" if (options.folder / "cifar-10-batches-bin").is_dir() else "folder"
+    return options
 
 
 if __name__ == "__main__":

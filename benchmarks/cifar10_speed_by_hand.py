@@ -2,8 +2,9 @@
 
     python benchmarks/cifar10_speed_by_hand.py FOLDER [--seeds 0,1,2] [--epochs 8] [--fp32]
 
-FOLDER/train/CLASS and FOLDER/test/CLASS have images. Network, optimizer and numbers: Jordan 2024, arXiv:2404.00498, and airbench94_muon in
-KellerJordan/cifar10-airbench. A line of JSON for each seed: accuracy with six views, seconds of training, of the evaluation.
+FOLDER has cifar-10-batches-bin, or images in train/CLASS and test/CLASS. Network, optimizer and numbers: Jordan 2024, arXiv:2404.00498,
+and airbench94_muon in KellerJordan/cifar10-airbench. A line of JSON for each seed: accuracy with six views, seconds of training, of the
+evaluation.
 """
 
 from __future__ import annotations
@@ -64,8 +65,13 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return (x.T if tall else x).float()
 
 
-def load(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    images = ImageFolder(str(folder))
+def load(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 (n, 3, 32, 32), and classes (n,)."""
+    if (binary := folder / "cifar-10-batches-bin").is_dir():
+        files = sorted(binary.glob("data_batch_?.bin" if part == "train" else "test_batch.bin"))
+        records = torch.from_numpy(np.concatenate([np.fromfile(file, np.uint8) for file in files]).reshape(-1, 3073))
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+    images = ImageFolder(str(folder / part))
     x = torch.from_numpy(np.stack([np.asarray(image) for image, _ in images]))
     return x.permute(0, 3, 1, 2), torch.tensor(images.targets)
 
@@ -139,7 +145,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--fp32", action="store_true")
     options = parser.parse_args()
-    (x, y), (x_val, y_val) = (load(options.folder / part) for part in ("train", "test"))
+    (x, y), (x_val, y_val) = (load(options.folder, part) for part in ("train", "test"))
     mean, std = stats(x)
     x, x_val = ((part.float() / 255 - mean) / std for part in (x, x_val))
     for seed in options.seeds.split(","):

@@ -47,6 +47,7 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
 }
 OF_CIFAR10: dict[str, list[str]] = {
     "CIFAR-10, batch 128": CIFAR10,
+    "CIFAR-10, batch 128, Muon": [*CIFAR10, "optim.name=muon", "optim.momentum=0.7", "optim.base_lr=0.05", "optim.rest_rate=0.2"],
     "CIFAR-10, batch 2048, Muon": [
         *CIFAR10,
         "batch.size=2048",
@@ -55,6 +56,7 @@ OF_CIFAR10: dict[str, list[str]] = {
         "optim.base_lr=0.2",
         "optim.rest_rate=0.2",
     ],
+    "CIFAR-10, batch 2048, SGD": [*CIFAR10, "batch.size=2048", "optim.base_lr=0.54", "recipe.warmup=0.5"],
     "CIFAR-10, batch growing from 256 to 2048, Muon": ["--config", "configs/cifar10_muon_growth.yaml"],
 }
 RECIPES = FASHION_MNIST | OF_CIFAR10
