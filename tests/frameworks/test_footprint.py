@@ -56,6 +56,7 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
     gpt = "gpt model.layers=2 model.width=32 model.heads=2 optim.name=adamw optim.clip_norm=1"
     cases += [f"2:{gpt} parallel.tensor=2", f"2:{gpt} parallel.tensor=2 parallel.sequence=true"]
     cases += [f"2:{gpt} parallel.tensor=2 shard.stage=3 model.tied=true", f"2:{HYBRID} parallel.dense=c"]
+    cases += [f"2:{gpt} comm.local_steps=4 comm.local_from=0.5", "2:wide_resnet comm.local_steps=4 comm.local_from=1"]
     stages = [f"4:{gpt} parallel.pipeline=2{more}" for more in (" shard.stage=1", " parallel.schedule=zero_bubble")]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")

@@ -19,6 +19,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.counted import Moved, counted
 from hvdtrain.comm.placement import placement
+from hvdtrain.config.length import read_length
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
@@ -37,23 +38,30 @@ SAMPLES = 8
 def measured(
     config: Config, task: Task, communicator: Communicator, moved: list[Moved], passes: int, samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by kind. `moved`: where they are counted."""
-    live = LiveStorages()
+    """The kinds at the peak of the second step, of real numbers; and the bytes that it sends, by kind. `moved`: where they are counted.
+
+    With comm.local_from two steps are made in which the ranks reduce gradients, then two by themselves: the most of all but the first.
+    """
+    live, largest = LiveStorages(), dict[str, int]()
+    together = [True, True, False, False] if read_length(config.comm.local_from).amount else [False, False]
     with live:
         learner: Any = build_learner(config, task, communicator)
         for p in learner.parameters:
             p.register_post_accumulate_grad_hook(lambda p: live.mark([p.grad], "gradients"))
         zeros = {name: np.zeros((samples // passes, *field.shape), field.dtype) for name, field in task.fields.items()}
         with learner.stopwatch.replaced_by(live):
-            for step in range(2):
+            for step, reduces in enumerate(together):
                 mark(learner, live)
                 live.reset_peak()
                 moved.clear()
                 micro = [learner.to_device({name: array.copy() for name, array in zeros.items()}) for _ in range(passes)]
-                learner.step(micro, Hyper(1e-3, 0.9, 0.0, samples * learner.data.size, step), step)
-            sent = by_kind(moved)
-            learner.sync_buffers(communicator)
-    return dict(live.peak), sent
+                learner.step(micro, Hyper(1e-3, 0.9, 0.0, samples * learner.data.size, step, together=reduces), step)
+                sent = by_kind(moved)
+                if step == len(together) - 1:
+                    learner.sync_buffers(communicator)
+                if step and live.peak_bytes > sum(largest.values()):
+                    largest = dict(live.peak)
+    return largest, sent
 
 
 def by_kind(moved: Iterable[Moved]) -> dict[str, int]:
