@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.exchange.mpi import MpiExchange
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.half_sums import HALF_TYPES, sum_function
 from hvdtrain.comm.placement import NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name
@@ -51,6 +52,18 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
         host = world.Split_type(mpi.COMM_TYPE_SHARED)
         place = replace(place, rank=world.rank, size=world.size, local_rank=host.rank, local_size=host.size)
     return MpiCommunicator(mpi, world, place, MpiSideChannel(mpi, world))
+
+
+def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
+    """Of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0."""
+    mpi = load()
+    check_library(place, EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX))
+    if not mpi.Is_initialized():
+        _initialize(mpi)
+    world = mpi.COMM_WORLD
+    own = ranks if isinstance(ranks, mpi.Comm) else world.Create_group(world.group.Incl(list(ranks)))
+    host = own.Split_type(mpi.COMM_TYPE_SHARED)
+    return MpiCommunicator(mpi, own, Placement(own.rank, own.size, host.rank, host.size, place.launcher), None)
 
 
 def load() -> Any:
@@ -120,6 +133,7 @@ class MpiCommunicator:
         self._loss_is_agreed = False  # by confirm(), which each rank calls as often as the others, or shrink() in its place
         self._members = list(range(self.size))  # of the ranks now, the numbers that they had at first
         self._groups: list[MpiCommunicator] = []  # of split()
+        self._exchanges: list[MpiExchange] = []
         self._comm_thread: CommThread | None = None
         # On one host an allreduce is work of the processor, and a thread would take a core from backward: start_allreduce() blocks there.
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE and self.local_size < self.size:
@@ -234,6 +248,11 @@ class MpiCommunicator:
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
+    def exchange(self) -> MpiExchange:
+        """Of these ranks, apart from their other collectives; void after shrink(). A collective."""
+        self._exchanges.append(MpiExchange(self._mpi, self._comm.Dup()))
+        return self._exchanges[-1]
+
     def split(self, color: int | None) -> Communicator | None:
         groups = split_groups(self, color)
         ranks = self._comm.Split(self._mpi.UNDEFINED if color is None else color, self.rank)
@@ -301,6 +320,9 @@ class MpiCommunicator:
         for comm in (self._comm, *([self._thread_comm] if self._comm_thread else [])):
             with contextlib.suppress(self._mpi.Exception):
                 comm.Revoke()
+        for exchange in self._exchanges:
+            exchange.revoke()
+        self._exchanges = []
 
     def abort(self, code: int) -> NoReturn:
         flush_output()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hvdtrain.comm import mpi
 from hvdtrain.comm.arrival import not_of_this_job, wait_for_all_ranks
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle, Op, check_buffer, part_of, writable
+from hvdtrain.comm.exchange.group import GroupExchange
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.gloo_connections import GlooConnections
 from hvdtrain.comm.gloo_threads import wait_until_idle
@@ -302,6 +303,10 @@ class TorchDistCommunicator:
         if self._store is not None:
             return self._store.gather(message, wait_s)
         return [message] if self._group is None else None
+
+    def exchange(self) -> GroupExchange:
+        """Of these ranks, among their other collectives."""
+        return GroupExchange(self._group, self.rank, self.size, "all" if self._group is None else self._group.group_name)
 
     def split(self, color: int | None) -> Communicator | None:
         assert self._group is None, "of all ranks alone"
