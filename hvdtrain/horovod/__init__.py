@@ -1,0 +1,78 @@
+"""Horovod's API for PyTorch on the engines of hvdtrain: `import hvdtrain.horovod as hvd`. docs/horovod-api.md lists what differs."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hvdtrain.horovod import elastic as elastic
+from hvdtrain.horovod.alltoalls import alltoall as alltoall
+from hvdtrain.horovod.alltoalls import alltoall_async as alltoall_async
+from hvdtrain.horovod.basics import cross_rank as cross_rank
+from hvdtrain.horovod.basics import cross_size as cross_size
+from hvdtrain.horovod.basics import init as init
+from hvdtrain.horovod.basics import is_homogeneous as is_homogeneous
+from hvdtrain.horovod.basics import is_initialized as is_initialized
+from hvdtrain.horovod.basics import local_rank as local_rank
+from hvdtrain.horovod.basics import local_size as local_size
+from hvdtrain.horovod.basics import rank as rank
+from hvdtrain.horovod.basics import shutdown as shutdown
+from hvdtrain.horovod.basics import size as size
+from hvdtrain.horovod.broadcasts import broadcast as broadcast
+from hvdtrain.horovod.broadcasts import broadcast_ as broadcast_
+from hvdtrain.horovod.broadcasts import broadcast_async as broadcast_async
+from hvdtrain.horovod.broadcasts import broadcast_async_ as broadcast_async_
+from hvdtrain.horovod.built import ccl_built as ccl_built
+from hvdtrain.horovod.built import cuda_built as cuda_built
+from hvdtrain.horovod.built import ddl_built as ddl_built
+from hvdtrain.horovod.built import gloo_built as gloo_built
+from hvdtrain.horovod.built import gloo_enabled as gloo_enabled
+from hvdtrain.horovod.built import mpi_built as mpi_built
+from hvdtrain.horovod.built import mpi_enabled as mpi_enabled
+from hvdtrain.horovod.built import mpi_threads_supported as mpi_threads_supported
+from hvdtrain.horovod.built import nccl_built as nccl_built
+from hvdtrain.horovod.built import rocm_built as rocm_built
+from hvdtrain.horovod.compression import Compression as Compression
+from hvdtrain.horovod.engine.errors import HorovodInternalError as HorovodInternalError
+from hvdtrain.horovod.engine.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from hvdtrain.horovod.gathers import allgather as allgather
+from hvdtrain.horovod.gathers import allgather_async as allgather_async
+from hvdtrain.horovod.gathers import grouped_allgather as grouped_allgather
+from hvdtrain.horovod.gathers import grouped_allgather_async as grouped_allgather_async
+from hvdtrain.horovod.handles import barrier as barrier
+from hvdtrain.horovod.handles import join as join
+from hvdtrain.horovod.handles import poll as poll
+from hvdtrain.horovod.handles import synchronize as synchronize
+from hvdtrain.horovod.objects import allgather_object as allgather_object
+from hvdtrain.horovod.objects import broadcast_object as broadcast_object
+from hvdtrain.horovod.ops import Adasum as Adasum
+from hvdtrain.horovod.ops import Average as Average
+from hvdtrain.horovod.ops import Max as Max
+from hvdtrain.horovod.ops import Min as Min
+from hvdtrain.horovod.ops import Product as Product
+from hvdtrain.horovod.ops import Sum as Sum
+from hvdtrain.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.horovod.parameters import broadcast_optimizer_state as broadcast_optimizer_state
+from hvdtrain.horovod.parameters import broadcast_parameters as broadcast_parameters
+from hvdtrain.horovod.process_sets import ProcessSet as ProcessSet
+from hvdtrain.horovod.process_sets import add_process_set as add_process_set
+from hvdtrain.horovod.process_sets import global_process_set as global_process_set
+from hvdtrain.horovod.process_sets import remove_process_set as remove_process_set
+from hvdtrain.horovod.reductions import allreduce as allreduce
+from hvdtrain.horovod.reductions import allreduce_ as allreduce_
+from hvdtrain.horovod.reductions import allreduce_async as allreduce_async
+from hvdtrain.horovod.reductions import allreduce_async_ as allreduce_async_
+from hvdtrain.horovod.reductions import grouped_allreduce as grouped_allreduce
+from hvdtrain.horovod.reductions import grouped_allreduce_ as grouped_allreduce_
+from hvdtrain.horovod.reductions import grouped_allreduce_async as grouped_allreduce_async
+from hvdtrain.horovod.reductions import grouped_allreduce_async_ as grouped_allreduce_async_
+from hvdtrain.horovod.reductions import sparse_allreduce_async as sparse_allreduce_async
+from hvdtrain.horovod.scatters import grouped_reducescatter as grouped_reducescatter
+from hvdtrain.horovod.scatters import grouped_reducescatter_async as grouped_reducescatter_async
+from hvdtrain.horovod.scatters import reducescatter as reducescatter
+from hvdtrain.horovod.scatters import reducescatter_async as reducescatter_async
+from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raises AttributeError, which says that a name of Horovod's is not built here."""
+    raise AttributeError(f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to use instead")

@@ -1,0 +1,37 @@
+"""The exceptions of Horovod's API, by its names; each says what, where and how to fix it."""
+
+from __future__ import annotations
+
+from hvdtrain.errors import LOST, STALLED, UserError
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed. What elastic.run() goes on after."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts came or went between two steps; raised by a state's commit()."""
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class BadCall(UserError, ValueError):
+    """An argument that no other rank is needed to refuse."""
+
+
+class Mismatch(UserError, HorovodInternalError):
+    """Ranks called a collective of one name differently; raised on every rank of the process set."""
+
+
+class Missing(UserError, HorovodInternalError):
+    """A rank has ended, or waits for something else, so that a collective will never be made."""
+
+    code = LOST
+
+
+class Stalled(UserError, HorovodInternalError):
+    """A rank did not come to a collective in time."""
+
+    code = STALLED

@@ -1,0 +1,277 @@
+"""The queue of one process set, and the rounds in which its ranks agree on what to make."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.comm_thread import CommThread
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.exchange import Exchange
+from hvdtrain.comm.signed.objects import pack, unpack
+from hvdtrain.errors import UserError
+from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide
+from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
+from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
+from hvdtrain.horovod.engine.inline import finish_inline
+from hvdtrain.horovod.engine.patience import wait_for
+from hvdtrain.horovod.engine.perform import Performer
+from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
+from hvdtrain.horovod.engine.stand_in import stand_in
+
+IDLE_S = 0.005  # between two rounds in which nothing could be made
+_FIX_NAMES = "the same calls, with the same names, on every rank of the process set"
+
+
+class Lane:
+    """Of the ranks of one process set, of which this process is one.
+
+    A request is seen by the other ranks once this rank waits for any of its requests, or enough of them are queued: what a round makes
+    depends on the programs of the ranks alone, not on time.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        exchange: Exchange,
+        ranks: Sequence[int],
+        settings: Settings,
+        change: Callable[[Signature], Any],
+    ) -> None:
+        """ranks: of the job, those of the communicator. change: makes or removes a process set that all ranks have agreed on."""
+        self.ranks, self._settings, self._change = list(ranks), settings, change
+        self.communicator, self._exchange = communicator, exchange
+        self._performer = Performer(communicator, ranks, settings.fusion_bytes)
+        self._block = Block(len(self.ranks))
+        self._queue: dict[str, Request] = {}  # by name, in the order of the program
+        self._lock = threading.Lock()  # of the queue
+        self._rounds = threading.Lock()  # held by the thread that makes rounds
+        self._bucket, self._bucket_bytes, self._bucket_is_empty = 0, 0, True
+        self._asked: list[Request] | None = None  # of a round that has begun
+        self._own_flags, self._special = 0, 0
+        self._waiting = 0  # threads in finish()
+        self._last_joined, self._joined_before = -1, set[int]()
+        self._all_joined = self._all_leaving = False
+        self._idle_since: float | None = None  # of rounds without progress
+        self._missing: dict[str, list[int]] = {}
+        self._thread: CommThread | None = None
+        self._wanted = False  # by another thread: rounds until nothing is asked for
+        self._broken: BaseException | None = None
+
+    def submit(self, request: Request) -> bool:
+        """Queues a request; True where enough are queued. Raises BadCall where one of this name is under way."""
+        if self._broken is not None:
+            raise self._broken
+        with self._lock:
+            name = request.signature.name
+            if name in self._queue:
+                what = "a request of the same name is under way"
+                raise BadCall(what, request.signature.where, "another name, or synchronize() the first one before")
+            request.bucket = self._bucket
+            self._queue[name] = request
+            self._bucket_bytes += request.size_bytes
+            self._bucket_is_empty = False
+            return self._bucket_bytes >= self._settings.fusion_bytes
+
+    def show(self) -> None:
+        """The requests so far are seen by the other ranks from the next round on."""
+        with self._lock:
+            if not self._bucket_is_empty:
+                self._bucket, self._bucket_bytes, self._bucket_is_empty = self._bucket + 1, 0, True
+
+    def finish(self, request: Request) -> None:
+        """Returns once it is done. Raises Stalled where it is not done in time."""
+        start = time.monotonic()
+        self._waiting += 1
+        try:
+            while not request.done:
+                with self._rounds:
+                    if not request.done:
+                        self._round()
+                self._check_patience(request, start)
+        finally:
+            self._waiting -= 1
+
+    def step(self, request: Request) -> bool:
+        """Whether it is done; makes what can be made without waiting for a rank that has not come."""
+        if not request.done and self._rounds.acquire(blocking=False):
+            try:
+                self._begin()
+                if self._exchange.done():
+                    self._end()
+            finally:
+                self._rounds.release()
+        return request.done
+
+    def start(self) -> None:
+        """Begins rounds on a thread of this set, which go on while want() is True and something is asked for."""
+        if self._thread is None:
+            self._thread = CommThread()
+        self._thread.start(self._work)
+
+    def want(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def has_shown(self) -> bool:
+        return any(request.bucket < self._bucket for request in self._queue.values())
+
+    def join(self) -> int:
+        """Takes part in everything that the others ask for, until all have joined; returns the rank that came last."""
+        self.show()
+        with self._rounds:
+            self._special |= JOINED
+            self._all_joined = False
+            while not self._all_joined:
+                self._round()
+            self._special &= ~JOINED
+            self._joined_before = set()
+        return self._last_joined
+
+    def leave(self) -> None:
+        """The last call: makes what is asked for until every rank leaves."""
+        self.show()
+        with self._rounds:
+            self._special |= LEAVING
+            while not self._all_leaving:
+                self._round()
+
+    def _work(self) -> None:
+        with self._rounds:
+            while self.has_shown() and self._broken is None:
+                self._round()
+                if not self._wanted:
+                    return
+
+    def _check_patience(self, request: Request, start: float) -> None:
+        end_s = self._settings.end_s
+        if request.done or end_s is None or time.monotonic() - start < end_s:
+            return
+        missing = self._missing.get(request.signature.name, [])
+        raise Stalled(f"ranks {missing} did not ask for it within {end_s:g} s", request.signature.where, _FIX_NAMES)
+
+    def _round(self) -> None:
+        self._begin()
+        self._end()
+
+    def _begin(self) -> None:
+        """Unless a round has begun."""
+        if self._broken is not None:
+            raise self._broken
+        if self._asked is not None:
+            return
+        with self._lock:
+            asked = [request for request in self._queue.values() if request.bucket < self._bucket]
+        overdue = self._idle_since is not None and time.monotonic() - self._idle_since > self._settings.deadlock_s
+        self._own_flags = BLOCKED * (self._waiting > 0) + OVERDUE * overdue
+        self._block.fill(asked, self._special, self._own_flags)
+        self._exchange.start(self._block.own, self._block.rows)
+        self._asked = asked
+
+    def _end(self) -> None:
+        try:
+            self._complete()
+        except BaseException as error:
+            broken = self._break(error)
+            raise broken from (None if broken is error else error)
+
+    def _complete(self) -> None:
+        """Of the round that has begun."""
+        asked = self._asked
+        assert asked is not None, "no round has begun"
+        wait_for(self._exchange, self._settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
+        self._asked = None
+        if not self._block.is_equal():
+            self._make_agreed(asked)
+        elif not asked:
+            self._note_progress(progress=False)
+        elif self._block.has_tensors:
+            finish_inline(self._block, asked, self.ranks)
+            self._forget(asked)
+        else:
+            self._make([(request, (request.bucket,)) for request in asked], len(self.ranks))
+
+    def _purpose(self, asked: Sequence[Request]) -> str:
+        if not asked:
+            return "join" if self._special & JOINED else "shutdown" if self._special & LEAVING else "a round"
+        more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
+        return f"{asked[0].signature.where}{more}"
+
+    def _make_agreed(self, asked: Sequence[Request]) -> None:
+        """Where ranks ask for different things: each tells all, and all decide the same."""
+        standings = self._standings(asked)
+        decision = decide(standings)
+        own = {request.signature.name: request for request in asked}
+        self._missing = decision.missing
+        ready = [(own.get(each.signature.name) or stand_in(each.signature, len(self.ranks)), each.buckets) for each in decision.ready]
+        if ready:
+            self._make(ready, decision.active)
+        self._refuse(decision, own)
+        self._note_joined(standings)
+        self._note_progress(progress=bool(decision.ready or decision.refused))
+
+    def _standings(self, asked: Sequence[Request]) -> list[Standing]:
+        special, own = self._special, self._own_flags
+        rank = self.ranks[self.communicator.rank]
+        listed = [Asked(request.signature, request.bucket) for request in asked]
+        flags = bool(special & JOINED), bool(special & LEAVING), bool(own & BLOCKED), bool(own & OVERDUE)
+        packed = np.frombuffer(pack(Standing(rank, listed, *flags), ""), np.uint8)
+        lengths = self.communicator.allgather(np.array([len(packed)]), "standings")
+        parts = np.split(self.communicator.allgather(packed, "standings"), np.cumsum(lengths)[:-1])
+        return [unpack(part.tobytes(), "") for part in parts]
+
+    def _make(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
+        self._performer.perform([pair for pair in requests if pair[0].inputs], active)
+        for request, _ in requests:
+            if request.inputs:
+                continue
+            kind = request.signature.kind
+            request.finish(self._change(request.signature) if kind in ("add_process_set", "remove_process_set") else [])
+        self._forget([request for request, _ in requests])
+
+    def _refuse(self, decision: Decision, own: dict[str, Request]) -> None:
+        for name, refusal in decision.refused.items():
+            if name in own:
+                request, kind = own[name], Missing if refusal.of_missing else Mismatch
+                request.fail(kind(refusal.what, request.signature.where, _FIX_NAMES))
+                self._forget([request])
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                if self._queue.get(request.signature.name) is request:
+                    del self._queue[request.signature.name]
+        self._note_progress(progress=True)
+
+    def _note_joined(self, standings: Sequence[Standing]) -> None:
+        joined = {standing.rank for standing in standings if standing.joined}
+        if new := joined - self._joined_before:
+            self._last_joined = max(new)
+        self._joined_before = joined
+        self._all_joined = len(joined) == len(standings)
+        self._all_leaving = all(standing.leaving for standing in standings)
+
+    def _note_progress(self, *, progress: bool) -> None:
+        if progress:
+            self._idle_since = None
+            return
+        if self._idle_since is None:
+            self._idle_since = time.monotonic()
+        time.sleep(IDLE_S)
+
+    def _break(self, error: BaseException) -> BaseException:
+        """No round is possible any more: what is asked for fails, and so does every later call, with the error that this returns."""
+        is_own = isinstance(error, (UserError, HorovodInternalError)) or not isinstance(error, Exception)
+        broken = error if is_own else HorovodInternalError(f"{type(error).__name__}: {error}")
+        if not is_own:
+            broken.__cause__ = error
+        self._broken = broken
+        with self._lock:
+            for request in self._queue.values():
+                request.fail(broken)
+            self._queue.clear()
+        return broken

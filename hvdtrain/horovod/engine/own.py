@@ -1,0 +1,200 @@
+"""The engine of our own: a lane for each process set, over a communicator."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+
+from hvdtrain.comm.communicator import Communicator, elastic
+from hvdtrain.comm.exchange import Exchange
+from hvdtrain.comm.exchange.alone import Alone
+from hvdtrain.comm.split import split_groups
+from hvdtrain.errors import UserError
+from hvdtrain.horovod.engine.engine import GLOBAL
+from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
+from hvdtrain.horovod.engine.lane import Lane
+from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
+
+
+class OwnEngine:
+    """Several threads may call it. Where there are several process sets, each makes its rounds on a thread of its own while one waits."""
+
+    def __init__(self, communicator: Communicator, settings: Settings) -> None:
+        """A collective."""
+        self.name, self._communicator, self._settings = communicator.name, communicator, settings
+        self._numbers = itertools.count(1)
+        self._waiting, self._lock = 0, threading.Lock()
+        self._is_asynchronous = "asynchronous" in communicator.features
+        self._can_shrink = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """With the ranks of the communicator, and no process set but that of all of them."""
+        communicator = self._communicator
+        self.rank, self.size = communicator.rank, communicator.size
+        self.local_rank, self.local_size = communicator.local_rank, communicator.local_size
+        places = communicator.allgather_object((communicator.local_rank, communicator.local_size))
+        hosts = split_groups(communicator, 0).hosts if self.size > 1 else [0]
+        beside = sorted({hosts[rank] for rank, (local_rank, _) in enumerate(places) if local_rank == self.local_rank})
+        self.cross_rank, self.cross_size = beside.index(hosts[self.rank]), len(beside)
+        self.is_homogeneous = len({local_size for _, local_size in places}) == 1
+        self._sets: dict[int, list[int]] = {GLOBAL: list(range(self.size))}
+        self._lanes = {GLOBAL: self._lane(communicator, self._sets[GLOBAL])}
+        self._handles: dict[int, tuple[Lane, Request]] = {}
+        self._last_id = GLOBAL
+
+    def submit(self, set_id: int, request: Request) -> int:
+        lane = self._lanes.get(set_id)
+        if lane is None:
+            ranks = self.ranks_of(set_id)
+            what = f"rank {self.rank} is not a member of the process set of ranks {ranks}"
+            raise BadCall(what, request.signature.where, "call it on these ranks alone: process_set.included()")
+        if lane.submit(request) and (self._is_asynchronous or len(self._lanes) > 1):
+            lane.show()
+            lane.start()
+        handle = next(self._numbers)
+        self._handles[handle] = lane, request
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        if handle not in self._handles:
+            raise BadCall(f"handle {handle!r} was not made, or is synchronized already", "hvd.poll()", "a handle of an ..._async() call")
+        lane, request = self._handles[handle]
+        self._show()
+        return lane.step(request)
+
+    def wait(self, handle: int) -> Any:
+        if handle not in self._handles:
+            return None
+        lane, request = self._handles[handle]
+        if not request.done:
+            if len(self._lanes) == 1:
+                lane.show()
+                lane.finish(request)
+            else:
+                with self._others_going_on(lane):
+                    lane.finish(request)
+        del self._handles[handle]
+        if request.error is not None:
+            raise request.error
+        return request.result
+
+    def join(self) -> int:
+        with self._others_going_on(self._lanes[GLOBAL]):
+            return self._lanes[GLOBAL].join()
+
+    def add_set(self, ranks: Sequence[int]) -> int:
+        found = self._agree_on("add_process_set", ranks)
+        if isinstance(found, int):
+            return found
+        raise BadCall(f"there is a process set of ranks {list(ranks)} already", "hvd.add_process_set()", "use that one")
+
+    def remove_set(self, set_id: int) -> bool:
+        if set_id == GLOBAL or set_id not in self._sets:
+            return False
+        self._agree_on("remove_process_set", self._sets[set_id])
+        return True
+
+    def ranks_of(self, set_id: int) -> list[int]:
+        if set_id not in self._sets:
+            raise BadCall("this process set was not added, or was removed", f"process set {set_id}", "hvd.add_process_set()")
+        return self._sets[set_id]
+
+    def be_ready_to_shrink(self) -> None:
+        if self._can_shrink or "shrink" not in self._communicator.features or self.size == 1:
+            return
+        try:
+            elastic(self._communicator, "hvd.elastic.run()").be_ready_to_shrink()
+        except UserError:  # on every rank: this job ends with a loss, as it would without elastic.run()
+            return
+        self._can_shrink = True
+
+    def confirm(self) -> None:
+        if self._can_shrink:
+            try:
+                elastic(self._communicator, "hvd.elastic.run()").confirm()
+            except Exception as error:
+                raise HorovodInternalError("a rank is lost") from error
+
+    def recover(self, error: BaseException) -> None:
+        communicator = elastic(self._communicator, "hvd.elastic.run()") if self._can_shrink else None
+        cause = error.__cause__ or error
+        if communicator is None or not communicator.is_loss(cause):
+            raise error
+        while True:
+            try:
+                communicator.shrink()
+                self._begin()
+                return
+            except Exception as again:  # another rank is lost meanwhile
+                if not communicator.is_loss(again):
+                    raise
+
+    def leave(self) -> None:
+        self._show()
+        others = [lane for set_id, lane in self._lanes.items() if set_id != GLOBAL]
+        leaving = [threading.Thread(target=lane.leave, daemon=True) for lane in others]
+        for thread in leaving:
+            thread.start()
+        self._lanes[GLOBAL].leave()
+        for thread in leaving:
+            thread.join()
+
+    def abort(self, code: int) -> NoReturn:
+        self._communicator.abort(code)
+
+    def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
+        exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
+        return Lane(communicator, exchange, ranks, self._settings, self._change)
+
+    def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
+        signature = Signature(f"{kind} {list(ranks)}", kind, ranks=tuple(ranks))
+        return self.wait(self.submit(GLOBAL, Request(signature, list[torch.Tensor]())))
+
+    def _change(self, signature: Signature) -> int | None:
+        """On every rank at the same place among the requests of all: the id of the process set; None where there was one already."""
+        ranks = list(signature.ranks)
+        known = next((set_id for set_id, members in self._sets.items() if members == ranks), None)
+        if signature.kind == "remove_process_set":
+            if known is not None:
+                del self._sets[known]
+                self._lanes.pop(known, None)
+            return known
+        if known is not None:
+            return None
+        self._last_id = set_id = self._last_id + 1
+        group = self._communicator.split(0 if self.rank in ranks else None)
+        self._sets[set_id] = ranks
+        if group is not None:
+            self._lanes[set_id] = self._lane(group, ranks)
+        return set_id
+
+    def _show(self) -> None:
+        for lane in list(self._lanes.values()):
+            lane.show()
+
+    @contextmanager
+    def _others_going_on(self, lane: Lane) -> Iterator[None]:
+        """While this thread waits, what it has asked other process sets for is made too: other ranks may wait for it first."""
+        self._show()
+        others = [other for other in self._lanes.values() if other is not lane]
+        with self._lock:
+            self._waiting += 1
+        for other in others:
+            other.want(True)
+            if other.has_shown():
+                other.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                if not self._waiting:
+                    for other in others:
+                        other.want(False)

@@ -1,0 +1,200 @@
+"""Makes the collectives of batches: packs their tensors into one buffer where they are several, and hands out the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.comm.communicator import Communicator, part_of, point_to_point
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.reduce import start_reduce_
+from hvdtrain.horovod.engine.requests import Request
+from hvdtrain.horovod.engine.scale import average_, scale_
+from hvdtrain.horovod.engine.units import Batch, Unit, batches
+
+TAG = 22  # of the messages of an alltoall
+Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
+
+
+class Performer:
+    """Of the ranks of one process set."""
+
+    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
+        """ranks: of the job, those of the communicator."""
+        self._communicator, self._ranks, self._fusion_bytes = communicator, list(ranks), fusion_bytes
+        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # reused from batch to batch
+        self._start = {
+            "allreduce": self._start_allreduce,
+            "broadcast": self._broadcast,
+            "allgather": self._allgather,
+            "alltoall": self._alltoall,
+            "reducescatter": self._reducescatter,
+        }
+
+    def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
+        """Every rank of the set calls it with the same requests, in the same order. active: the ranks that have not joined."""
+        results: Results = {}
+        waits = [self._start[batch.signature.kind](batch, active, results) for batch in batches(requests, self._fusion_bytes)]
+        for wait in waits:
+            wait()
+        for request, _ in requests:
+            request.finish([results[id(request), index] for index in range(len(request.inputs))])
+
+    def _start_allreduce(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        signature, targets = batch.signature, [self._target(unit) for unit in batch.units]
+        is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
+        # A collective under way needs a buffer of its own: the shared one is for engines whose start_allreduce() waits.
+        flat = targets[0].view(-1) if is_alone else self._packed(batch.units)
+        if is_alone and targets[0].data_ptr() != batch.units[0].source.data_ptr():
+            targets[0].copy_(batch.units[0].source)
+        scale_(flat, signature.prescale)
+        op = "sum" if signature.op == "average" else signature.op
+        reduced = start_reduce_(self._communicator, flat, op, signature.name)
+
+        def wait() -> None:
+            reduced()
+            finish_reduction_(flat, signature.op, active, signature.postscale)
+            if not is_alone:
+                _unpack_(flat, targets)
+            _hand_out(batch.units, targets, results)
+
+        if "asynchronous" in self._communicator.features:
+            return wait
+        wait()
+        return lambda: None
+
+    def _target(self, unit: Unit) -> torch.Tensor:
+        target = unit.target()
+        return torch.empty_like(unit.source, memory_format=torch.contiguous_format) if target is None else target
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine takes it where it is; else it is copied to host memory."""
+        return tensor.device.type == "cpu" or "nccl" in self._communicator.features
+
+    def _packed(self, units: Sequence[Unit]) -> torch.Tensor:
+        source = units[0].source
+        total = sum(unit.source.numel() for unit in units)
+        device = source.device if self._stays(source) else torch.device("cpu")
+        if "asynchronous" in self._communicator.features:
+            flat = torch.empty(total, dtype=source.dtype, device=device)
+        else:
+            whole = self._buffers.get((source.dtype, device))
+            if whole is None or whole.numel() < total:
+                whole = self._buffers[source.dtype, device] = torch.empty(total, dtype=source.dtype, device=device)
+            flat = whole[:total]
+        if total:
+            torch._foreach_copy_(_pieces(flat, [unit.source for unit in units]), [unit.source for unit in units])
+        return flat
+
+    def _broadcast(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        targets, root = [self._target(unit) for unit in batch.units], self._ranks.index(batch.signature.root)
+        is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
+        is_root = self._communicator.rank == root
+        if is_root:
+            for unit, target in zip(batch.units, targets, strict=True):
+                if target.data_ptr() != unit.source.data_ptr():
+                    target.copy_(unit.source)
+        flat = targets[0].view(-1) if is_alone else self._packed(batch.units)
+        if flat.numel():
+            self._communicator.broadcast(_bytes(flat), batch.signature.name, root)
+        if not is_alone and not is_root:
+            _unpack_(flat, targets)
+        _hand_out(batch.units, targets, results)
+        return lambda: None
+
+    def _allgather(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        units, name = batch.units, batch.signature.name
+        size = self._communicator.size
+        lengths = self._communicator.allgather(np.array([len(unit.source) for unit in units]), name).reshape(size, len(units))
+        packed = torch.cat([_bytes(self._placed(unit.source).reshape(-1)) for unit in units])
+        gathered = self._communicator.allgather(packed, name)
+        widths = [_row_bytes(unit.source) for unit in units]
+        sizes = [int(length) * width for row in lengths for length, width in zip(row, widths, strict=True)]
+        parts = gathered.split(sizes)  # of rank 0 every unit, of rank 1 every unit, ...
+        for index, unit in enumerate(units):
+            whole = torch.cat(parts[index :: len(units)]).view(unit.source.dtype)
+            whole = whole.view(int(lengths[:, index].sum()), *unit.source.shape[1:])
+            results[id(unit.request), unit.place] = whole.to(unit.source.device)
+        return lambda: None
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._stays(tensor) else tensor.cpu()
+
+    def _alltoall(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        size, rank = self._communicator.size, self._communicator.rank
+        for unit in batch.units:
+            splits = list(unit.request.splits)
+            table = self._communicator.allgather(np.array(splits, np.int64), batch.signature.name).reshape(size, size)
+            received = [int(n) for n in table[:, rank]]
+            source = unit.source.cpu()
+            rows = source.new_empty((sum(received), *source.shape[1:]))
+            self._swap(source[: sum(splits)].split(splits), rows.split(received), batch.signature.name)
+            results[id(unit.request), unit.place] = rows.to(unit.source.device), received
+        return lambda: None
+
+    def _swap(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
+        """mine[r] to rank r, theirs[r] from it."""
+        communicator = self._communicator
+        theirs[communicator.rank].copy_(mine[communicator.rank])
+        others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+        if not others:
+            return
+        wire = point_to_point(communicator, f"alltoall {name!r}")
+        handles = [wire.start_recv(_bytes(theirs[rank].view(-1)), rank, name, TAG) for rank in others if theirs[rank].numel()]
+        handles += [wire.start_send(_bytes(mine[rank].reshape(-1)), rank, name, TAG) for rank in others if mine[rank].numel()]
+        for handle in handles:
+            handle.wait()
+
+    def _reducescatter(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        """An allreduce of them all, of which this rank keeps its rows: the first ranks get one more where they do not split evenly."""
+        signature, sources = batch.signature, [unit.source for unit in batch.units]
+        flat = self._packed(batch.units)
+        scale_(flat, signature.prescale)
+        start_reduce_(self._communicator, flat, "sum" if signature.op == "average" else signature.op, signature.name)()
+        finish_reduction_(flat, signature.op, active, signature.postscale)
+        for unit, whole in zip(batch.units, _pieces(flat, sources), strict=True):
+            own = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)]
+            results[id(unit.request), unit.place] = own.to(unit.source.device, copy=True)
+        return lambda: None
+
+
+def finish_reduction_(flat: torch.Tensor, op: str, active: int, postscale: float) -> None:
+    if op == "average":
+        average_(flat, active, postscale)
+    else:
+        scale_(flat, postscale)
+
+
+def check_splits(splits: Sequence[int], rows: int, size: int, where: str) -> None:
+    """Raises BadCall where they are not one for each rank of the set, or more than there are rows."""
+    if len(splits) != size:
+        raise BadCall(f"{len(splits)} splits for {size} ranks", where, "one number of rows for each rank of the process set")
+    if min(splits, default=0) < 0 or sum(splits) > rows:
+        raise BadCall(f"splits {list(splits)[:16]} of {rows} rows", where, "numbers from 0, whose sum is at most the rows of the tensor")
+
+
+def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _unpack_(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    if flat.numel():
+        torch._foreach_copy_(list(targets), _pieces(flat, targets))
+
+
+def _hand_out(units: Sequence[Unit], found: Sequence[torch.Tensor], results: Results) -> None:
+    for unit, tensor in zip(units, found, strict=True):
+        results[id(unit.request), unit.place] = tensor
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A view."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return int(np.prod(tensor.shape[1:], dtype=np.int64)) * tensor.element_size()

@@ -1,0 +1,85 @@
+"""What a rank asks for: one collective of one or several tensors, and what of it has to be the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import xxhash
+
+Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "add_process_set", "remove_process_set"]
+ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
+ANY = -1  # a length that may differ over ranks
+
+
+class Signature(NamedTuple):
+    """Of a request: equal on every rank that takes part, or an error names the ranks and what differs."""
+
+    name: str
+    kind: str
+    op: str = ""
+    dtypes: tuple[str, ...] = ()  # of each tensor: "float32"
+    shapes: tuple[tuple[int, ...], ...] = ()
+    root: int = ANY  # a rank of the job
+    prescale: float = 1.0
+    postscale: float = 1.0
+    ranks: tuple[int, ...] = ()  # of a process set that is added or removed
+
+    @property
+    def where(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
+class Request:
+    """A collective that was asked for, with its result or error once it is done."""
+
+    __slots__ = ("bucket", "done", "error", "inputs", "outputs", "result", "signature", "splits")
+
+    def __init__(
+        self, signature: Signature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = (), splits: Sequence[int] = ()
+    ) -> None:
+        """inputs: contiguous, not changed unless they are outputs too. outputs: whose memory takes the results; new memory where empty.
+
+        splits: of alltoall, the rows for each rank of the set.
+        """
+        self.signature, self.inputs, self.outputs, self.splits = signature, inputs, outputs, splits
+        self.bucket = 0  # requests of one bucket may be fused
+        self.done = False
+        self.result: Any = None  # a list: of each tensor
+        self.error: BaseException | None = None
+
+    def finish(self, result: Any) -> None:
+        self.result, self.done = result, True
+
+    def fail(self, error: BaseException) -> None:
+        self.error, self.done = error, True
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "float32" """
+    return _DTYPE_NAMES[dtype]
+
+
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_digests: dict[Signature, int] = {}
+_MOST_DIGESTS = 100_000
+
+
+def digest(signature: Signature) -> int:
+    """64 bits of a signature, the same in every process."""
+    found = _digests.get(signature)
+    if found is None:
+        if len(_digests) > _MOST_DIGESTS:
+            _digests.clear()
+        found = _digests[signature] = xxhash.xxh64_intdigest(repr(tuple(signature)).encode()) >> 2
+    return found
+
+
+def combined(digests: Sequence[int]) -> int:
+    """One digest of several, in this order: 63 bits."""
+    return digests[0] if len(digests) == 1 else xxhash.xxh64_intdigest(repr(digests).encode()) >> 1

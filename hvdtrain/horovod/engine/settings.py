@@ -1,0 +1,46 @@
+"""Horovod's environment variables that mean something here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvdtrain.errors import UserError
+
+FUSION_BYTES = 4 << 20  # on processors more makes an allreduce slower: docs/performance.md
+
+
+class Settings(NamedTuple):
+    """Times in seconds; None: never."""
+
+    fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
+    warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS
+    end_s: float | None = 300.0  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; guard.stall_s has the same default
+    deadlock_s: float = 2.0  # without progress while every rank waits: no rank can go on
+
+
+def settings_of(environ: Mapping[str, str]) -> Settings:
+    """Raises UserError for a value that is no number."""
+    default = Settings()
+    if _number(environ, "HOROVOD_STALL_CHECK_DISABLE", 0.0):
+        return default._replace(fusion_bytes=_fusion_bytes(environ), warn_s=None, end_s=None)
+    return default._replace(
+        fusion_bytes=_fusion_bytes(environ),
+        warn_s=_number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.warn_s),
+        end_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.end_s),
+    )
+
+
+def _fusion_bytes(environ: Mapping[str, str]) -> int:
+    return int(_number(environ, "HOROVOD_FUSION_THRESHOLD", FUSION_BYTES) or 0)
+
+
+def _number(environ: Mapping[str, str], name: str, default: float | None) -> float | None:
+    """None for 0, which switches off."""
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return float(text) or None
+    except ValueError:
+        raise UserError(f"{name}={text!r} is not a number", "the environment", "a number; 0 switches it off") from None

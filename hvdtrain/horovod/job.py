@@ -1,0 +1,111 @@
+"""The job of this process: init() and shutdown(), its engine, and the handles of what is under way."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import exit_code_of
+from hvdtrain.horovod.engine.connect import connect
+from hvdtrain.horovod.engine.engine import GLOBAL, Engine
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.requests import Request, Signature
+
+Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
+
+
+class Job:
+    """One for a process. The engine stays connected after shutdown(), for an init() that follows."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._idle: Engine | None = None  # of a job that was shut down
+        self._finish: dict[int, Finish] = {}
+        self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
+        self._has_failed = self._watches_exit = False
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ValueError before init(), as Horovod does."""
+        if self._engine is None:
+            raise BadCall("Horovod has not been initialized; use hvd.init().", "hvdtrain.horovod", "hvd.init() first")
+        return self._engine
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._engine is not None
+
+    def start(self, comm: Any = None) -> None:
+        """Does nothing where it has started."""
+        if self._engine is not None:
+            return
+        self._engine, self._idle = self._idle or connect(comm), None
+        self._finish.clear()
+        self._numbers.clear()
+        if not self._watches_exit:
+            self._watches_exit, self._pid, self._hook = True, os.getpid(), sys.excepthook
+            sys.excepthook = self._fail
+            atexit.register(self._at_exit)
+
+    def shutdown(self) -> None:
+        """A collective: what is under way is made first."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.leave()
+            self._idle = engine
+
+    def be_elastic(self) -> None:
+        """Before a loss, where the engine can go on after one. A collective."""
+        self.engine.be_ready_to_shrink()
+
+    def recover(self, error: BaseException) -> None:
+        """Goes on without the ranks that are lost. Raises the error where none is, or the engine cannot."""
+        self._finish.clear()
+        self.engine.recover(error)
+
+    def submit(self, set_id: int | None, request: Request, finish: Finish) -> int:
+        """A handle for wait(), which gives finish(result)."""
+        if set_id is None:
+            raise BadCall(
+                "this process set was not added", request.signature.where, "hvd.init(process_sets=[...]) or hvd.add_process_set()"
+            )
+        handle = self.engine.submit(set_id, request)
+        self._finish[handle] = finish
+        return handle
+
+    def wait(self, handle: int) -> Any:
+        """None for a handle that there is not."""
+        finish = self._finish.pop(handle, None)
+        result = self.engine.wait(handle)
+        return finish(result) if finish is not None else None
+
+    def name(self, kind: str, name: str | None, set_id: int | None) -> str:
+        """The name of a request: that of the caller, or a number among those of its kind in its process set."""
+        return name if name is not None else f"{kind}.noname.{next(self._numbers[kind, set_id or GLOBAL])}"
+
+    def barrier(self, set_id: int | None) -> None:
+        signature = Signature(self.name("barrier", None, set_id), "barrier")
+        self.wait(self.submit(set_id, Request(signature, list[torch.Tensor]()), lambda _: None))
+
+    def _fail(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """An exception that ends this process ends the others, which would wait for it."""
+        self._has_failed = True
+        self._hook(kind, error, traceback)
+        engine = self._engine or self._idle
+        if engine is not None and engine.size > 1 and os.getpid() == self._pid:
+            engine.abort(exit_code_of(error))
+
+    def _at_exit(self) -> None:
+        if not self._has_failed and os.getpid() == self._pid:
+            self.shutdown()
+
+
+JOB = Job()

@@ -1,0 +1,72 @@
+"""DistributedOptimizer: an optimizer whose gradients are reduced over ranks while backward computes the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.horovod.adasum_optimizer import AdasumSteps
+from hvdtrain.horovod.compression import Compression, Compressor
+from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.gradients import Gradients, GradientSteps
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.ops import Adasum, Average
+from hvdtrain.horovod.parameter_groups import named, parameter_groups
+from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+
+_WHERE = "hvd.DistributedOptimizer()"
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The optimizer, of a class below its own: backward begins to reduce each gradient, step() waits for them.
+
+    named_parameters: model.named_parameters(). compression: of gradients on the wire.
+    backward_passes_per_step: they are reduced in the last of so many. gradient_predivide_factor: with Average, gradients are divided by it
+    before the sum, and the sum by size / factor. groups: a number of groups of gradients that are reduced as one, or lists of parameters;
+    num_groups is its former name.
+    sparse_as_dense: sparse gradients are reduced as dense ones. Its state and its groups are those of `optimizer`.
+
+    synchronize() waits before step(): to clip gradients, say; step() goes inside skip_synchronize() then. With op=Adasum each rank makes
+    its own step, and the changes of the weights are combined.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise BadCall("gradient_predivide_factor not supported with op != Average", _WHERE, "op=hvd.Average")
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
+    names = named(optimizer, named_parameters)
+    if op == Adasum and JOB.engine.size > 1:
+        found = _below(optimizer, AdasumSteps)
+        found.begin(names, compression, backward_passes_per_step, process_set)
+        return found
+    found = _below(optimizer, GradientSteps)
+    factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
+    takes_part = bool(process_set.included()) and JOB.engine.size > 1
+    together = parameter_groups(names, groups, process_set) if takes_part else []
+    gradients = Gradients(names, together, compression, op, factors, sparse_as_dense, process_set)
+    found.begin(gradients, backward_passes_per_step, takes_part)
+    return found
+
+
+def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
+    """The same optimizer, of a class that has its class' name and the methods of `steps` before its own."""
+    kind = type(optimizer)
+    found: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
+    found.__dict__.update(optimizer.__dict__)
+    return found

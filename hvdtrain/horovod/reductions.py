@@ -1,0 +1,198 @@
+"""allreduce and its forms: asynchronous, in place, grouped, sparse; autograd goes through those that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.horovod.compression import Compression, Compressor
+from hvdtrain.horovod.engine.reduce import check_op
+from hvdtrain.horovod.gathers import allgather_async
+from hvdtrain.horovod.handles import synchronize
+from hvdtrain.horovod.ops import Average, given_op, op_name
+from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.reduction_gradients import gradients
+from hvdtrain.horovod.start import Call
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins a reduction over the ranks of the process set; synchronize() gives a new tensor.
+
+    op: Average (default), Sum, Min, Max, Product or Adasum; prescale_factor multiplies the tensor before, postscale_factor after. Every
+    rank gives the same name, shape and dtype. `average` is a former name of `op`.
+    """
+    call = Call("allreduce", tensor, name, process_set)
+    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+
+
+def allreduce_async_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As allreduce_async(), into the tensor itself."""
+    call = Call("allreduce", tensor, name, process_set, in_place=True)
+    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As allreduce_async(), of several tensors as one request; their dtypes may differ. synchronize() gives a list."""
+    call = Call("allreduce", tensors, name, process_set, grouped=True)
+    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As grouped_allreduce_async(), into the tensors themselves."""
+    call = Call("allreduce", tensors, name, process_set, grouped=True, in_place=True)
+    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+
+
+def _start(call: Call, op: int, prescale: float, postscale: float) -> int:
+    reduction = op_name(op, call.where)
+    for tensor in call.tensors:
+        check_op(reduction, tensor.dtype, call.where)
+    return call.start(op=reduction, prescale=prescale, postscale=postscale)
+
+
+def allreduce_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """As allreduce(), into the tensor itself."""
+    return synchronize(allreduce_async_(tensor, None, name, given_op(op, average), prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """As grouped_allreduce(), into the tensors themselves."""
+    op = given_op(op, average)
+    found: list[Any] = synchronize(grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
+    return found
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The reduction over the ranks of the process set: allreduce_async(), waited for. Gradients go through it."""
+    op = given_op(op, average)
+    wire, ctx = compression.compress(tensor)
+    if isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled():
+        (found,) = _Allreduce.apply(op, name, prescale_factor, postscale_factor, process_set, False, wire)
+    else:
+        found = synchronize(allreduce_async(wire, None, name, op, prescale_factor, postscale_factor, process_set))
+    return compression.decompress(found, ctx)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """As allreduce(), of several tensors as one request."""
+    op = given_op(op, average)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    wires = [wire for wire, _ in compressed]
+    if torch.is_grad_enabled() and any(isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires):
+        found = _Allreduce.apply(op, name, prescale_factor, postscale_factor, process_set, True, *wires)
+    else:
+        found = synchronize(grouped_allreduce_async(wires, None, name, op, prescale_factor, postscale_factor, process_set))
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, compressed, strict=True)]
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, op: int, name: str | None, pre: float, post: float, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
+    ) -> Any:
+        call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
+        found = synchronize(_start(call, op, pre, post))
+        results = tuple(found) if grouped else (found,)
+        ctx.op, ctx.factors, ctx.process_set, ctx.grouped = op, (pre, post), process_set, grouped
+        ctx.save_for_backward(*tensors, *results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        count = len(ctx.saved_tensors) // 2
+        inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+
+        def reduce(tensors: list[torch.Tensor], op: int, pre: float, post: float) -> list[torch.Tensor]:
+            call = Call("allreduce", tensors if ctx.grouped else tensors[0], None, ctx.process_set, grouped=ctx.grouped)
+            found = synchronize(_start(call, op, pre, post))
+            return list(found) if ctx.grouped else [found]
+
+        found = gradients(ctx.op, ctx.factors, list(grads), list(inputs), list(results), reduce)
+        return (None, None, None, None, None, None, *found)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it returns waits for the result."""
+    sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
+    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
+    values = allgather_async(sparse.values(), names[1], process_set)
+    shape, ranks = tensor.shape, process_set.size() or 1
+
+    def wait() -> torch.Tensor:
+        found_values, found_indices = synchronize(values), synchronize(indices)
+        if op == Average:
+            found_values = found_values / ranks
+        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, check_invariants=False)
+
+    return wait

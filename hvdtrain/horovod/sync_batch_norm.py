@@ -1,0 +1,87 @@
+"""SyncBatchNorm: batch norm by the mean and variance of the samples of all ranks, on a CPU too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.horovod.gathers import allgather
+from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.ops import Sum
+from hvdtrain.horovod.reductions import allreduce
+
+
+class SyncBatchNorm(_BatchNorm):
+    """As torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics are those of the samples of all ranks."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(input)
+        is_by_batch = self.training or not self.track_running_stats
+        if not is_by_batch or JOB.engine.size == 1:
+            return super().forward(input)
+        found, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps)
+        if self.training and self.track_running_stats:
+            self._update(mean, variance * (count / (count - 1).clamp(min=1)))
+        result: torch.Tensor = found
+        return result
+
+    @torch.no_grad()
+    def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """The running statistics; variance: unbiased."""
+        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _Normalize(torch.autograd.Function):
+    """Returns the output, and mean, biased variance (C,) and number of values in each channel, over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Any:
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        values = x.detach().to(precise)
+        axes = [0, *range(2, x.dim())]
+        own_count = torch.tensor([x.numel() // x.size(1)], dtype=precise, device=x.device)
+        mean_here = values.mean(axes) if len(x) else values.new_zeros(x.size(1))
+        squares_here = (values - _spread(mean_here, x)).square().sum(axes)
+        gathered = allgather(torch.cat([own_count, mean_here, squares_here])[None])  # (ranks, 1 + 2 C)
+        counts, means, squares = gathered[:, :1], gathered[:, 1 : 1 + x.size(1)], gathered[:, 1 + x.size(1) :]
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        # Chan et al. 1983: the squares around the mean of all are those around the means of the ranks, and what these are apart.
+        variance = (squares + counts * (means - mean).square()).sum(0) / count
+        scale = (variance + eps).rsqrt()
+        normal = (values - _spread(mean, x)) * _spread(scale, x)
+        ctx.save_for_backward(normal, scale, weight, count)
+        ctx.mark_non_differentiable(mean, variance, count)
+        out = normal if weight is None else normal * _spread(weight.to(precise), x)
+        out = out if bias is None else out + _spread(bias.to(precise), x)
+        return out.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        normal, scale, weight, count = ctx.saved_tensors
+        grad, axes = grads[0].to(normal.dtype), [0, *range(2, normal.dim())]
+        sum_here, product_here = grad.sum(axes), (grad * normal).sum(axes)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums, products = allreduce(torch.stack([sum_here, product_here]), op=Sum) / count
+            inner = grad - _spread(sums, normal) - normal * _spread(products, normal)
+            factor = scale if weight is None else scale * weight.to(normal.dtype)
+            of_input = (inner * _spread(factor, normal)).to(grads[0].dtype)
+        of_weight = product_here.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        of_bias = sum_here.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        return of_input, of_weight, of_bias, None
+
+
+def _spread(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(C,) -> (1, C, 1, ...)"""
+    return per_channel.view(1, -1, *[1] * (like.dim() - 2))

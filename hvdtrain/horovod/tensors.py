@@ -1,0 +1,48 @@
+"""Tensors of torch, NumPy and JAX as torch tensors, and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.horovod.engine.errors import BadCall
+
+Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's library
+
+
+def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
+    """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and for memory that cannot be changed."""
+    if isinstance(x, torch.Tensor):
+        return x.detach(), _same
+    if isinstance(x, np.ndarray):
+        if in_place and not x.flags.writeable:
+            raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
+        return _of_array(x), _to_numpy
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        if in_place:
+            raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
+        return _of_array(np.asarray(x)), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
+    raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, "a tensor of torch, an array of NumPy or JAX")
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _of_array(array: np.ndarray) -> torch.Tensor:
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.name == "bfloat16":  # of JAX: numpy itself has none
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))  # known to numpy where JAX is loaded
+    return tensor.numpy()

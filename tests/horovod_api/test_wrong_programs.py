@@ -1,0 +1,34 @@
+"""Ranks that do not make the same calls end in seconds, with a message that names ranks and calls; they never hang."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+from ranks import needs_mpirun
+
+# Words of the message; where an exception ends a rank, MPI ends the others.
+CASES = {
+    "a call is missing on a rank": ("allreduce 'missing'", "rank 1 did not ask for it and cannot", "rank 1 waits for allreduce 'after'"),
+    "another shape": ("allreduce 'grad'", "shape (3,) on rank 0, (4,) on rank 1"),
+    "another shape of many": ("allreduce 'grad 5'", "shape (2000,) on rank 0, (2001,) on rank 1"),
+    "another name": ("rank 0 waits for allreduce 'of rank 0'", "rank 1 waits for allreduce 'of rank 1'"),
+    "another order": ("rank 0 waits for broadcast 'x'", "rank 1 waits for broadcast 'y'"),
+    "another call": ("'same'", "call allreduce on rank 0, allgather on rank 1"),
+    "a rank ends": ("allreduce 'late'", "rank 1 ended without it; rank 0 asked for it"),
+    "a rank fails": ("ValueError: its own reason",),
+    "a rank does not come": ("allreduce 'late'", "rank 1 did not come within 2 s"),
+    "no barrier": ("rank 1 waits for allreduce 'after'", "rank 0 waits for barrier"),
+}
+ENDS_WITHIN_S = 25  # most of it starts Python and MPI; a hang would last 60
+
+
+@needs_mpirun
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_ends_with_a_message_that_names_rank_and_call(case: str, engine: str) -> None:
+    env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2" if "come" in case else "300"}
+    result = ranks.mpirun(2, ["tests/support/wrong_programs.py", case], timeout_s=60, env=env)
+    assert result.returncode not in (0, 124), result.stdout + result.stderr
+    missing = [words for words in CASES[case] if words not in result.stderr]
+    assert not missing, result.stderr
+    assert result.seconds < ENDS_WITHIN_S

@@ -1,0 +1,54 @@
+"""Programs whose ranks do not make the same calls: python tests/support/wrong_programs.py CASE."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+import hvdtrain.horovod as hvd
+
+
+def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
+    hvd.init()
+    rank, one = hvd.rank(), torch.ones(3)
+    hvd.allreduce(one, name="before")
+    match case:
+        case "a call is missing on a rank":
+            if rank != 1:
+                hvd.allreduce(one, name="missing")
+            hvd.allreduce(one, name="after")
+        case "another shape":
+            hvd.allreduce(torch.ones(3 + rank), name="grad")
+        case "another shape of many":
+            handles = [hvd.allreduce_async_(torch.ones(2000 + (i == 5) * rank), name=f"grad {i}") for i in range(9)]
+            for handle in handles:
+                hvd.synchronize(handle)
+        case "another name":
+            hvd.allreduce(one, name=f"of rank {rank}")
+        case "another order":
+            for name in ("x", "y")[:: -1 if rank else 1]:
+                hvd.broadcast(one, 0, name=name)
+        case "another call":
+            (hvd.allgather if rank else hvd.allreduce)(one, name="same")
+        case "a rank ends":
+            if rank != 1:
+                hvd.allreduce(one, name="late")
+        case "a rank fails":
+            if rank == 1:
+                raise ValueError("its own reason")
+            hvd.allreduce(one, name="late")
+        case "a rank does not come":
+            if rank == 1:
+                time.sleep(60)
+            hvd.allreduce(one, name="late")
+        case "no barrier":
+            if rank != 1:
+                hvd.barrier()
+            hvd.allreduce(one, name="after")
+    print("went on", rank)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
