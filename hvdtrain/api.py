@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
     from hvdtrain.config.given import Given
+    from hvdtrain.context.context import Context
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,25 @@ def train(
         steps=now.progress.step,
         seconds=now.seconds,
     )
+
+
+def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Context:
+    """Connects this process with the other ranks, for a loop of the script's own; docs/own-loop.md has the loop.
+
+    config: keys of the configuration, nested or dotted, {"run": "run", "comm": {"engine": "mpi"}}, or a YAML file; `arguments` are
+    key=value, and win over it: hvdtrain.init(*sys.argv[1:]) takes them from the command line. What an own loop has of them: run, resume,
+    seed, comm, shard (stage 1 and 2), optim.clip_norm and clip_value, data.sampling and workers, speed.device, checkpoint, guard, log.
+    Without `run` nothing is written. Every rank calls it with the same. One at a time: close() ends it, or `with hvdtrain.init() as ctx`.
+    An exception that the script does not catch ends all ranks, with the traceback of the first that failed.
+    """
+    from hvdtrain.context.open_context import open_context
+
+    if isinstance(config, str) and "=" in config:
+        arguments, config = (config, *arguments), None
+    config_file = str(config) if isinstance(config, (str, Path)) else None
+    if isinstance(config, Mapping):
+        arguments = (*_assignments(config, ""), *arguments)
+    return open_context(config_file, arguments)
 
 
 def _given(

@@ -18,7 +18,8 @@ from hvdtrain.config.schema import known_keys
 
 TUTORIAL, FROM_HOROVOD = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "from-horovod-script.md"
 OWN = [ROOT / "docs" / f"{name}.md" for name in ("own-data", "own-model", "own-loss", "scripts")]
-PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, *OWN)]
+OWN_LOOP = ROOT / "docs" / "own-loop.md"
+PAGES = [pytest.param(page, id=page.stem) for page in (TUTORIAL, FROM_HOROVOD, OWN_LOOP, *OWN)]
 _FACTS = """
 import horovod.torch as hvd, torch
 hvd.init()
@@ -60,6 +61,23 @@ def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -
 def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
     messages = failures(page, run_page(page, tmp_path, timeout_s=150))
     assert not messages, "\n".join(messages)
+
+
+@needs_mpirun
+@needs_horovod
+@pytest.mark.slow
+def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
+    results = run_page(OWN_LOOP, tmp_path, timeout_s=180)
+    messages = failures(OWN_LOOP, results)
+    assert not messages, "\n".join(messages)
+    losses = [float(loss) for result in results.values() for loss in re.findall(r"validation loss ([0-9.]+)", result.output)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)  # in float32
+
+
+def test_the_loop_has_fifteen_lines() -> None:
+    lines = file_of(OWN_LOOP, "own_loop.py").text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("ctx = "))
+    assert len(lines[first:]) == 15 and lines[-1] == "sys.exit(ctx.close())"
 
 
 @needs_mpirun

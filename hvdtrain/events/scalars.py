@@ -16,6 +16,7 @@ _STEP = {
     "lr": "train/lr",
     "batch": "train/batch",
     "epochs": "train/epochs",
+    "logged": "train",  # of a script's own loop: what it logs, by name
     "samples_per_s": "speed/samples_per_s",
     "tokens_per_s": "speed/tokens_per_s",
     "phase_ms": "speed/phase_ms",

@@ -87,6 +87,9 @@ class TextWriter:
 def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
     of = "" if f["of"] is None else f" of {f['of']:.5g}"
     done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
+    if "logged" in f:  # of a script's own loop
+        named = "".join(f"{name} {value:.4g}, " for name, value in f["logged"].items())
+        return f"{done}: {named}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
     return f"{done}: train loss {f['loss']:.4f}, {f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
 
 

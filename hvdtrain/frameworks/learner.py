@@ -165,7 +165,34 @@ class OutlivesLosses(Protocol):
         """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
 
 
-class Learner(Protocol):
+class HasState(Protocol):
+    """What a checkpoint, and the comparison of ranks, need of a learner."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has only parts of some arrays of state()."""
+
+    def state(self) -> Arrays:
+        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
+
+        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own. A collective where
+        the learner is_sharded.
+        """
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank has of the arrays of state(), one by one: without a copy where they are in host memory, until the next step.
+
+        The names are the same on all ranks, in the same order.
+        """
+
+    def state_dict_names(self) -> dict[str, str]:
+        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied array has two names."""
+
+    def load(self, state: Arrays | ArrayStream) -> None:
+        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a name or a shape does not fit."""
+
+
+class Learner(HasState, Protocol):
     """A model and its optimizer on this rank, and the arithmetic of a step: everything that the trainer needs from a framework.
 
     One thread trains and calls all methods; only to_device() is also called by the threads that read ahead. Methods marked "A collective"
@@ -186,10 +213,6 @@ class Learner(Protocol):
     @property
     def waits_only_in_communication(self) -> bool:
         """Whether all waiting for other ranks is in the phase "communication": the rest of a step is then this rank's own work."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank has only parts of some arrays of state()."""
 
     def cache_on_device(self, source: Source) -> bool:
         """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
@@ -227,25 +250,6 @@ class Learner(Protocol):
 
     def predict(self, batch: Any) -> Predictions:
         """As evaluate(), with the model's outputs too, for which the host waits. The DeviceBatch has samples."""
-
-    def state(self) -> Arrays:
-        """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
-
-        Names and shapes are the same on all ranks and, for one model, in all frameworks; dtypes are the learner's own. A collective where
-        the learner is_sharded.
-        """
-
-    def pieces(self) -> Iterator[Piece]:
-        """What this rank has of the arrays of state(), one by one: without a copy where they are in host memory, until the next step.
-
-        The names are the same on all ranks, in the same order.
-        """
-
-    def state_dict_names(self) -> dict[str, str]:
-        """{name in the framework's own state dict: name in state()}, of weights and buffers; a tied array has two names."""
-
-    def load(self, state: Arrays | ArrayStream) -> None:
-        """Copies a state into the live arrays, of each what this rank has. Raises UserError where a name or a shape does not fit."""
 
     def describe(self) -> str:
         """One line: model, number of parameters, number type, device, and how gradients are reduced."""

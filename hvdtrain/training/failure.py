@@ -65,7 +65,7 @@ def end_every_rank(
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
         message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
     print_stderr(message)
-    _abort(code, communicator)
+    abort_every_rank(code, communicator)
     return code
 
 
@@ -95,8 +95,8 @@ def is_only_process(communicator: Communicator | None) -> bool:
     return placement(os.environ).size == 1
 
 
-def _abort(code: int, communicator: Communicator | None) -> None:
-    """Returns only where no other rank is connected to this one."""
+def abort_every_rank(code: int, communicator: Communicator | None) -> None:
+    """Ends all ranks without a word. Returns only where no other rank is connected to this one."""
     if communicator is not None and communicator.size > 1:
         _prepare_abort()
         communicator.abort(code)

@@ -101,7 +101,7 @@ def make_job(
     hosts = communicator.allgather_object(socket.gethostname())
     deadline = saver = None
     if communicator.rank == 0:
-        deadline = _deadline(config, heartbeat)
+        deadline = deadline_of(config, heartbeat)
         if run is not None:
             saver = make_saver(config, datasets, log, start, run, checkpoint_limit_bytes, record_config, open_run)
     updates = None
@@ -136,7 +136,7 @@ def make_job(
         noise_scale=NoiseScale(signal=start.noise[0], noise=start.noise[1]),
         memory=memory,
         memory_copy=None,
-        clock=_clock(start.seconds),
+        clock=clock_from(start.seconds),
     )
 
 
@@ -173,7 +173,7 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
     hosts = job.communicator.allgather_object(socket.gethostname())
     deadline = job.health.deadline
     if deadline is None and job.communicator.rank == 0:
-        deadline = _deadline(job.config, job.heartbeat)
+        deadline = deadline_of(job.config, job.heartbeat)
     checkpoints = job.checkpoints.on_other_ranks(hosts)
     health = replace(job.health, hosts=hosts, checkpoints=checkpoints, deadline=deadline, updated_s=None)
     telemetry = make_telemetry(job.config, job.communicator, job.learner, hosts, job.log, job.checkpoints.run)
@@ -189,11 +189,12 @@ def on_other_ranks(job: Job, now: TrainState) -> Job:
     )
 
 
-def _deadline(config: Config, heartbeat: Heartbeat) -> Deadline:
+def deadline_of(config: Config, heartbeat: Heartbeat) -> Deadline:
+    """When this job has to stop, by guard.max_time and the batch system; for rank 0."""
     return Deadline(config.guard.max_time, os.environ, heartbeat.started_s, time.time(), time.monotonic)
 
 
-def _clock(before_s: float) -> Callable[[], float]:
+def clock_from(before_s: float) -> Callable[[], float]:
     """A clock that begins now, at before_s: the seconds of the runs before this one."""
     began_s = time.perf_counter()
     return lambda: before_s + time.perf_counter() - began_s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator
@@ -79,11 +80,26 @@ def on_connected_ranks(
     given: Mapping[str, Given] = _NOTHING,
     what: str = "job",
 ) -> T:
-    """Does the work on this rank, which the launcher's variables tell from the others; returns its result. Every rank calls it.
+    """Does the work on this rank; returns its result. Every rank calls it. Raises, and ends all ranks, as connected_rank()."""
+    with connected_rank(config_file, arguments, read_former_run=read_former_run, from_script=from_script, given=given, what=what) as rank:
+        return work(rank)
 
-    what: the work is called so where an error ends it. An error ends every rank after it was reported, and RankFailed is raised here.
-    Raised as they are: a UserError of the configuration alone, before ranks connect; and with from_script any error where this process
-    is the whole job.
+
+@contextlib.contextmanager
+def connected_rank(
+    config_file: str | None,
+    arguments: Sequence[str],
+    *,
+    read_former_run: ReadFormerRun = read_resumed,
+    from_script: bool = False,
+    given: Mapping[str, Given] = _NOTHING,
+    what: str = "job",
+) -> Iterator[Rank]:
+    """This rank, which the launcher's variables tell from the others, connected with them. Every rank enters it, and leaves it together.
+
+    what: the work inside is called so where an error ends it. An error ends every rank after it was reported, and RankFailed is raised
+    here. Raised as they are: a UserError of the configuration alone, before ranks connect; and with from_script any error where this
+    process is the whole job.
     """
     report_crashes()
     place = placement(os.environ)
@@ -108,10 +124,9 @@ def on_connected_ranks(
             watchdog.places = [place_of(rank, communicator.size, config.parallel) for rank in range(communicator.size)]
             heartbeat.place = watchdog.places[communicator.rank]
             with noted(heartbeat, communicator.rank):
-                result = work(Rank(config, communicator, engine_reason, signals, heartbeat, shown_warnings, lock, watchdog))
+                yield Rank(config, communicator, engine_reason, signals, heartbeat, shown_warnings, lock, watchdog)
             shown_warnings.exchange(communicator)
             communicator.close()
-            return result
         except BaseException as error:  # SystemExit too
             lock.release()
             if from_script and is_only_process(communicator):

@@ -145,8 +145,14 @@ def open_log(config: Config, communicator: Communicator, start: Start, lock: Run
     Every rank calls it. Raises UserError on all ranks where a tracker's package is missing.
     """
 
+    return open_run_log(config, communicator, None if start.is_over else start.run, lock)
+
+
+def open_run_log(config: Config, communicator: Communicator, run: Path | None, lock: RunLock) -> Log:
+    """The same of a run that goes on; without one (None) the terminal alone. Every rank calls it. Raises as open_log()."""
+
     def sinks() -> list[Sink]:
-        return [terminal_sink(sys.stdout, config.log)] if start.is_over else open_sinks(config, start.run, lock)
+        return [terminal_sink(sys.stdout, config.log)] if run is None else open_sinks(config, run, lock)
 
     return Log(on_rank_0_only(communicator, sinks) or [])
 

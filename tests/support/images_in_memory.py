@@ -18,13 +18,12 @@ def pixels_of(value: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InMemory:
-    """PNG files, each with `padding` bytes behind it; one of them may be no image, and one may take forever."""
+    """PNG files; one of them may be no image, and one may take forever."""
 
     images: int
     broken: int = -1
     endless: int = -1
     where: str = "memory"
-    padding: int = 0
 
     def __len__(self) -> int:
         return self.images
@@ -34,7 +33,7 @@ class InMemory:
             time.sleep(60)
         file = io.BytesIO()
         Image.fromarray(pixels_of(index)).save(file, "png")
-        return b"nothing" if index == self.broken else file.getvalue() + bytes(self.padding)
+        return b"nothing" if index == self.broken else file.getvalue()
 
     def name(self, index: int) -> str:
         return f"image {index}"
@@ -42,7 +41,12 @@ class InMemory:
 
 @dataclass(frozen=True)
 class InThisProcess(InMemory):
-    """PNG files that no other process can have."""
+    """PNG files that no other process can have, each with `padding` bytes behind it."""
+
+    padding: int = 0
+
+    def content(self, index: int) -> bytes:
+        return super().content(index) + bytes(self.padding)
 
     def __reduce__(self) -> str:
         raise TypeError("these images are of this process")

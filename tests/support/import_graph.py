@@ -22,7 +22,7 @@ FLOORS = (  # lowest first; a module imports its own package and those of lower 
     ("tasks", "report", "horovod"),
     ("frameworks",),
     ("training",),
-    ("cli",),
+    ("cli", "context"),
     ("api",),
     ("__init__", "__main__"),
 )

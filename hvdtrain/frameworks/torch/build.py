@@ -39,13 +39,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
 
     Raises UserError where the device, the model, the optimizer or the engine cannot do what the configuration asks for.
     """
-    threads = fair_threads(communicator)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads)
-    device = pick_device(config, communicator)
-    check_shared(device, communicator, config.where("speed.device"))
-    if device.type == "cpu":
-        allocator.return_large() if config.shard.stage == 3 else allocator.keep()
+    device = device_of_rank(config, communicator)
     precision = pick_precision(config, device, communicator)
     check_compiler(config, device)
     if config.shard.stage or config.parallel.cuts or config.servers.count:
@@ -89,6 +83,21 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         send_from_rank_0(model, communicator)
         hybrid = HybridModel(model, ranks, config.parallel.dense, config.where("parallel.dense"))
     return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch)
+
+
+def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
+    """Where this rank computes; its threads and the memory that it keeps are set for that. Every rank calls it.
+
+    Raises UserError where there is no such device, or NCCL would have to reduce for two ranks on one.
+    """
+    threads = fair_threads(communicator)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
+    device = pick_device(config, communicator)
+    check_shared(device, communicator, config.where("speed.device"))
+    if device.type == "cpu":
+        allocator.return_large() if config.shard.stage == 3 else allocator.keep()
+    return device
 
 
 def _first_units(model: torch.nn.Module, config: Config, task: Task, mesh: Mesh, precision: Precision, like: torch.Tensor) -> list[int]:

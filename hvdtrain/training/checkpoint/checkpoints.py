@@ -16,7 +16,7 @@ from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.events.terminal import warn
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.resume import newest_good
 from hvdtrain.training.checkpoint.saver import Saved, Saver
@@ -39,7 +39,7 @@ class Checkpoints:
     """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on any rank."""
 
     def __init__(
-        self, communicator: Communicator, learner: Learner, run: Path, limit_bytes: int, saver: Saver | None, hosts: Sequence[str] = ()
+        self, communicator: Communicator, learner: HasState, run: Path, limit_bytes: int, saver: Saver | None, hosts: Sequence[str] = ()
     ) -> None:
         self._communicator, self._learner, self.run, self._limit_bytes = communicator, learner, run, limit_bytes
         self.saver = saver

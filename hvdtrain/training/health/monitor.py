@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from hvdtrain.config.schema import GuardConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import REQUEUE, Diverged
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import HasState, Learner
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.health.deadline import Deadline
 from hvdtrain.training.health.heartbeat import Heartbeat
@@ -98,7 +99,7 @@ class HealthMonitor:
             self.checkpoints.roll_back()
         return replace(now, nonfinite=count)
 
-    def compare_ranks(self, learner: Learner, before: TrainState, now: TrainState, last: Hyper, *, before_save: bool) -> None:
+    def compare_ranks(self, learner: HasState, before: TrainState, now: TrainState, last: Hyper, *, before_save: bool) -> None:
         """Compares the ranks every guard.equal_steps steps, before a checkpoint and before a stop; the first time their outputs too.
 
         Every rank calls it.
@@ -109,7 +110,7 @@ class HealthMonitor:
         if not every or self.communicator.size == 1:
             return
         if self.probe is not None:
-            self.probe.compare(self.communicator, learner, self.hosts, f"after step {now.progress.step}")
+            self.probe.compare(self.communicator, cast("Learner", learner), self.hosts, f"after step {now.progress.step}")
             self.probe = None
         if before_save or self.stop_request or now.progress.step // every > before.progress.step // every:
             check_equal(self.communicator, learner, last, self.hosts)

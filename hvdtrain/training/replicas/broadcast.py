@@ -10,10 +10,10 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.digest import combine, digests
 from hvdtrain.core.pieces import whole_arrays
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import HasState
 
 
-def broadcast_state(communicator: Communicator, learner: Learner, restored: Arrays | None, *, only_weights: bool = False) -> str:
+def broadcast_state(communicator: Communicator, learner: HasState, restored: Arrays | None, *, only_weights: bool = False) -> str:
     """Loads rank 0's state (what it restored, or its initial one) into every rank's learner; returns the common digest.
 
     only_weights: `restored` has no optimizer state; each rank keeps its own.

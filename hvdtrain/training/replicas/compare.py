@@ -17,12 +17,12 @@ from hvdtrain.core.digest import combine, digests
 from hvdtrain.core.pieces import Piece
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
-from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.learner import HasState
 
 MOST_RANKS = 8  # that a message names
 
 
-def check_equal(communicator: Communicator, learner: Learner, last: Hyper, hosts: list[str]) -> str:
+def check_equal(communicator: Communicator, learner: HasState, last: Hyper, hosts: list[str]) -> str:
     """Returns the common digest. Every rank calls it, after sync_buffers(); `last` is of the last step.
 
     Raises the same Diverged on every rank where one rank differs.

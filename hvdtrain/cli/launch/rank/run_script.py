@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -13,7 +14,7 @@ from types import FrameType, TracebackType
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import LOST, USER, exit_code_of
-from hvdtrain.training.failure import ECHO_S, end_every_rank, report_crashes
+from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes
 
 APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
 CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
@@ -64,9 +65,14 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
         return _leave(128 + signal.SIGINT, tell)
     except BaseException as error:
         error.__traceback__ = _own_part(error.__traceback__)
-        is_consequence = exit_code_of(error) == LOST
-        echo_s = CONSEQUENCE_S if is_consequence else ECHO_S if rank else 0.0
-        exit_now(end_every_rank(error, None, "script", echo_s=echo_s + APART_S * min(rank, APART_RANKS)))
+        echo_s = APART_S * min(rank, APART_RANKS)
+        echo_s += CONSEQUENCE_S if exit_code_of(error) == LOST else ECHO_S if rank else 0.0
+        if sys.excepthook is not sys.__excepthook__:  # the script's own, or that of its open hvdtrain.init()
+            time.sleep(echo_s)
+            sys.excepthook(type(error), error, error.__traceback__)
+            abort_every_rank(exit_code_of(error), None)
+            exit_now(exit_code_of(error))
+        exit_now(end_every_rank(error, None, "script", echo_s=echo_s))
     return 0
 
 

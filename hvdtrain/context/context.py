@@ -1,0 +1,374 @@
+"""Context: the calls with which a script's own loop has what the trainer has, made of the trainer's own objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hvdtrain.comm.mesh import Mesh, make_mesh
+from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.context import own_events
+from hvdtrain.context.logged import quotient, scalar
+from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
+from hvdtrain.context.stream import Order, SampleStream, check_batch, rows_of
+from hvdtrain.context.sync_points import SyncPoints
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.sampler import evaluation_batches
+from hvdtrain.errors import DONE, UserError, exit_code_of
+from hvdtrain.events.background import CLOSE_S
+from hvdtrain.events.rank_log import rank_log
+from hvdtrain.training.checkpoint.checkpoints import Checkpoints
+from hvdtrain.training.checkpoint.resume import former_run
+from hvdtrain.training.checkpoint.saver import Saver
+from hvdtrain.training.health.monitor import HealthMonitor
+from hvdtrain.training.job import deadline_of
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.broadcast import broadcast_state
+from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
+from hvdtrain.training.run_rank import Rank
+from hvdtrain.training.train_job import HASTY_S, open_run_log
+
+_LEARNER = "hvdtrain.frameworks.torch.own_loop.own_learner"
+_EXTRA = "hvdtrain.frameworks.torch.own_loop.extra"
+_SPARE_BYTES = 2**20  # of a checkpoint's file, beside arrays
+
+
+class Context:
+    """One rank of a script's own loop. hvdtrain.init() makes it; every rank makes the same calls in the same order.
+
+    The loop: prepare(), resume(), then for each batch of samples(): backward(loss), optimizer.step(), log(), checkpoint(), should_stop;
+    at the end close(). Calls raise UserError where something cannot be; an exception that the script does not catch ends all ranks.
+    """
+
+    rank: int  # of this process, from 0
+    size: int  # ranks
+    local_rank: int  # among the ranks of this host
+    local_size: int
+    mesh: Mesh  # the groups of ranks: mesh.world is the communicator of all
+    run: Path | None  # the run folder, as rank 0 knows it
+
+    def __init__(self, rank: Rank, closing: contextlib.ExitStack) -> None:
+        """closing: what is closed last, with the exception that ended the loop, if one did."""
+        self._config, self._communicator, self._closing = rank.config, rank.communicator, closing
+        self._heartbeat, self._signals, self._lock, self._reason = rank.heartbeat, rank.signals, rank.lock, rank.engine_reason
+        self.mesh = make_mesh(rank.communicator, rank.config)
+        self.rank, self.size = rank.communicator.rank, rank.communicator.size
+        self.local_rank, self.local_size = rank.communicator.local_rank, rank.communicator.local_size
+        self._hosts = rank.communicator.allgather_object(socket.gethostname())
+        self.run, self._former, self._notes = on_rank_0(rank.communicator, self._open_run)
+        lines = rank.config.replace(log=rank.config.log.replace(display="lines"))  # the moving display is of hvdtrain's own loop
+        self._log = open_run_log(lines, rank.communicator, self.run, rank.lock)
+        per_rank = rank.config.log.per_rank and self.run is not None
+        closing.enter_context(rank_log(Path(self.run or "") / "ranks" / f"rank-{self.rank:05d}.log" if per_rank else None))
+        self._learner: Any = None
+        self._order: Order | None = None  # of the samples, by the checkpoint or by samples()
+        self._stream: SampleStream | None = None
+        self._samples: Any = None  # the batch that the script has
+        self._resumed = self._checked_extra = self._closed = False
+
+    def _open_run(self) -> tuple[Path | None, Path | None, list[str]]:
+        """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
+        if self._config.run is None:
+            if self._config.resume not in ("auto", "no"):
+                raise UserError("resume= needs run=", self._config.where("resume"), "run=DIR, where this script writes")
+            return None, None, []
+        former = former_run(self._config)
+        run, notes = open_run_folder(self._config, self._lock)
+        check_run_folder(run, 0)
+        return run, former, notes
+
+    @property
+    def device(self) -> Any:
+        """The torch.device of this rank: model.to(ctx.device) before prepare()."""
+        return importlib.import_module("hvdtrain.frameworks.torch.device").pick_device(self._config, self._communicator)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return 0 if self._learner is None else self._points.now.progress.step
+
+    @property
+    def epochs(self) -> float:
+        """Epochs of the samples done, with the fraction."""
+        return 0.0 if self._learner is None else self._points.now.progress.epochs
+
+    def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """A torch module and its optimizer, as all ranks train them together: both in the place of the script's own.
+
+        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 and 2). Weights and
+        buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer that has no state.
+        """
+        if self._learner is not None:
+            raise UserError(
+                "a second ctx.prepare()", "ctx.prepare()", "one module that has all parts, with one optimizer of several groups"
+            )
+        self._heartbeat.beat("preparing the model", 0, 0)
+        learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped)
+        broadcast_state(self._communicator, learner, None)
+        self._learner, self._saved = learner, WithExtra(learner)
+        config, run, saver = self._config, self.run, None
+        extra: Any = importlib.import_module(_EXTRA)
+        self._limit_bytes = _SPARE_BYTES + extra.MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
+        if run is not None and self.rank == 0:
+            saver = Saver(
+                run,
+                config.checkpoint,
+                IDENTITY,
+                self._log,
+                limit_bytes=self._limit_bytes,
+                record_config=lambda: write_config(config, run, self._lock),
+                open_run=self._lock.open,
+                mtbf_hours=config.guard.mtbf_hours,
+            )
+        self._checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
+        deadline = deadline_of(config, self._heartbeat) if self.rank == 0 else None
+        self._health = HealthMonitor(
+            config.guard, self._communicator, self._signals, self._heartbeat, self._hosts, self._checkpoints, deadline
+        )
+        beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
+        self._points = SyncPoints(config, self._communicator, learner, self._health, self._heartbeat, self._log, beginning)
+        return learner.forward, learner.optimizer
+
+    def resume(self) -> dict[str, Any]:
+        """Goes on from the newest good checkpoint of run=, or of resume=: model, optimizer, and the place in the samples, on every rank.
+
+        Returns what checkpoint() was given beside them; an empty mapping where there is no checkpoint. The number of ranks may be another.
+        """
+        self._need("ctx.resume()")
+        if self._stream is not None:
+            raise UserError("ctx.resume() after ctx.samples()", "ctx.resume()", "right after ctx.prepare()")
+        if self.run is None:
+            raise UserError("there is no run folder", "ctx.resume()", "hvdtrain.init({'run': 'DIR'})")
+        self._resumed = True
+        self._heartbeat.beat("reading the checkpoint", 0, 0)
+        found = restore(self._communicator, self._learner, self._former, self._limit_bytes)
+        return {} if found is None else self._go_on_from(found)
+
+    def _go_on_from(self, found: Restored) -> dict[str, Any]:
+        assert self.run is not None
+        values = decoded(found.extra, importlib.import_module(_EXTRA).from_arrays, self.run)
+        self._notes += found.notes
+        self._points.go_on_from(found.train_state)
+        self._order = Order(*values["order"])
+        if self._checkpoints.saver is not None:
+            self._checkpoints.saver.resume_from(found.train_state)
+        extra: dict[str, Any] = values["extra"]
+        return extra
+
+    def samples(self, dataset: Any, *, batch: int, epochs: float = 1.0, seed: int | None = None) -> Iterator[Any]:
+        """This rank's share of each batch, from where the loop is: batch["x"] are tensors (n, ...), `x, y = batch` has them in order.
+
+        dataset: a dict of arrays, a torch Dataset, or what else docs/own-data.md lists. batch: over all ranks, of which shares differ by at
+        most 1. The same samples in the same order on any number of ranks, each once in an epoch, as a function of the seed alone
+        (default: the configuration's). The loop ends after `epochs`, and where should_stop is true. A rank without samples, in a batch that
+        is smaller than the number of ranks, gets one that does not count (batch.count is 0).
+        """
+        self._need("ctx.samples()")
+        if self._stream is not None:
+            raise UserError(
+                "a second ctx.samples()", "ctx.samples()", "one loop with epochs=N; what is read once: ctx.each(dataset, batch=...)"
+            )
+        stream = SampleStream(
+            self._config, self._communicator, self._learner, dataset, batch, epochs, self._config.seed if seed is None else seed
+        )
+        if self._order is not None and self._order != stream.order:
+            what = f"the checkpoint has {_of_order(self._order)}, ctx.samples() {_of_order(stream.order)}"
+            raise UserError(what, str(self.run), "the data set and seed that it was made with; or another run=")
+        if self.run is not None and not self._resumed and self._former is not None:
+            fix = "state = ctx.resume() after ctx.prepare(); or resume=no and another run= to begin anew"
+            raise UserError(f"{self.run} has a checkpoint, and the loop would begin anew", "ctx.samples()", fix)
+        self._order, self._stream = stream.order, stream
+        now = self._points.now
+        p = dataclasses.replace(now.progress, dataset=len(stream.source), total=stream.total)
+        self._points.go_on_from(dataclasses.replace(now, progress=p))
+        self._start_event(stream)
+        self._heartbeat.training = True
+        return self._batches(stream)
+
+    def _batches(self, stream: SampleStream) -> Iterator[Any]:
+        while not self._points.now.progress.done and not self.should_stop:
+            p = self._points.now.progress
+            self._heartbeat.beat("reading samples", p.epoch, p.step)
+            samples = stream.take(p)
+            self._heartbeat.beat("step", p.epoch, p.step)
+            self._samples = samples
+            self._learner.begin_step(samples, stream.batch)
+            yield samples
+            if not self._learner.has_stepped:
+                what = f"the batch of step {p.step + 1} is over, and optimizer.step() was not called"
+                raise UserError(what, "ctx.samples()", "ctx.backward(loss); optimizer.step(): once for each batch, on every rank")
+        self._samples = None
+        self._points.sync(force=True)
+
+    def _stepped(self) -> None:
+        """The step of the batch that the script has is done."""
+        assert self._stream is not None
+        self._points.stepped(self._samples.count, self._stream.batch)
+
+    def each(self, dataset: Any, *, batch: int) -> Iterator[Any]:
+        """Every sample once, over all ranks, in batches of at most `batch` on each: for an evaluation, within the loop or after it.
+
+        Every rank gets equally many batches; one without samples has one that does not count: mean(..., count=batch.count).
+        """
+        self._need("ctx.each()")
+        check_batch(batch, "ctx.each()")
+        source = as_source(dataset, "the data set", "ctx.each()", self._config.data.workers)
+        self._learner.sync_buffers(self._communicator)
+        for rows in evaluation_batches(len(source), batch, self.rank, self.size):
+            self._heartbeat.beat("evaluation", int(self.epochs), self.step)
+            yield rows_of(source, rows, self._learner)
+
+    def backward(self, loss: Any) -> None:
+        """The backward pass: `loss` is the mean over this rank's samples of the batch, a tensor of one number.
+
+        It is weighted with this rank's share, so that all ranks together have the gradient of the mean over the whole batch, with uneven
+        shares too; the ranks begin to exchange gradients. Once for each batch.
+        """
+        self._need("ctx.backward()")
+        self._learner.backward(loss)
+
+    def mean(self, metrics: Mapping[str, Any], count: int | None = None) -> dict[str, float]:
+        """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
+
+        count: samples that this rank's values are means of; without it those of the batch, or 1. NaN where no rank has any.
+        """
+        own = self._batch_count() if count is None else count
+        sums: Sums = {f"metric.{name}": scalar(name, value, "ctx.mean()") * own if own else 0.0 for name, value in metrics.items()}
+        total = allreduce_sums(self._communicator, sums | {"count": float(own)}, "context.mean")
+        return {name: quotient(total[f"metric.{name}"], total["count"]) for name in metrics}
+
+    def _batch_count(self) -> int:
+        return 1 if self._samples is None else int(self._samples.count)
+
+    def log(self, **values: Any) -> None:
+        """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps.
+
+        Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal, log.trackers and reports, which draw
+        `loss`. The same names on every rank.
+        """
+        self._need("ctx.log()")
+        self._points.logged.add(values, float(self._batch_count()))
+
+    def checkpoint(self, model: Any, optimizer: Any, *, now: bool = False, **extra: Any) -> bool:
+        """Writes a checkpoint, in the background, where one is due: checkpoint.every_steps, every_minutes, before a stop, at the end.
+
+        model, optimizer: those of prepare(). extra: what resume() is to return: plain values, arrays, tensors, objects with state_dict();
+        rank 0's count. now: in any case, at this step. Returns whether one is written; at a stop and at the end once it is on the disk.
+        It is complete or absent. Every rank calls it, after optimizer.step().
+        """
+        self._need("ctx.checkpoint()")
+        if model is not self._learner.forward or optimizer is not self._learner.optimizer:
+            what = "the model or the optimizer is not what ctx.prepare() returned"
+            raise UserError(what, "ctx.checkpoint()", "model, optimizer = ctx.prepare(model, optimizer)")
+        if self._stream is None:
+            raise UserError("ctx.checkpoint() before ctx.samples()", "ctx.checkpoint()", "inside of the loop, after optimizer.step()")
+        if self.run is None:
+            raise UserError("there is no run folder", "ctx.checkpoint()", "hvdtrain.init({'run': 'DIR'})")
+        if not self._learner.has_stepped:
+            raise UserError("the step of this batch is not made yet", "ctx.checkpoint()", "after ctx.backward(loss); optimizer.step()")
+        values = {"order": list(self._order or ()), "extra": extra}
+        if not self._checked_extra:  # at the first call, not when a checkpoint is due at last
+            importlib.import_module(_EXTRA).to_arrays(values)
+            self._checked_extra = True
+        is_last = self._points.now.progress.done
+        self._points.sync(force=now or is_last or self._points.save_due)
+        is_last = is_last or bool(self._health.stop_request)
+        if not (now or is_last or self._points.save_due):
+            return False
+        self._points.save_due = False
+        self._saved.extra = importlib.import_module(_EXTRA).to_arrays(values)
+        self._checkpoints.expect()
+        if not is_last:
+            self._checkpoints.save(self._points.now)
+            return True
+        self._heartbeat.beat("writing the last checkpoint", int(self.epochs), self.step)
+        last = self._checkpoints.finish(self._points.now)
+        if last.failure:
+            raise UserError(f"the last checkpoint is not written: {last.failure}", str(self.run), "make room; start it again")
+        return True
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop is to be stopped and resumed later: a signal to any rank, guard.max_time. The same on all ranks at each step.
+
+        It changes every log.every_steps steps. Every rank reads it, after optimizer.step().
+        """
+        self._need("ctx.should_stop")
+        if self._stream is not None and self._learner.has_stepped:
+            self._points.sync()
+        return bool(self._health.stop_request)
+
+    def _start_event(self, stream: SampleStream) -> None:
+        fields = own_events.start_fields(self._config, self._communicator, self._hosts, self._learner.describe(), self._reason, stream)
+        lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, self._notes)
+        self._log.emit("start", self.step, lines=lines, **fields, seconds=round(self._points.now.seconds, 3), run=f"{self.run}")
+
+    def _need(self, where: str) -> None:
+        if self._closed:
+            raise UserError("the context is closed", where, "ctx = hvdtrain.init(...) again")
+        if self._learner is None:
+            raise UserError("nothing is prepared", where, "model, optimizer = ctx.prepare(model, optimizer) before")
+
+    def close(self) -> int:
+        """Ends the loop on every rank: waits for a checkpoint that is written, and for events. A script's end calls it, too.
+
+        Returns the exit code: 0, or 75 where the loop was stopped to be resumed. `sys.exit(ctx.close())` tells it to the launcher.
+        """
+        if self._closed:
+            return self._code()
+        if self._stream is not None:
+            self._points.sync(force=True)
+        self._end_event()
+        self._release(wait=True)
+        self._closing.close()
+        return self._code()
+
+    def _code(self) -> int:
+        return self._health.stop_code if self._learner is not None and self._health.stop_request else DONE
+
+    def _end_event(self) -> None:
+        if self._stream is None:
+            return
+        now, code = self._points.now, self._code()
+        reason = self._health.stop_request or ("its samples are over" if now.progress.done else "the script left its loop")
+        self._log.emit("stop" if code else "end", self.step, **own_events.end_fields(now, reason, code, self.run))
+
+    def _release(self, *, wait: bool) -> None:
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close(wait=wait)
+        if self._learner is not None:
+            self._checkpoints.close()
+        self._log.close(CLOSE_S if wait else HASTY_S)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """The loop ended by an exception: on several ranks it is reported and all end; on one it is the script's again."""
+        if self._closed:
+            return
+        if self._stream is not None:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._log.emit("failed", self.step, reason=reason, exit_code=exit_code_of(error))
+        self._release(wait=False)
+        self._closing.__exit__(type(error), error, error.__traceback__)
+
+
+def _of_order(order: Order) -> str:
+    return f"{order.dataset:,} samples with seed={order.seed}, {order.sampling} sampling"

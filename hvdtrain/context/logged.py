@@ -1,0 +1,68 @@
+"""Means over samples of what a script logs: added up on the device, over ranks at a sync point."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.core.metrics import Sums
+from hvdtrain.errors import UserError
+
+
+class Logged:
+    """Of this rank, since the last read. Values may be device scalars: nothing waits for them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, float]] = {}  # name -> (value x weight added up, weights)
+
+    def add(self, values: dict[str, Any], weight: float) -> None:
+        """Raises UserError for a value that is no number."""
+        for name, value in values.items():
+            total, weights = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
+
+    def fingerprint(self) -> tuple[float, float]:
+        """A number of the names, and its square: added up over ranks they tell whether all have the same names."""
+        number = float(zlib.crc32(",".join(sorted(self._sums)).encode()) & 0xFFFFF)
+        return number, number * number
+
+    def read(self, communicator: Communicator, fingerprint: tuple[float, float]) -> dict[str, float]:
+        """The means over the samples of all ranks; NaN where there were none. fingerprint: of all ranks, added up. A collective.
+
+        Raises UserError on every rank where they have logged different names.
+        """
+        total, squares = fingerprint
+        if total * total != squares * communicator.size:
+            names = [sorted(of_rank) for of_rank in communicator.allgather_object(sorted(self._sums))]
+            other = next(rank for rank, of_rank in enumerate(names) if of_rank != names[0])
+            what = f"rank 0 has logged {', '.join(names[0]) or 'nothing'}, rank {other} {', '.join(names[other]) or 'nothing'}"
+            raise UserError(what, "ctx.log()", "the same names on every rank, never under `if ctx.rank == 0`")
+        return self._means(communicator)
+
+    def _means(self, communicator: Communicator) -> dict[str, float]:
+        sums: Sums = {}
+        for name, (total, weights) in self._sums.items():
+            sums |= {f"{name}.sum": total, f"{name}.weight": weights}
+        self._sums = {}
+        if not sums:
+            return {}
+        found = allreduce_sums(communicator, sums, "context.logged")
+        return {name[:-4]: quotient(value, found[f"{name[:-4]}.weight"]) for name, value in found.items() if name.endswith(".sum")}
+
+
+def quotient(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
+
+
+def scalar(name: str, value: Any, where: str) -> Any:
+    """A number, or a device scalar without its gradient. Raises UserError for anything else."""
+    value = value.detach() if hasattr(value, "detach") else value
+    if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
+        return value.reshape(()).double() if hasattr(value, "double") else float(value)
+    found = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+    raise UserError(f"{name} is {found}, not one number", where, f"the mean over this rank's samples: {name}={name}.mean()")

@@ -1,0 +1,91 @@
+"""How a Context begins, and how it ends where the script does not end it: by an exception, or by coming to its last line."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from hvdtrain.config.section import COMMAND_LINE
+from hvdtrain.context.context import Context
+from hvdtrain.context.settings import WHERE, refuse_other_keys
+from hvdtrain.core.exit import exit_now
+from hvdtrain.data.workers.worker import end_script_of_worker
+from hvdtrain.errors import UserError, exit_code_of
+from hvdtrain.training.failure import RankFailed
+from hvdtrain.training.run_rank import connected_rank
+
+
+class _Open:
+    """The contexts that are open in this process: one at most."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+
+
+_OPEN = _Open()
+
+
+def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
+    """As hvdtrain.init(). Raises UserError, on one process as it is; on several an error ends all ranks."""
+    end_script_of_worker()
+    if _OPEN.contexts:
+        raise UserError("a context is open already", WHERE, "one hvdtrain.init(); ctx.close() before another")
+    try:
+        refuse_other_keys(config_file, arguments)
+        closing = contextlib.ExitStack()
+        rank = closing.enter_context(connected_rank(config_file, arguments, read_former_run=lambda _: [], from_script=True, what="script"))
+    except UserError as error:
+        error.where = error.where.replace(COMMAND_LINE, WHERE)
+        raise
+    except RankFailed as failed:
+        sys.exit(failed.code)
+    try:
+        context = Context(rank, closing)
+    except BaseException as error:
+        if isinstance(error, UserError):
+            error.where = error.where.replace(COMMAND_LINE, WHERE)
+        _end(closing, error)
+        raise
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An exception that the script did not catch: on several ranks all end here."""
+        sys.excepthook = former
+        try:
+            context.fail(error)
+        except RankFailed as failed:
+            exit_now(failed.code)
+        except BaseException as own:
+            if own is not error:
+                former(type(own), own, own.__traceback__)
+        former(kind, error, trace)
+        exit_now(exit_code_of(error))
+
+    def close_at_exit() -> None:
+        context.close()
+
+    def forget() -> None:
+        _OPEN.contexts.clear()
+        atexit.unregister(close_at_exit)
+        if sys.excepthook is hook:
+            sys.excepthook = former
+
+    _OPEN.contexts.append(context)
+    atexit.register(close_at_exit)
+    sys.excepthook = hook
+    closing.callback(forget)
+    return context
+
+
+def _end(closing: contextlib.ExitStack, error: BaseException) -> None:
+    """Ends all ranks; on one process it returns, and the caller raises the error."""
+    try:
+        closing.__exit__(type(error), error, error.__traceback__)
+    except RankFailed as failed:
+        sys.exit(failed.code)
+    except BaseException as other:
+        if other is not error:
+            raise

@@ -1,0 +1,85 @@
+"""The events of an own loop, with the fields that reports, trackers and the terminal know (docs/events.md)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.length import as_given
+from hvdtrain.config.schema import Config
+from hvdtrain.context.stream import SampleStream
+from hvdtrain.errors import DONE
+from hvdtrain.events import redaction
+from hvdtrain.training.checkpoint.changes import PLACE, flat
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.summary import SCHEMA
+from hvdtrain.version import __version__
+
+
+def start_fields(
+    config: Config, communicator: Communicator, hosts: list[str], model: str, reason: str, stream: SampleStream
+) -> dict[str, Any]:
+    """Of the event "start", those that do not change."""
+    return {
+        "engine": communicator.name,
+        "schema": SCHEMA,
+        "version": __version__,
+        "ranks": communicator.size,
+        "hosts": sorted(set(hosts)),
+        "host_of_rank": hosts,
+        "framework": "torch",
+        "model": model,
+        "samples": stream.order.dataset,
+        "task": "a script's own loop",
+        "objective": "loss",
+        "unit": "samples",
+        "counts": "samples",
+        "metrics": {"loss": {"better": "min", "column": "loss", "percent": False}},
+        "resumed_from": None,
+        "config": redaction.redact(flat(config.model_dump(exclude=set(PLACE)))),
+    }
+
+
+def header(fields: dict[str, Any], reason: str, stream: SampleStream, run: Path | None, now: TrainState, notes: list[str]) -> list[str]:
+    """What will run, for people."""
+    hosts = fields["host_of_rank"]
+    where = ", ".join(f"{host} x {hosts.count(host)}" for host in fields["hosts"])
+    lines = [
+        f"ranks   {fields['ranks']} ({where}), engine {fields['engine']}: {reason}",
+        f"data    {stream.order.dataset:,} samples, {stream.order.sampling} sampling with seed {stream.order.seed}",
+        f"batch   {stream.batch} over all ranks, for {stream.total / stream.order.dataset:g} epochs",
+        f"model   {fields['model']}",
+        f"run     {run or 'nothing is written: no run='}",
+    ]
+    if now.progress.step:
+        lines.append(f"resume  from step {now.progress.step}, epoch {now.progress.epochs:.2f}")
+    return lines + [f"        {note}" for note in notes]
+
+
+def step_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
+    """Of the steps since the last sync point: the means of what was logged in `logged`, and the loss once more by itself."""
+    p = now.progress
+    return {
+        "epochs": p.epochs,
+        "of": as_given(p.total / p.dataset),
+        "loss": means.get("loss", math.nan),
+        "logged": means,
+        "samples_per_s": count / seconds if seconds else math.nan,
+        "lr": now.lr,
+        "batch": now.batch,
+        "seconds": round(now.seconds, 3),
+    }
+
+
+def end_fields(now: TrainState, reason: str, code: int, run: Path | None) -> dict[str, Any]:
+    """Of the event "end" or "stop"."""
+    p = now.progress
+    how = "done" if code == DONE else "stopped"
+    lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
+    if run is not None:
+        lines.append(f"run folder: {run}")
+    rate = p.samples / now.seconds if now.seconds else math.nan
+    numbers = {"seconds": round(now.seconds, 3), "epochs": p.epochs, "samples": p.samples, "samples_per_s": round(rate, 1)}
+    return {"reason": reason, "exit_code": code, "lines": lines, **numbers}

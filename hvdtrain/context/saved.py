@@ -1,0 +1,98 @@
+"""The checkpoints of an own loop: the trainer's files, with what the script adds, and the place in its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.core.arrays import Arrays, ArrayStream
+from hvdtrain.core.pieces import Piece, whole
+from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import HasState
+from hvdtrain.training.checkpoint.files import Identity
+from hvdtrain.training.checkpoint.resume import check_identity, newest_good
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.replicas.broadcast import broadcast_state
+
+IDENTITY: Identity = {"loop": "a script's own"}  # no job of hvdtrain's own loop goes on from it, and the other way round
+_PREFIX = "e."
+
+
+class WithExtra:
+    """A learner whose state has further arrays, the same on all ranks; for the writer of checkpoints alone."""
+
+    def __init__(self, learner: HasState) -> None:
+        self._learner = learner
+        self.extra: Arrays = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._learner.is_sharded
+
+    def state(self) -> Arrays:
+        return self._learner.state() | self.extra
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self._learner.pieces()
+        yield from (whole(name, array) for name, array in self.extra.items())
+
+    def state_dict_names(self) -> dict[str, str]:
+        return self._learner.state_dict_names()
+
+    def load(self, state: Arrays | ArrayStream) -> None:
+        self._learner.load(state)
+
+
+class Restored(NamedTuple):
+    """What a script goes on from, the same on all ranks."""
+
+    train_state: TrainState
+    extra: Arrays
+    notes: list[str]  # about damaged checkpoints that were skipped
+
+
+def restore(communicator: Communicator, learner: HasState, run: Path | None, limit_bytes: int) -> Restored | None:
+    """Loads the newest good checkpoint of rank 0's folder into every rank; None where there is no folder to go on from.
+
+    Every rank calls it. Raises UserError on all where no checkpoint is good, or it is of another model or of a job of hvdtrain's own loop.
+    """
+    arrays: Arrays = {}
+
+    def read() -> tuple[TrainState | None, list[str]]:
+        if run is None:
+            return None, []
+        found, read_arrays, notes = newest_good(run, limit_bytes, mapped=learner.is_sharded)
+        check_identity(found, IDENTITY)
+        arrays.update(read_arrays)
+        return found.train_state, notes
+
+    train_state, notes = on_rank_0(communicator, read)
+    if train_state is None:
+        return None
+    extra = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
+    state = {name: array for name, array in arrays.items() if not name.startswith(_PREFIX)}
+    broadcast_state(communicator, learner, state if communicator.rank == 0 else {})
+    return Restored(train_state, _broadcast(communicator, extra), notes)
+
+
+def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Rank 0's, by name. A collective."""
+    schema = communicator.allgather_object([(name, list(array.shape), array.dtype.str) for name, array in arrays.items()])[0]
+    found: Arrays = {}
+    for name, shape, dtype in schema:
+        own = np.require(arrays[name], requirements=["C", "W"]) if communicator.rank == 0 else np.zeros(shape, dtype)
+        found[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(shape)
+    return found
+
+
+def decoded(extra: Arrays, decode: Callable[[Arrays], dict[str, Any]], run: Path) -> dict[str, Any]:
+    """The values that the script gave. Raises UserError where they cannot be read."""
+    try:
+        return decode(extra)
+    except ValueError as error:
+        raise UserError(f"what the script has saved cannot be read: {error}", str(run), "an older checkpoint, or another run=") from None

@@ -1,0 +1,53 @@
+"""Which keys of the configuration an own loop has: the rest describes a job whose loop is hvdtrain's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.config.read import assignments
+from hvdtrain.config.schema import known_keys
+from hvdtrain.errors import UserError, nearest, short
+
+WHERE = "hvdtrain.init()"
+KEYS = (
+    *("run", "resume", "seed"),
+    *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune")),
+    *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb")),
+    *(f"shard.{name}" for name in ("stage", "group", "offload")),
+    *("optim.clip_norm", "optim.clip_value"),
+    *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),
+    "speed.device",
+    *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last")),
+    *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),
+    *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
+)
+_OF_THE_CALLS = {
+    "epochs": "ctx.samples(dataset, batch=..., epochs=...)",
+    "batch.size": "ctx.samples(dataset, batch=...)",
+    "batch.per_rank": "ctx.samples(dataset, batch=...): of all ranks, so that their number changes nothing",
+    "model.name": "ctx.prepare(model, optimizer)",
+    "optim.name": "ctx.prepare(model, optimizer)",
+    "optim.base_lr": "the optimizer has its rate, and a scheduler of torch changes it",
+    "data.name": "ctx.samples(dataset, batch=...)",
+    "stop.steps": "break out of the loop; guard.max_time stops it to be resumed",
+    "comm.local_steps": "hvdtrain.train() has it",
+    "guard.lost": "launch --elastic starts the script again on the ranks that are left",
+}
+
+
+def refuse_other_keys(config_file: str | None, arguments: Sequence[str]) -> None:
+    """Raises UserError for a key that an own loop does not have, and for values that only hvdtrain's loop can follow."""
+    for key, value, origin in assignments(config_file, arguments):
+        if key in known_keys() and key not in KEYS:
+            fix = _OF_THE_CALLS.get(
+                key, f"hvdtrain.train() has it; an own loop has {', '.join(sorted({key.split('.')[0] for key in KEYS}))}"
+            )
+            raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
+        if key not in KEYS:
+            raise UserError(f"there is no key {short(key)}", f"{key}, {origin}", nearest(key, KEYS))
+        if (key, value) == ("shard.stage", 3):
+            fix = "shard.stage=1 or 2; or hvdtrain.train(), which makes a model layer by layer"
+            raise UserError("shard.stage=3 cuts the weights while the model is made, and this model is made", f"{key}, {origin}", fix)
+        if (key, value) == ("guard.nonfinite", "rollback"):
+            fix = "guard.nonfinite=stop or skip"
+            raise UserError("guard.nonfinite=rollback would go back behind the script's back", f"{key}, {origin}", fix)

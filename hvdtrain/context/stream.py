@@ -1,0 +1,82 @@
+"""The samples of an own loop: one endless stream by the trainer's sampler, of which each batch is divided among the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config.schema import Config
+from hvdtrain.core.progress import Progress
+from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.sampler import positions_of_rank
+from hvdtrain.data.source import Source, read_in_epochs
+from hvdtrain.errors import UserError
+from hvdtrain.training.build import build_recipe
+from hvdtrain.training.input.prefetch import Prefetcher
+
+WHERE = "ctx.samples()"
+
+
+class Order(NamedTuple):
+    """What the order of the samples depends on; a checkpoint has it, so that a script which changed goes on with nothing else."""
+
+    dataset: int  # samples
+    seed: int
+    sampling: str
+
+
+class SampleStream:
+    """Raises UserError for what is no data set, and for numbers that cannot be."""
+
+    def __init__(
+        self, config: Config, communicator: Communicator, learner: Any, dataset: object, batch: int, epochs: float, seed: int
+    ) -> None:
+        _check(batch, epochs, seed)
+        self.source = as_source(dataset, "the data set", WHERE, config.data.workers)
+        if not len(self.source):
+            raise UserError("the data set is empty", WHERE, "one with samples")
+        self.order = Order(len(self.source), seed, config.data.sampling)
+        self.batch, self.total = batch, math.ceil(Fraction(repr(epochs)) * len(self.source))
+        self.config = config.replace(seed=seed, epochs=epochs, batch=config.batch.replace(size=batch))
+        recipe = build_recipe(self.config, len(self.source), None)
+        self.prefetcher = Prefetcher(self.config, communicator, recipe, self.source, learner)
+        self._communicator, self._learner = communicator, learner
+
+    def take(self, p: Progress) -> Any:
+        """This rank's Samples of the step that follows `p`; of a rank that has none, one that does not count."""
+        (samples,) = self.prefetcher.take(p).micro_batches
+        if not samples.count:
+            first = positions_of_rank(p.samples, 1, 0, 1, p.dataset, self.config.seed, self.config.data.sampling)
+            one = self._learner.to_device(read_in_epochs(self.source, first.samples, first.epochs, self.config.seed))
+            samples = dataclasses.replace(one, count=0)
+        behind = p.advance(self.batch)
+        return dataclasses.replace(samples, step=p.step, epoch=p.epoch, ends_epoch=behind.epoch > p.epoch)
+
+    def close(self, *, wait: bool) -> None:
+        self.prefetcher.close(wait=wait)
+
+
+def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
+    """Samples as they are evaluated; of a rank that has none left, one that does not count."""
+    if len(rows):
+        return learner.to_device(source.read(rows))
+    return dataclasses.replace(learner.to_device(source.read(np.zeros(1, np.int64))), count=0)
+
+
+def check_batch(batch: object, where: str) -> None:
+    """Raises UserError where it is no number of samples."""
+    if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
+        raise UserError(f"batch={batch!r:.40} is no number of samples", where, "1 or more, over all ranks: batch=256")
+
+
+def _check(batch: object, epochs: object, seed: object) -> None:
+    check_batch(batch, WHERE)
+    if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < 2**31:
+        raise UserError(f"epochs={epochs!r:.40} is no length", WHERE, "a number above 0, as epochs=10 or 0.5")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UserError(f"seed={seed!r:.40} is no seed", WHERE, "a whole number from 0 on, the same on every rank")

@@ -1,0 +1,82 @@
+"""Where an own loop is, and what its ranks agree on at a sync point: buffers, sums, stops, checkpoints, events, as the trainer's loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.sums import allreduce_sums
+from hvdtrain.config.schema import Config
+from hvdtrain.context.logged import Logged
+from hvdtrain.context.own_events import step_fields
+from hvdtrain.core.metrics import Sums
+from hvdtrain.core.progress import Hyper
+from hvdtrain.events.log import Log
+from hvdtrain.training.health.heartbeat import Heartbeat
+from hvdtrain.training.health.monitor import HealthMonitor, nonfinite_steps
+from hvdtrain.training.job import clock_from
+from hvdtrain.training.progress.event_fields import nonfinite_fields
+from hvdtrain.training.progress.train_state import TrainState
+
+
+class SyncPoints:
+    """One on each rank, from prepare() on."""
+
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        learner: Any,
+        health: HealthMonitor,
+        heartbeat: Heartbeat,
+        log: Log,
+        now: TrainState,
+    ) -> None:
+        self._config, self._communicator, self._learner = config, communicator, learner
+        self.health, self._heartbeat, self._log = health, heartbeat, log
+        self.logged = Logged()
+        self.save_due = False  # a sync point has found that; until the next checkpoint
+        self.go_on_from(now)
+
+    def go_on_from(self, now: TrainState) -> None:
+        """The loop is here: at its beginning, or at a checkpoint."""
+        self.now = self._before = now  # `_before`: at the last sync point
+        self._clock = clock_from(now.seconds)
+        self._count, self._began_s = 0, time.perf_counter()  # samples of this rank since then; and when that was
+
+    def stepped(self, count: int, batch: int) -> None:
+        """A step is done, with `count` samples of this rank, of `batch` over all ranks."""
+        self._count += count
+        p = self.now.progress.advance(batch)
+        self.now = dataclasses.replace(self.now, progress=p, lr=self._learner.lr, batch=batch)
+        self._heartbeat.beat("step", p.epoch, p.step)
+
+    def sync(self, *, force: bool = False) -> None:
+        """The sync point after the last step, once: at every log.every_steps, at the end of the samples, and where `force`.
+
+        A collective then. Raises Diverged on every rank for numbers that are not finite (guard.nonfinite), and where ranks differ.
+        """
+        p, every = self.now.progress, self._config.log.every_steps
+        if p.step == self._before.progress.step or not (force or p.done or p.step % every == 0):
+            return
+        self._heartbeat.beat("synchronizing", p.epoch, p.step)
+        self._learner.sync_buffers(self._communicator)
+        seconds = time.perf_counter() - self._began_s
+        names, squares = self.logged.fingerprint()
+        own: Sums = {"loss": 0.0, "nonfinite": self._learner.read_nonfinite(), "count": float(self._count)}
+        own |= {"names": names, "squares": squares} | self.health.flags(p.step)
+        sums = allreduce_sums(self._communicator, own, "context.sums")  # the host waits for the device here
+        means = self.logged.read(self._communicator, (sums["names"], sums["squares"]))
+        self.health.after_sync(sums)
+        now = dataclasses.replace(self.now, seconds=self._clock())
+        if bad := nonfinite_steps(sums):
+            now = self.health.handle_nonfinite(now, bad)
+            self._log.emit("nonfinite", p.step, **nonfinite_fields(self._config, now))
+        self.save_due = self.save_due or bool(sums["save"])
+        last = Hyper(lr=now.lr, momentum=0.0, weight_decay=0.0, batch=now.batch, step=p.step)
+        self.health.compare_ranks(self._learner, self._before, now, last, before_save=self.save_due)
+        self._log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
+        self.now = self._before = now
+        self._count, self._began_s = 0, time.perf_counter()

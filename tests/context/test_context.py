@@ -1,0 +1,418 @@
+"""Each call of a Context on one process, by hand: samples, backward, mean, log, checkpoint, resume, stops; and the text of each error."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvdtrain as ht
+from hvdtrain.context.logged import Logged, quotient
+from hvdtrain.errors import Diverged, UserError
+from hvdtrain.frameworks.torch.own_loop.extra import from_arrays, to_arrays
+
+X = np.arange(40, dtype=np.float64).reshape(20, 2)
+DATA = {"x": X, "y": X.sum(1)}
+
+
+@pytest.fixture
+def opened() -> Iterator[list[ht.Context]]:
+    """Contexts that a test opens; those that it leaves open are closed."""
+    contexts: list[ht.Context] = []
+    yield contexts
+    for ctx in contexts:
+        if not ctx._closed:
+            ctx.close()
+
+
+@pytest.fixture
+def make(opened: list[ht.Context]) -> Any:
+    def init(*arguments: str, prepared: bool = True, **options: Any) -> Any:
+        ctx = ht.init(*arguments)
+        opened.append(ctx)
+        torch.manual_seed(3)
+        model = torch.nn.Linear(2, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), **{"lr": 1e-3, **options})
+        return (ctx, *(ctx.prepare(model, optimizer) if prepared else (model, optimizer)))
+
+    return init
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def test_what_a_context_is(make: Any, tmp_path: Path) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
+    assert (ctx.rank, ctx.size, ctx.local_rank, ctx.local_size, ctx.step, ctx.run) == (0, 1, 0, 1, 0, tmp_path / "run")
+    assert ctx.mesh.world.size == 1 and str(ctx.device) == "cpu"
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups[0]["lr"] == 1e-3
+    assert set(optimizer.state_dict()["param_groups"][0]) == set(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).param_groups[0])
+    assert "prepared SGD" in repr(optimizer) and model.weight.dtype == torch.float64
+    with pytest.raises(UserError, match="a context is open already"):
+        ht.init()
+    assert ctx.close() == 0 == ctx.close()
+    with pytest.raises(UserError, match="the context is closed"):
+        ctx.backward(torch.zeros(()))
+
+
+def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: Any) -> None:
+    ctx, model, optimizer = make()
+    weight, bias, seen = model.weight.detach().clone(), model.bias.detach().clone(), []
+    for number, batch in enumerate(ctx.samples(DATA, batch=6, epochs=2, seed=5)):
+        x, y = batch
+        assert x is batch["x"] and (batch.count, batch.step, batch.epoch) == (6, number, 6 * number // 20)
+        assert batch.ends_epoch == (number in (3, 6))
+        seen += x[:, 0].tolist()
+        expected = 2 * (x @ weight.T + bias - y[:, None])
+        weight, bias = weight - 1e-3 * (expected.T @ x) / 6, bias - 1e-3 * expected.mean(0)
+        ctx.backward(loss_of(model, batch))
+        optimizer.step()
+        torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(model.bias.detach(), bias, rtol=1e-12, atol=1e-12)
+        assert model.weight.grad is None
+    assert sorted(seen[:20]) == X[:, 0].tolist() == sorted(seen[20:40]) and seen[:20] != seen[20:40]
+    assert (len(seen), ctx.step, ctx.epochs) == (42, 7, 2.1)
+
+
+def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ctx, model, optimizer = make(f"run={run}", "log.every_steps=2")
+    values = []
+    for batch in ctx.samples(DATA, batch=4, epochs=0.8):
+        loss = loss_of(model, batch)
+        ctx.backward(loss)
+        optimizer.step()
+        values.append(loss.item())
+        ctx.log(loss=loss, first=float(batch.step))
+        if batch.step == 2:
+            ctx.log(only_here=7)
+    ctx.close()
+    found = events(run, "step")
+    assert [event["step"] for event in found] == [2, 4]
+    assert [event["loss"] for event in found] == pytest.approx([sum(values[:2]) / 2, sum(values[2:]) / 2], rel=1e-12)
+    assert [event["logged"]["first"] for event in found] == [0.5, 2.5] and found[1]["logged"]["only_here"] == 7
+    assert [event["samples_per_s"] > 0 for event in found] == [True, True] and found[1]["lr"] == 1e-3
+    (start,), (end,) = events(run, "start"), events(run, "end")
+    assert (start["samples"], start["ranks"], end["epochs"], end["exit_code"]) == (20, 1, 0.8, 0)
+    frame = ht.read(run)
+    assert frame["logged.first"].tolist() == [0.5, 2.5]
+
+
+def test_means_and_an_evaluation(make: Any) -> None:
+    ctx, _, _ = make()
+    assert ctx.mean({"a": 3, "b": torch.tensor(2.5)}) == {"a": 3.0, "b": 2.5}
+    assert math.isnan(ctx.mean({"a": 3}, count=0)["a"])
+    with torch.no_grad():
+        rows = [(batch["x"][:, 0].tolist(), batch.count) for batch in ctx.each(DATA, batch=8)]
+    assert [count for _, count in rows] == [8, 8, 4] and [value for row, _ in rows for value in row] == X[:, 0].tolist()
+
+
+def test_a_checkpoint_brings_back_everything(make: Any, tmp_path: Path, opened: list[ht.Context]) -> None:
+    """The optimizer's momentum and a changed rate, a scheduler, tensors, and the place in the samples: as if nothing had happened."""
+    arguments = (f"run={tmp_path / 'run'}", "checkpoint.every_steps=3", "log.every_steps=1")
+
+    def train(until: int, epochs: float) -> tuple[dict[str, Any], Any, list[list[float]]]:
+        ctx, model, optimizer = make(*arguments, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        state = ctx.resume()
+        if state:
+            scheduler.load_state_dict(state["scheduler"])
+        seen = []
+        for batch in ctx.samples(DATA, batch=6, epochs=epochs):
+            seen.append(batch["x"][:, 0].tolist())
+            ctx.backward(loss_of(model, batch))
+            optimizer.step()
+            scheduler.step()
+            extra = {
+                "half": torch.ones(2, dtype=torch.bfloat16),
+                "rows": np.arange(3),
+                "nested": {1: [None, ("a", 0.1)], "deep": {"x": True}},
+            }
+            written = ctx.checkpoint(model, optimizer, scheduler=scheduler, step=ctx.step, **extra)
+            assert written == (ctx.step % 3 == 0 or ctx.step == 7)
+            if ctx.step == until:
+                break
+        ctx.close()
+        return state, (model.weight.detach().clone(), optimizer.param_groups[0]["lr"], ctx.step), seen
+
+    none, first, seen = train(5, 2)
+    assert none == {} and first[2] == 5
+    state, resumed, more = train(99, 2)
+    assert (state["step"], state["scheduler"]["last_epoch"], state["rows"].tolist()) == (3, 3, [0, 1, 2])
+    assert state["nested"] == {1: [None, ("a", 0.1)], "deep": {"x": True}}
+    assert state["half"].dtype == torch.bfloat16 and state["half"].tolist() == [1, 1]
+    (tmp_path / "run").rename(tmp_path / "other")
+    _, straight, all_seen = train(99, 2)
+    assert torch.equal(straight[0], resumed[0]) and straight[1:] == resumed[1:] == (1e-3 / 8, 7)
+    assert seen[:3] + more == all_seen
+    state, over, nothing = train(99, 2)
+    assert over[2] == 7 and nothing == [] and state["step"] == 7 and torch.equal(over[0], straight[0])
+    _, longer, more = train(99, 2.5)  # a loop that is over goes on where it is given more epochs
+    assert len(more) == 2 and longer[2] == 9
+
+
+def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_path: Path) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "log.every_steps=4")
+    stops = []
+    for batch in ctx.samples(DATA, batch=2, epochs=5):
+        ctx.backward(loss_of(model, batch))
+        optimizer.step()
+        if batch.step == 4:
+            signal.raise_signal(signal.SIGUSR2)
+        written = ctx.checkpoint(model, optimizer)
+        stops.append((written, ctx.should_stop))
+    assert stops == [(False, False)] * 7 + [(True, True)] and ctx.step == 8
+    assert ctx.close() == 75
+    assert events(tmp_path / "run", "stop")[0]["reason"] == "SIGUSR2"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_now_and_without_a_run_folder(make: Any, tmp_path: Path) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
+    for batch in ctx.samples(DATA, batch=5, epochs=1):
+        ctx.backward(loss_of(model, batch))
+        optimizer.step()
+        assert ctx.checkpoint(model, optimizer, now=batch.step == 1) == (batch.step in (1, 3))
+    ctx.close()
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+
+
+def test_what_no_checkpoint_holds_is_refused_at_the_first_step(make: Any, tmp_path: Path) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
+    batch = next(ctx.samples(DATA, batch=2))
+    with pytest.raises(UserError, match="the step of this batch is not made yet"):
+        ctx.checkpoint(model, optimizer)
+    ctx.backward(loss_of(model, batch))
+    optimizer.step()
+    with pytest.raises(UserError, match="extra.rows is a range, which no checkpoint holds"):
+        ctx.checkpoint(model, optimizer, rows=range(3))
+
+
+def test_numbers_that_are_not_finite(make: Any, tmp_path: Path) -> None:
+    def step(ctx: Any, model: Any, optimizer: Any, at: int) -> None:
+        for batch in ctx.samples(DATA, batch=5, epochs=1):
+            ctx.backward(loss_of(model, batch) * (math.nan if batch.step == at else 1.0))
+            optimizer.step()
+            assert not ctx.should_stop
+
+    ctx, model, optimizer = make("log.every_steps=1")
+    with pytest.raises(Diverged, match="1 of the steps up to 2 had a loss or gradient that is not finite"):
+        step(ctx, model, optimizer, 1)
+    ctx.close()
+    ctx, model, optimizer = make("guard.nonfinite=skip", "log.every_steps=1", f"run={tmp_path / 'run'}")
+    step(ctx, model, optimizer, 2)
+    assert model.weight.isfinite().all()
+    ctx.close()
+    assert [(event["step"], event["count"]) for event in events(tmp_path / "run", "nonfinite")] == [(3, 1)]
+
+
+def test_gradients_are_clipped_and_a_closure_is_called_once(make: Any) -> None:
+    ctx, model, optimizer = make("optim.clip_norm=0.5", lr=1.0)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    calls = []
+    for batch in ctx.samples(DATA, batch=20, epochs=1):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            calls.append(batch.step)
+            loss = loss_of(model, batch)
+            ctx.backward(loss)
+            return loss
+
+        assert optimizer.step(closure).requires_grad
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert calls == [0] and moved.norm().item() == pytest.approx(0.5, rel=1e-6)
+
+
+def test_layers_that_drop_are_seeded_by_step(make: Any) -> None:
+    def drawn(until: int, skip: int) -> list[float]:
+        ctx, model, optimizer = make("seed=9")
+        found = []
+        for batch in ctx.samples(DATA, batch=5, epochs=1):
+            torch.rand(skip)  # what else the script draws
+            found.append(torch.rand(()).item())
+            ctx.backward(loss_of(model, batch))
+            optimizer.step()
+        ctx.close()
+        return found
+
+    first = drawn(4, 0)
+    assert first == drawn(4, 0) and len(set(first)) == 4 and first != drawn(4, 1)
+
+
+def mistakes() -> list[Any]:
+    def after_step(call: Any) -> Any:
+        def run(ctx: Any, model: Any, optimizer: Any) -> None:
+            for batch in ctx.samples(DATA, batch=5, epochs=1):
+                ctx.backward(loss_of(model, batch))
+                optimizer.step()
+                call(ctx, model, optimizer, batch)
+
+        return run
+
+    def in_step(call: Any) -> Any:
+        def run(ctx: Any, model: Any, optimizer: Any) -> None:
+            for batch in ctx.samples(DATA, batch=5, epochs=1):
+                call(ctx, model, optimizer, batch)
+
+        return run
+
+    def twice(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        ctx.backward(loss_of(model, batch))
+        ctx.backward(loss_of(model, batch))
+
+    def plain(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    return [
+        (in_step(lambda c, m, o, b: None), "optimizer.step() was not called", "once for each batch, on every rank"),
+        (in_step(twice), "a second backward pass for one batch", "add up the losses and call it once"),
+        (in_step(plain), "optimizer.step() without ctx.backward(loss)", "in the place of loss.backward()"),
+        (in_step(lambda c, m, o, b: c.backward(m(b["x"]))), "the loss is a tensor of shape (5, 1)", "the mean over this rank's samples"),
+        (in_step(lambda c, m, o, b: c.backward(2.0)), "the loss is a float", "one number that depends on the model"),
+        (in_step(lambda c, m, o, b: c.backward(torch.zeros(()))), "of shape () without a gradient", "depends on the model"),
+        (in_step(lambda c, m, o, b: b["z"]), "the samples have no 'z'", "their fields: x, y"),
+        (in_step(lambda c, m, o, b: c.checkpoint(m, o)), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
+        (after_step(lambda c, m, o, b: o.step()), "optimizer.step() without a new batch", "one step for each batch"),
+        (after_step(lambda c, m, o, b: c.checkpoint(m, None)), "is not what ctx.prepare() returned", "model, optimizer = ctx.prepare"),
+        (after_step(lambda c, m, o, b: c.log(loss=m.weight)), "loss is of shape (1, 2), not one number", "loss=loss.mean()"),
+        (after_step(lambda c, m, o, b: c.log(loss="a")), "loss is a str, not one number", "the mean over this rank's samples"),
+        (after_step(lambda c, m, o, b: c.samples(DATA, batch=2)), "a second ctx.samples()", "ctx.each(dataset, batch=...)"),
+        (after_step(lambda c, m, o, b: c.resume()), "ctx.resume() after ctx.samples()", "right after ctx.prepare()"),
+        (lambda c, m, o: c.backward(torch.zeros(())), "no batch of ctx.samples() is under way", "for batch in ctx.samples(...)"),
+        (lambda c, m, o: c.resume(), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
+        (lambda c, m, o: c.prepare(m, o), "a second ctx.prepare()", "one optimizer of several groups"),
+        (lambda c, m, o: c.checkpoint(m, o), "ctx.checkpoint() before ctx.samples()", "inside of the loop"),
+        (lambda c, m, o: c.samples(DATA, batch=0), "batch=0 is no number of samples", "1 or more, over all ranks"),
+        (lambda c, m, o: c.samples(DATA, batch=2, epochs=0), "epochs=0 is no length", "a number above 0"),
+        (lambda c, m, o: c.samples(DATA, batch=2, seed=-1), "seed=-1 is no seed", "a whole number from 0 on"),
+        (lambda c, m, o: c.samples(iter([1]), batch=2), "is a list_iterator, whose samples come in an order of its own", "docs"),
+        (lambda c, m, o: list(c.each(DATA, batch=True)), "batch=True is no number of samples", "batch=256"),
+        (lambda c, m, o: c.mean({"a": torch.ones(2)}), "a is of shape (2,), not one number", "a=a.mean()"),
+        (lambda c, m, o: o.add_param_group({"params": []}), "a parameter group after ctx.prepare()", "all groups before it"),
+        (lambda c, m, o: o.load_state_dict({}), "comes from a checkpoint", "state = ctx.resume(), after prepare()"),
+    ]
+
+
+@pytest.mark.parametrize(("run", "what", "fix"), mistakes(), ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_mistakes_in_a_loop(make: Any, run: Any, what: str, fix: str) -> None:
+    ctx, model, optimizer = make()
+    with pytest.raises(UserError) as caught:
+        run(ctx, model, optimizer)
+    assert what in caught.value.what, str(caught.value)
+    assert fix in caught.value.fix or fix == "docs", str(caught.value)
+
+
+def unfit() -> list[Any]:
+    net = torch.nn.Linear(2, 2)
+    stepped = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    scheduled = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    return [
+        (net, stepped, "the optimizer has made steps already", "prepare() first"),
+        (net, scheduled, "a scheduler has this optimizer already", "then the scheduler of that optimizer"),
+        (net, torch.optim.SGD([net.weight], lr=0.1), "bias would be trained, and the optimizer does not have it", "requires_grad_(False)"),
+        (net, torch.optim.SGD([torch.nn.Parameter(torch.ones(7))], lr=0.1), "parameters that are not the model's, of shape (7,)", "after"),
+        (frozen, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), "parameters that are not the model's", "one module"),
+        ("net", torch.optim.SGD(net.parameters(), lr=0.1), "a str and a SGD, not a torch.nn.Module", "ctx.prepare(model, optimizer)"),
+    ]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "what", "fix"), unfit())
+def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: Any, optimizer: Any, what: str, fix: str) -> None:
+    ctx, _, _ = make(prepared=False)
+    with pytest.raises(UserError) as caught:
+        ctx.prepare(model, optimizer)
+    assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
+    with pytest.raises(UserError, match="nothing is prepared"):
+        ctx.samples(DATA, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (["epochs=3"], "epochs is not of an own loop", "ctx.samples(dataset, batch=..., epochs=...)"),
+        (["model.name=mlp"], "model.name is not of an own loop", "ctx.prepare(model, optimizer)"),
+        (["augment.flip=true"], "augment.flip is not of an own loop", "hvdtrain.train() has it; an own loop has checkpoint, comm"),
+        (["guard.lost=shrink"], "guard.lost is not of an own loop", "launch --elastic"),
+        (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
+        (["shard.stage=3"], "shard.stage=3 cuts the weights while the model is made", "shard.stage=1 or 2"),
+        (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),
+        (["resume=somewhere"], "resume= needs run=", "run=DIR"),
+    ],
+)
+def test_keys_that_an_own_loop_does_not_have(arguments: list[str], what: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ht.init(*arguments)
+    assert what in caught.value.what and fix in caught.value.fix, str(caught.value)
+    assert "hvdtrain.init()" in caught.value.where
+    ht.init().close()  # nothing is left open
+
+
+def test_a_run_folder_of_something_else(make: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ctx, model, optimizer = make(f"run={run}")
+    for batch in ctx.samples(DATA, batch=5, epochs=0.5):
+        ctx.backward(loss_of(model, batch))
+        optimizer.step()
+        ctx.checkpoint(model, optimizer)
+    ctx.close()
+    ctx, model, _ = make(f"run={run}")
+    with pytest.raises(UserError, match="has a checkpoint, and the loop would begin anew\n.*\n  fix: state = ctx.resume"):
+        ctx.samples(DATA, batch=5)
+    ctx.resume()
+    with pytest.raises(UserError, match="the checkpoint has 20 samples with seed=1, global sampling, ctx.samples"):
+        ctx.samples(DATA, batch=5, seed=2)
+    ctx.close()
+    ctx = ht.init(f"run={run}")
+    wider = torch.nn.Linear(3, 1).double()
+    ctx.prepare(wider, torch.optim.SGD(wider.parameters(), lr=0.1))
+    with pytest.raises(UserError, match=r"p.weight has shape \(1, 2\), the model has \(1, 3\)"):
+        ctx.resume()
+    ctx.close()
+    with pytest.raises(UserError, match="the checkpoint has another"):
+        ht.train({"run": str(run), "epochs": 1, "model.name": "linear", "log.display": "lines"})
+
+
+def test_values_beside_model_and_optimizer() -> None:
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 5)
+    given = {"s": scheduler, "t": torch.tensor(3.5), "n": np.float32(0.5), "nan": math.nan, "empty": torch.zeros(0, 2), "none": None}
+    found = from_arrays(to_arrays(given))
+    assert found["s"] == scheduler.state_dict() and found["t"].item() == 3.5 and found["n"] == 0.5 and math.isnan(found["nan"])
+    assert tuple(found["empty"].shape) == (0, 2) and found["none"] is None
+    with pytest.raises(UserError, match=r"a.b\[1\] is a object, which no checkpoint holds\n.*\n  fix: numbers, texts"):
+        to_arrays({"a": {"b": [1, object()]}})
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(UserError, match="is nested more than 32 deep"):
+        to_arrays({"a": endless})
+    with pytest.raises(UserError, match="MiB beside model and optimizer, at most 256"):
+        to_arrays({"a": np.zeros(2**26)})
+    broken = to_arrays({"a": torch.ones(2)})
+    with pytest.raises(ValueError, match="KeyError"):
+        from_arrays({"e.json": broken["e.json"]})
+
+
+def test_names_that_differ_over_ranks_are_seen_by_their_fingerprint() -> None:
+    one, two = Logged(), Logged()
+    one.add({"loss": 1.0}, 2.0)
+    two.add({"lass": 1.0}, 2.0)
+    (a, aa), (b, bb) = one.fingerprint(), two.fingerprint()
+    assert (2 * a) ** 2 == 2 * (aa + aa) and (a + b) ** 2 != 2 * (aa + bb)
+    assert math.isnan(quotient(1.0, 0.0))

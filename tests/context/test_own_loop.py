@@ -1,0 +1,167 @@
+"""A loop of 15 lines on 1, 2 and 3 ranks, by every strategy; killed or stopped, and resumed on another number of ranks: equal to 1e-12."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ROOT, mpirun, needs_horovod, needs_mpirun, python
+
+SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
+ON_RANKS = str(ROOT / "tests" / "support" / "context_on_ranks.py")
+STEPS = math.ceil(3 * 100 / 7)
+
+
+def trained(folder: Path, size: int, *arguments: str, code: int = 0) -> dict[str, Any]:
+    """The result of the loop in this folder; size: ranks, 1 without a launcher."""
+    out = folder / "out.json"
+    words = [SCRIPT, str(out), *arguments, f"run={folder / 'run'}"]
+    done = mpirun(size, words, timeout_s=240) if size > 1 else python(words, timeout_s=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return result
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("straight"), 1)
+
+
+def by_hand() -> tuple[list[float], float]:
+    """The losses of the loop's first five batches and its last rate, computed in numpy and with the trainer's sampler alone."""
+    import torch
+
+    from hvdtrain.data.sampler import positions_of_rank
+
+    x = np.random.default_rng(0).uniform(-1, 1, (100, 3))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    w1, b1, w2, b2 = (p.detach().numpy().copy() for p in net.parameters())
+    momentum = [np.zeros_like(w) for w in (w1, b1, w2, b2)]
+    losses = []
+    for step in range(5):
+        rows = positions_of_rank(7 * step, 7, 0, 1, 100, 1).samples
+        inputs, y = x[rows], x[rows].prod(1)
+        hidden = np.tanh(inputs @ w1.T + b1)
+        error = (hidden @ w2.T + b2)[:, 0] - y
+        losses.append(float((error**2).mean()))
+        of_output = 2 * error[:, None] / 7
+        of_hidden = of_output @ w2 * (1 - hidden**2)
+        gradients = (of_hidden.T @ inputs, of_hidden.sum(0), of_output.T @ hidden, of_output.sum(0))
+        momentum = [0.9 * m + g for m, g in zip(momentum, gradients, strict=True)]
+        w1, b1, w2, b2 = (w - 0.2 * m for w, m in zip((w1, b1, w2, b2), momentum, strict=True))
+    return losses, 0.2 / 4
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, weight in expected["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], weight, rtol=0, atol=1e-12)
+    assert found["steps"] == expected["steps"] and found["lr"] == expected["lr"] and found["notes"] == expected["notes"]
+    for step, loss in found["losses"].items():
+        assert loss == pytest.approx(expected["losses"][step], rel=1e-11, abs=1e-13), step
+
+
+def test_the_loop_computes_what_is_computed_by_hand(straight: dict[str, Any]) -> None:
+    losses, rate = by_hand()
+    assert [straight["losses"][f"{step}"] for step in range(1, 6)] == pytest.approx(losses, rel=1e-12)
+    assert (straight["steps"], straight["lr"], straight["began"]) == (STEPS, rate, 0)
+    assert straight["notes"] == [STEPS - 1, STEPS]
+    assert straight["losses"][f"{STEPS}"] < straight["losses"]["1"]
+
+
+WAYS = [
+    pytest.param(3, ["comm.engine=mpi"], id="3-buckets"),
+    pytest.param(2, ["comm.engine=mpi", "shard.stage=1"], id="2-zero1"),
+    pytest.param(3, ["comm.engine=torchdist", "shard.stage=2"], id="3-zero2", marks=pytest.mark.slow),
+    pytest.param(2, ["comm.engine=torchdist", "comm.reduce=ddp"], id="2-ddp", marks=pytest.mark.slow),
+    pytest.param(2, ["comm.engine=horovod"], id="2-horovod", marks=[pytest.mark.slow, needs_horovod]),
+]
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("size", "arguments"), WAYS)
+def test_any_number_of_ranks_by_any_strategy(tmp_path: Path, straight: dict[str, Any], size: int, arguments: list[str]) -> None:
+    assert_equal(trained(tmp_path, size, *arguments), straight)
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "arguments"),
+    [(3, 1, ["comm.engine=mpi"]), (1, 2, []), (2, 3, ["comm.engine=mpi", "shard.stage=1"])],
+)
+def test_killed_and_resumed_on_another_number_of_ranks(
+    tmp_path: Path, straight: dict[str, Any], before: int, after: int, arguments: list[str]
+) -> None:
+    """Step 27's checkpoint is that of step 20: what came after it is computed again."""
+    code = 128 + signal.SIGKILL if before > 1 else -signal.SIGKILL
+    trained(tmp_path, before, "--kill", "27", f"{before - 1}", *arguments, code=code)
+    found = trained(tmp_path, after, *arguments)
+    assert found["began"] == 20
+    assert_equal(found, straight)
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, straight: dict[str, Any]) -> None:
+    found = trained(tmp_path, 2, "--signal", "11", "1", "comm.engine=mpi", code=75)
+    assert (found["began"], found["steps"]) == (0, 15)
+    found = trained(tmp_path, 1)
+    assert found["began"] == 15
+    assert_equal(found, straight)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] in ("start", "stop", "end")] == ["start", "stop", "start", "end"]
+    stop = next(event for event in events if event["kind"] == "stop")
+    assert (stop["step"], stop["exit_code"]) == (15, 75) and stop["reason"] in ("SIGUSR2", "a signal on another rank")
+
+
+@needs_mpirun
+def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
+    done = mpirun(3, [ON_RANKS, str(tmp_path / "run"), "none"], timeout_s=240)
+    assert done.returncode == 0 and "all as computed by hand" in done.stdout, done.stdout + done.stderr
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "code", "text"),
+    [
+        ("names", 2, "hvdtrain: rank 0 has logged expected, loss, rank 1 expected, loss, only_rank_1\n  where: ctx.log()"),
+        ("raise", 1, "ValueError: of rank 1\nrank 1 on "),
+    ],
+)
+def test_a_mistake_of_one_rank_ends_all_with_one_message(tmp_path: Path, mistake: str, code: int, text: str) -> None:
+    done = mpirun(3, [ON_RANKS, str(tmp_path / "run"), mistake], timeout_s=240)
+    assert done.returncode == code and text in done.stderr, done.stderr
+    assert done.stderr.count("Traceback") == (mistake == "raise") and done.stderr.count("has logged") == (mistake == "names")
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_an_exception_outside_of_a_with_block_ends_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import hvdtrain as ht\nctx = ht.init('comm.engine=mpi')\nif ctx.rank:\n    raise ValueError('mine')\nctx.mean({'a': 1})\n"
+    )
+    done = mpirun(2, [str(script)], timeout_s=240)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert "ValueError: mine" in done.stderr and f"{script}:4, in <module>" in done.stderr and done.seconds < 40
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: dict[str, Any]) -> None:
+    """A rank is killed at the first start; the second one goes on from the checkpoint."""
+    out, run = tmp_path / "out.json", tmp_path / "run"
+    code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
+    words = ["--elastic", "--max", "2", "--", SCRIPT, str(out), "--kill", "27", "1", f"run={run}", "comm.engine=mpi"]
+    done = python(["-c", code, *words], timeout_s=240)
+    assert done.returncode == 0, done.stderr
+    assert "start 2: 2 ranks" in done.stderr and "at step 25" in done.stderr
+    assert_equal(json.loads(out.read_text()), straight)
+    assert "trains" in (run / "launch.jsonl").read_text()

@@ -1,0 +1,66 @@
+"""What a Context does on several ranks with uneven shares, against formulas; then a mistake that one rank alone makes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import hvdtrain as ht
+
+X = np.arange(14, dtype=np.float64).reshape(7, 2)
+DATA = {"x": X, "y": X.sum(1)}
+
+
+def main(run: Path, mistake: str) -> None:
+    with ht.init(f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2") as ctx:
+        model = torch.nn.Linear(2, 1).double()
+        torch.nn.init.constant_(model.weight, float(ctx.rank))  # rank 0's zeros count
+        torch.nn.init.constant_(model.bias, float(ctx.rank))
+        model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        assert ctx.resume() == {}
+        weight, bias = np.zeros(2), 0.0
+        counts = []
+        for batch in ctx.samples(DATA, batch=2, epochs=2, seed=4):
+            assert len(batch["x"]) == max(1, batch.count)
+            counts.append(batch.count)
+            own = batch["x"][: batch.count].tolist()
+            everyone = np.array([row for rows in ctx.mesh.world.allgather_object(own) for row in rows])
+            assert len(everyone) == 2
+            error = everyone @ weight + bias - everyone.sum(1)
+            weight, bias = weight - 1e-2 * error @ everyone, bias - 1e-2 * error.sum()  # 2 / 2 of the mean of squares
+            loss = torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
+            assert abs(ctx.mean({"loss": loss})["loss"] - (error**2).mean()) < 1e-9
+            ctx.backward(loss)
+            optimizer.step()
+            np.testing.assert_allclose(model.weight.detach().numpy()[0], weight, rtol=1e-12)
+            np.testing.assert_allclose(model.bias.item(), bias, rtol=1e-12)
+            ctx.log(loss=loss, expected=float((error**2).mean()))
+            ctx.checkpoint(model, optimizer)
+            if mistake == "names" and batch.step == 3 and ctx.rank == 1:
+                ctx.log(only_rank_1=1)
+            if mistake == "raise" and batch.step == 3 and ctx.rank == 1:
+                raise ValueError("of rank 1")
+            assert not ctx.should_stop
+        assert counts == [[0, 1, 1][ctx.rank]] * 7, counts
+        weights = np.array([1, 2, 4])[ctx.rank]
+        assert ctx.mean({"a": ctx.rank}, count=int(weights))["a"] == (0 * 1 + 1 * 2 + 2 * 4) / 7
+        rows = [(batch["x"][:, 0].tolist(), batch.count) for batch in ctx.each(DATA, batch=2)]
+        everyone = ctx.mesh.world.allgather_object([rows, [count for _, count in rows]])
+        assert [of_rank[1] for of_rank in everyone] == [[2, 0], [2, 0], [2, 1]] or sum(sum(of_rank[1]) for of_rank in everyone) == 7, (
+            everyone
+        )
+    if ctx.rank == 0:
+        lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+        steps = [event for event in lines if event["kind"] == "step"]
+        assert len(steps) == 7
+        for event in steps:
+            assert abs(event["loss"] - event["logged"]["expected"]) < 1e-9, event
+        print("all as computed by hand")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

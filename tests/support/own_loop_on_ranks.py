@@ -1,0 +1,72 @@
+"""A loop of 15 lines on this rank: `own_loop_on_ranks.py OUT.json [--kill STEP RANK] [--signal STEP RANK] key=value ...`.
+
+Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank SIGKILL or SIGUSR2 after a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import hvdtrain as ht
+
+SAMPLES, BATCH, EPOCHS = 100, 7, 3  # uneven shares, and batches across the ends of epochs
+
+
+def main(out: Path, arguments: list[str]) -> int:
+    faults = {}
+    while arguments and arguments[0].startswith("--"):
+        faults[int(arguments[1]), int(arguments[2])] = {"--kill": signal.SIGKILL, "--signal": signal.SIGUSR2}[arguments[0]]
+        arguments = arguments[3:]
+    x = np.random.default_rng(0).uniform(-1, 1, (SAMPLES, 3))
+    losses, notes = {}, []
+    ctx = ht.init("checkpoint.every_steps=10", "log.every_steps=5", *arguments)
+    torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    model, optimizer = ctx.prepare(net, optimizer)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 21], 0.5)
+    state = ctx.resume()
+    if state:
+        scheduler.load_state_dict(state["scheduler"])
+        notes = state["notes"]
+    began = ctx.step
+    for batch in ctx.samples({"x": x, "y": x.prod(1)}, batch=BATCH, epochs=EPOCHS, seed=1):
+        loss = torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        ctx.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        ctx.log(loss=loss)
+        losses[batch.step + 1] = ctx.mean({"loss": loss})["loss"]
+        notes = [*notes[-1:], batch.step + 1]
+        ctx.checkpoint(model, optimizer, scheduler=scheduler, notes=notes)
+        if not began and (batch.step + 1, ctx.rank) in faults:  # the first start alone
+            while not (Path(ctx.run or "") / "checkpoints" / f"step-{batch.step // 10 * 10:08d}").is_dir():
+                time.sleep(0.01)  # it is written in the background
+            os.kill(os.getpid(), faults[batch.step + 1, ctx.rank])
+        if ctx.should_stop:
+            break
+    weights = {name: p.tolist() for name, p in net.state_dict().items()}
+    steps, code = ctx.step, ctx.close()
+    if ctx.rank == 0:
+        result = {
+            "weights": weights,
+            "losses": losses,
+            "began": began,
+            "steps": steps,
+            "lr": optimizer.param_groups[0]["lr"],
+            "notes": notes,
+        }
+        out.write_text(json.dumps(result))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
