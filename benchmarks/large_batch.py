@@ -47,7 +47,6 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
 }
 OF_CIFAR10: dict[str, list[str]] = {
     "CIFAR-10, batch 128": CIFAR10,
-    "CIFAR-10, batch 128, Muon": [*CIFAR10, "optim.name=muon", "optim.momentum=0.7", "optim.base_lr=0.05", "optim.rest_rate=0.2"],
     "CIFAR-10, batch 2048, Muon": [
         *CIFAR10,
         "batch.size=2048",
