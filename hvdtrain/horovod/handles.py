@@ -31,4 +31,4 @@ def join(device: int = -1) -> int:
 
     Averages are over the ranks that have not joined. Returns the rank that joined last. `device` is not needed.
     """
-    return JOB.engine.join()
+    return JOB.join()

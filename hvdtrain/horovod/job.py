@@ -91,6 +91,14 @@ class Job:
         """The name of a request: that of the caller, or a number among those of its kind in its process set."""
         return name if name is not None else f"{kind}.noname.{next(self._numbers[kind, set_id or GLOBAL])}"
 
+    def join(self) -> int:
+        """Ranks may have made different numbers of calls before: those without a name are counted anew."""
+        last = self.engine.join()
+        for kind, set_id in list(self._numbers):
+            if set_id == GLOBAL:
+                del self._numbers[kind, set_id]
+        return last
+
     def barrier(self, set_id: int | None) -> None:
         signature = Signature(self.name("barrier", None, set_id), "barrier")
         self.wait(self.submit(set_id, Request(signature, list[torch.Tensor]()), lambda _: None))

@@ -261,6 +261,18 @@ def join_average(hvd: Any) -> Claims:
     hvd.join()
 
 
+def join_unnamed(hvd: Any) -> Claims:
+    """Calls without a name go on, though ranks have made different numbers of them."""
+    rank, size = hvd.rank(), hvd.size()
+    for batch in range(rank + 1):
+        yield (
+            hvd.allreduce(given((4,), rank, "float32"), op=hvd.Sum),
+            (reduced((4,), list(range(batch, size)), "float32", "Sum"), "float32"),
+        )
+    hvd.join()
+    yield hvd.allreduce(given((4,), rank, "float32"), op=hvd.Sum), (reduced((4,), list(range(size)), "float32", "Sum"), "float32")
+
+
 def objects(hvd: Any) -> Claims:
     rank, size = hvd.rank(), hvd.size()
     things = [{"rank": r, 5: [1.5, None, (True, "x" * 300 * r)], "array": np.arange(r)} for r in range(size)]
@@ -363,9 +375,11 @@ def same_name_twice(hvd: Any) -> Claims:
 
 
 def places(hvd: Any) -> Claims:
-    rank, size = hvd.rank(), hvd.size()
-    found = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_initialized(), hvd.global_process_set.size()]
-    yield np.array(found), (np.array([rank, size, 0, 1, True, size]), "int64")
+    """All on one host; local ranks in any order."""
+    size = hvd.size()
+    found = [hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_initialized(), hvd.global_process_set.size()]
+    yield np.array(found), (np.array([size, 0, 1, True, size]), "int64")
+    yield np.sort(hvd.allgather(torch.tensor([hvd.local_rank()])).numpy()), (np.arange(size), "int64")
 
 
 def layouts(hvd: Any) -> Claims:
@@ -394,8 +408,8 @@ CHECKS: dict[str, Check] = {
     **{f"alltoall-{d}": (lambda hvd, d=d: alltoall(d, hvd)) for d in MOVED + MORE_MOVED},
     **{f"reducescatter-{op}-{d}": (lambda hvd, d=d, op=op: reducescatter(d, op, hvd)) for d in REDUCED for op in ("Average", "Sum")},
     **{f"adasum-{d}": (lambda hvd, d=d: adasum(d, hvd)) for d in ("float32", "float64")},
-    **{f.__name__: f for f in (many, large, gradients, process_sets, join, join_average, objects, polled, compression, sparse)},
-    **{f.__name__: f for f in (mismatches, refusals, same_name_twice, places, layouts)},
+    **{f.__name__: f for f in (many, large, gradients, process_sets, objects, polled, compression, sparse)},
+    **{f.__name__: f for f in (mismatches, refusals, same_name_twice, places, layouts, join, join_average, join_unnamed)},
 }
 NO_ORDER = [f"allreduce-{op}-{d}" for d in ("complex64", "complex128") for op in ("Min", "Max")]
 for name in (*NO_ORDER, "allreduce-Average-bool"):
