@@ -67,7 +67,7 @@ def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(page: 
 @needs_horovod
 @pytest.mark.slow
 def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
-    results = run_page(OWN_LOOP, tmp_path, timeout_s=180)
+    results = run_page(OWN_LOOP, tmp_path, timeout_s=280)
     messages = failures(OWN_LOOP, results)
     assert not messages, "\n".join(messages)
     losses = [float(loss) for result in results.values() for loss in re.findall(r"validation loss ([0-9.]+)", result.output)]
