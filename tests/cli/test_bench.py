@@ -232,6 +232,7 @@ def test_picture(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_scaling_of_real_jobs(tmp_path: Path) -> None:
     words = ["framework=numpy", "model.name=linear", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=200", "data.val_samples=20"]
     words += ["batch.size=8", "comm.engine=mpi", f"run={tmp_path}/never"]

@@ -331,7 +331,9 @@ def found(engine: str) -> dict[str, list[dict[str, Any]]]:
 
 SKIPPED = ["torch", "torch, two passes", "torch, sync norm", "torch, RMSprop", "torch, small buckets", "numpy", "jax"]
 SHARDED = ["torch, stage 2, two passes", "torch, stage 3, two passes"]
-ON_MPI = [pytest.param("mpi", case, marks=[*ranks.ENGINES[0].marks, pytest.mark.slow]) for case in SKIPPED + SHARDED]
+MARKS = [*ranks.ENGINES[0].marks, pytest.mark.slow]  # one engine is enough in the fast tests
+ENGINES = [pytest.param("mpi", marks=MARKS), ranks.ENGINES[1]]
+ON_MPI = [pytest.param("mpi", case, marks=MARKS) for case in SKIPPED + SHARDED]
 ON_HOROVOD = [pytest.param("horovod", case, marks=ranks.ENGINES[1].marks) for case in SKIPPED]
 
 
@@ -346,11 +348,11 @@ def test_a_loss_of_one_rank_makes_all_ranks_skip(engine: str, case: str) -> None
     assert ("hvd.DistributedOptimizer" in each[0]["model"]) == distributed, each[0]["model"]
 
 
-@pytest.mark.parametrize("engine", ranks.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_loss_of_one_rank_is_counted_by_all(engine: str) -> None:
     assert [one["nonfinite"] for one in found(engine)["stop"]] == [[0.5, 0.5]] * 2
 
 
-@pytest.mark.parametrize("engine", ranks.ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_buffers_of_every_kind_settle(engine: str) -> None:
     assert [one["wrong"] for one in found(engine)["synchronized"]] == [[], []]

@@ -210,6 +210,7 @@ if hvd.rank == 0:
 
 @needs_mpirun
 @needs_horovod
+@pytest.mark.slow
 def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
     out = tmp_path / "out.json"
     result = ranks.mpirun(2, ["-c", ON_RANKS, str(out)])

@@ -22,9 +22,13 @@ CASES = {
 ENDS_WITHIN_S = 25  # most of it starts Python and MPI; a hang would last 60
 
 
+FAST = ("a call is missing on a rank", "another shape of many", "a rank ends")
+ROWS = [pytest.param("mpi", case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+ROWS += [pytest.param("torchdist", case, marks=pytest.mark.slow) for case in CASES]
+
+
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_ends_with_a_message_that_names_rank_and_call(case: str, engine: str) -> None:
     env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2" if "come" in case else "300"}
     result = ranks.mpirun(2, ["tests/support/wrong_programs.py", case], timeout_s=60, env=env)
