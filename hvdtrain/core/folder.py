@@ -27,6 +27,7 @@ _KINDS = {
     stat.S_IFREG: "a file",
 }
 NO_LINKS = "hvdtrain makes no links, pipes or devices: do not trust this folder; if it is yours, put what is linked in its place"
+_PIECE_BYTES = 2**20  # that are read at once
 UNFINISHED = ".unfinished"  # the last part of the name of a file that does not have its own name yet
 
 
@@ -98,11 +99,13 @@ class Folder:
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """The whole file. Raises ValueError where it is larger."""
+        data = bytearray()  # in pieces: a file object allocates all that it is asked for
         with self.open_file(name) as file:
-            data = file.read(most_bytes + 1)
+            while len(data) <= most_bytes and (piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))):
+                data += piece
         if len(data) > most_bytes:
             raise ValueError(f"more than {most_bytes} bytes")
-        return data
+        return bytes(data)
 
     def create(self, name: str) -> io.BufferedWriter:
         """To be written. Raises FileExistsError."""

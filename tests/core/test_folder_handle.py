@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -151,6 +152,18 @@ def test_a_write_that_fails_leaves_everything_as_it_was(run: Path) -> None:
         file.write(b"new")
         raise KeyError
     assert (os.listdir(run), (run / "name").read_bytes()) == (["name"], b"old")
+
+
+def test_a_small_file_takes_little_memory_whatever_its_limit(run: Path) -> None:
+    """1 GiB was allocated for the report of a rank with its part of a checkpoint, which then did not fit under ulimit -d."""
+    (run / "name").write_bytes(bytes(3_000_000))
+    with Folder.open(run) as folder:
+        tracemalloc.start()
+        try:
+            assert len(folder.read("name", 2**30)) == 3_000_000
+            assert tracemalloc.get_traced_memory()[1] < 12_000_000
+        finally:
+            tracemalloc.stop()
 
 
 def test_more_than_the_limit_is_not_read(run: Path) -> None:
