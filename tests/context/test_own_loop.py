@@ -76,7 +76,7 @@ def test_the_loop_computes_what_is_computed_by_hand(straight: dict[str, Any]) ->
 
 WAYS = [
     pytest.param(3, ["comm.engine=mpi"], id="3-buckets"),
-    pytest.param(2, ["comm.engine=mpi", "shard.stage=1"], id="2-zero1"),
+    pytest.param(2, ["comm.engine=mpi", "shard.stage=1"], id="2-zero1", marks=pytest.mark.slow),
     pytest.param(3, ["comm.engine=torchdist", "shard.stage=2"], id="3-zero2", marks=pytest.mark.slow),
     pytest.param(2, ["comm.engine=torchdist", "comm.reduce=ddp"], id="2-ddp", marks=pytest.mark.slow),
     pytest.param(2, ["comm.engine=horovod"], id="2-horovod", marks=[pytest.mark.slow, needs_horovod]),

@@ -16,7 +16,8 @@ SLOW = [pytest.mark.slow]
 @pytest.mark.parametrize(
     ("engine", "size", "programs"),
     [
-        ("mpi", 2, 40),
+        ("mpi", 2, 15),
+        pytest.param("mpi", 2, 1000 if FULL else 150, marks=SLOW),
         pytest.param("mpi", 3, 1000 if FULL else 300, marks=SLOW),
         pytest.param("mpi", 4, 300 if FULL else 60, marks=[*SLOW, pytest.mark.ranks4]),
         pytest.param("torchdist", 2, 300 if FULL else 60, marks=SLOW),
