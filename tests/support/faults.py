@@ -114,8 +114,16 @@ def told(run: Path) -> list[Tree]:
 
 
 def json_lines(path: Path) -> list[Tree]:
-    """Complete lines only: a running job may be writing one."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    """Complete lines only: a running job may be writing one, and SIGKILL may cut one off at the end of a page, which readers skip."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found, cut_off = list[Tree](), 0
+    for line in lines:
+        try:
+            found += [json.loads(line)] if line.endswith("\n") else []
+        except json.JSONDecodeError:
+            cut_off += 1
+    assert cut_off <= 1, path
+    return found
 
 
 def reached(run: Path, since: int = 0) -> int:
