@@ -15,7 +15,7 @@ from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.context import own_events
-from hvdtrain.context.logged import quotient, scalar
+from hvdtrain.context.logged import check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
 from hvdtrain.context.stream import Order, SampleStream, check_batch, rows_of
 from hvdtrain.context.sync_points import SyncPoints
@@ -239,9 +239,12 @@ class Context:
     def mean(self, metrics: Mapping[str, Any], count: int | None = None) -> dict[str, float]:
         """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
 
-        count: samples that this rank's values are means of; without it those of the batch, or 1. NaN where no rank has any.
+        count: samples that this rank's values are means of; without it those of the batch, or 1. NaN where no rank has any. Raises
+        UserError on every rank where they give different names.
         """
         own = self._batch_count() if count is None else count
+        fingerprints = allreduce_sums(self._communicator, names_fingerprint(metrics), "context.names")
+        check_same_names(self._communicator, metrics, fingerprints, "ctx.mean()", "gives")
         sums: Sums = {f"metric.{name}": scalar(name, value, "ctx.mean()") * own if own else 0.0 for name, value in metrics.items()}
         total = allreduce_sums(self._communicator, sums | {"count": float(own)}, "context.mean")
         return {name: quotient(total[f"metric.{name}"], total["count"]) for name in metrics}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,22 +27,16 @@ class Logged:
             total, weights = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
 
-    def fingerprint(self) -> tuple[float, float]:
-        """A number of the names, and its square: added up over ranks they tell whether all have the same names."""
-        number = float(zlib.crc32(",".join(sorted(self._sums)).encode()) & 0xFFFFF)
-        return number, number * number
+    def fingerprint(self) -> Sums:
+        """As names_fingerprint()."""
+        return names_fingerprint(self._sums)
 
-    def read(self, communicator: Communicator, fingerprint: tuple[float, float]) -> dict[str, float]:
-        """The means over the samples of all ranks; NaN where there were none. fingerprint: of all ranks, added up. A collective.
+    def read(self, communicator: Communicator, fingerprints: Mapping[str, float]) -> dict[str, float]:
+        """The means over the samples of all ranks; NaN where there were none. fingerprints: of all ranks, added up. A collective.
 
         Raises UserError on every rank where they have logged different names.
         """
-        total, squares = fingerprint
-        if total * total != squares * communicator.size:
-            names = [sorted(of_rank) for of_rank in communicator.allgather_object(sorted(self._sums))]
-            other = next(rank for rank, of_rank in enumerate(names) if of_rank != names[0])
-            what = f"rank 0 has logged {', '.join(names[0]) or 'nothing'}, rank {other} {', '.join(names[other]) or 'nothing'}"
-            raise UserError(what, "ctx.log()", "the same names on every rank, never under `if ctx.rank == 0`")
+        check_same_names(communicator, self._sums, fingerprints, "ctx.log()", "has logged")
         return self._means(communicator)
 
     def _means(self, communicator: Communicator) -> dict[str, float]:
@@ -53,6 +48,23 @@ class Logged:
             return {}
         found = allreduce_sums(communicator, sums, "context.logged")
         return {name[:-4]: quotient(value, found[f"{name[:-4]}.weight"]) for name, value in found.items() if name.endswith(".sum")}
+
+
+def names_fingerprint(names: Collection[str]) -> Sums:
+    """A number of the names, and its square: added up over ranks they tell whether all have the same names."""
+    number = float(zlib.crc32(",".join(sorted(names)).encode()) & 0xFFFFF)
+    return {"names": number, "squares": number * number}
+
+
+def check_same_names(communicator: Communicator, own: Collection[str], fingerprints: Mapping[str, float], where: str, verb: str) -> None:
+    """Raises UserError on every rank where they have different names. A collective. fingerprints: of all ranks, added up."""
+    total, squares = fingerprints["names"], fingerprints["squares"]
+    if total * total == squares * communicator.size:
+        return
+    names = [sorted(of_rank) for of_rank in communicator.allgather_object(sorted(own))]
+    other = next(rank for rank, of_rank in enumerate(names) if of_rank != names[0])
+    what = f"rank 0 {verb} {', '.join(names[0]) or 'nothing'}, rank {other} {', '.join(names[other]) or 'nothing'}"
+    raise UserError(what, where, "the same names on every rank, never under `if ctx.rank == 0`")
 
 
 def quotient(total: float, weight: float) -> float:

@@ -64,11 +64,10 @@ class SyncPoints:
         self._heartbeat.beat("synchronizing", p.epoch, p.step)
         self._learner.sync_buffers(self._communicator)
         seconds = time.perf_counter() - self._began_s
-        names, squares = self.logged.fingerprint()
         own: Sums = {"loss": 0.0, "nonfinite": self._learner.read_nonfinite(), "count": float(self._count)}
-        own |= {"names": names, "squares": squares} | self.health.flags(p.step)
+        own |= self.logged.fingerprint() | self.health.flags(p.step)
         sums = allreduce_sums(self._communicator, own, "context.sums")  # the host waits for the device here
-        means = self.logged.read(self._communicator, (sums["names"], sums["squares"]))
+        means = self.logged.read(self._communicator, sums)
         self.health.after_sync(sums)
         now = dataclasses.replace(self.now, seconds=self._clock())
         if bad := nonfinite_steps(sums):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
-from hvdtrain.horovod.engine.reduce import check_op
 from hvdtrain.horovod.gathers import allgather_async
 from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import Average, given_op, op_name
+from hvdtrain.horovod.ops import Average, given_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduction_gradients import gradients
 from hvdtrain.horovod.start import Call
@@ -32,7 +31,7 @@ def allreduce_async(
     rank gives the same name, shape and dtype. `average` is a former name of `op`.
     """
     call = Call("allreduce", tensor, name, process_set)
-    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+    return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
 def allreduce_async_(
@@ -46,7 +45,7 @@ def allreduce_async_(
 ) -> int:
     """As allreduce_async(), into the tensor itself."""
     call = Call("allreduce", tensor, name, process_set, in_place=True)
-    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+    return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
 def grouped_allreduce_async(
@@ -60,7 +59,7 @@ def grouped_allreduce_async(
 ) -> int:
     """As allreduce_async(), of several tensors as one request; their dtypes may differ. synchronize() gives a list."""
     call = Call("allreduce", tensors, name, process_set, grouped=True)
-    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
+    return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
 def grouped_allreduce_async_(
@@ -74,14 +73,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """As grouped_allreduce_async(), into the tensors themselves."""
     call = Call("allreduce", tensors, name, process_set, grouped=True, in_place=True)
-    return _start(call, given_op(op, average), prescale_factor, postscale_factor)
-
-
-def _start(call: Call, op: int, prescale: float, postscale: float) -> int:
-    reduction = op_name(op, call.where)
-    for tensor in call.tensors:
-        check_op(reduction, tensor.dtype, call.where)
-    return call.start(op=reduction, prescale=prescale, postscale=postscale)
+    return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
 
 def allreduce_(
@@ -159,7 +151,7 @@ class _Allreduce(torch.autograd.Function):
         ctx: Any, op: int, name: str | None, pre: float, post: float, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
     ) -> Any:
         call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
-        found = synchronize(_start(call, op, pre, post))
+        found = synchronize(call.start_reduction(op, pre, post))
         results = tuple(found) if grouped else (found,)
         ctx.op, ctx.factors, ctx.process_set, ctx.grouped = op, (pre, post), process_set, grouped
         ctx.save_for_backward(*tensors, *results)
@@ -172,7 +164,7 @@ class _Allreduce(torch.autograd.Function):
 
         def reduce(tensors: list[torch.Tensor], op: int, pre: float, post: float) -> list[torch.Tensor]:
             call = Call("allreduce", tensors if ctx.grouped else tensors[0], None, ctx.process_set, grouped=ctx.grouped)
-            found = synchronize(_start(call, op, pre, post))
+            found = synchronize(call.start_reduction(op, pre, post))
             return list(found) if ctx.grouped else [found]
 
         found = gradients(ctx.op, ctx.factors, list(grads), list(inputs), list(results), reduce)

@@ -9,10 +9,9 @@ import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import check_op
 from hvdtrain.horovod.gathers import grouped_allgather_async
 from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import Adasum, Average, Sum, op_name
+from hvdtrain.horovod.ops import Adasum, Average, Sum
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.start import Call
 
@@ -45,10 +44,7 @@ def _start(call: Call, op: int, prescale: float, postscale: float) -> int:
     call.needs_rows()
     if op == Adasum:
         raise BadCall("reducescatter has no Adasum", call.where, "another op; or hvd.allreduce(), and the rows of this rank")
-    reduction = op_name(op, call.where)
-    for tensor in call.tensors:
-        check_op(reduction, tensor.dtype, call.where)
-    return call.start(op=reduction, prescale=prescale, postscale=postscale)
+    return call.start_reduction(op, prescale, postscale)
 
 
 def reducescatter(
@@ -96,11 +92,11 @@ class _Reducescatter(torch.autograd.Function):
         ctx: Any, name: str | None, op: int, process_set: ProcessSet, pre: float, post: float, grouped: bool, *tensors: torch.Tensor
     ) -> Any:
         call = Call("reducescatter", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
-        found = synchronize(_start(call, op, pre, post))
         if op not in (Average, Sum):
             raise BadCall(
                 "gradients go through a reducescatter of Average or Sum alone", call.where, "hvd.allreduce(), and this rank's rows"
             )
+        found = synchronize(_start(call, op, pre, post))
         ctx.factor = pre * post * ((process_set.size() or 1) if op == Sum else 1)
         ctx.process_set = process_set
         return tuple(found) if grouped else (found,)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.reduce import check_op
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
+from hvdtrain.horovod.ops import op_name
 from hvdtrain.horovod.process_sets import ProcessSet
 from hvdtrain.horovod.tensors import Back, as_torch
 
@@ -55,6 +57,13 @@ class Call:
         inputs = [tensor.contiguous() for tensor in self.tensors]
         request = Request(signature, inputs, self.tensors if self._in_place else (), splits)
         return JOB.submit(self.set_id, request, finish or self._finish)
+
+    def start_reduction(self, op: int, prescale: float, postscale: float) -> int:
+        """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do not have."""
+        reduction = op_name(op, self.where)
+        for tensor in self.tensors:
+            check_op(reduction, tensor.dtype, self.where)
+        return self.start(op=reduction, prescale=prescale, postscale=postscale)
 
     def _finish(self, results: list[torch.Tensor]) -> Any:
         """As tensors of the caller's libraries; in place, what was given."""

@@ -132,6 +132,7 @@ def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
     ("mistake", "code", "text"),
     [
         ("names", 2, "hvdtrain: rank 0 has logged expected, loss, rank 1 expected, loss, only_rank_1\n  where: ctx.log()"),
+        ("means", 2, "hvdtrain: rank 0 gives accuracy, loss, rank 1 loss\n  where: ctx.mean()"),
         ("raise", 1, "ValueError: of rank 1\nrank 1 on "),
     ],
 )

@@ -42,6 +42,8 @@ def main(run: Path, mistake: str) -> None:
             ctx.checkpoint(model, optimizer)
             if mistake == "names" and batch.step == 3 and ctx.rank == 1:
                 ctx.log(only_rank_1=1)
+            if mistake == "means" and batch.step == 3:
+                ctx.mean({"loss": 1} if ctx.rank else {"accuracy": 1, "loss": 1})
             if mistake == "raise" and batch.step == 3 and ctx.rank == 1:
                 raise ValueError("of rank 1")
             assert not ctx.should_stop
@@ -50,9 +52,10 @@ def main(run: Path, mistake: str) -> None:
         assert ctx.mean({"a": ctx.rank}, count=int(weights))["a"] == (0 * 1 + 1 * 2 + 2 * 4) / 7
         rows = [(batch["x"][:, 0].tolist(), batch.count) for batch in ctx.each(DATA, batch=2)]
         everyone = ctx.mesh.world.allgather_object([rows, [count for _, count in rows]])
-        assert [of_rank[1] for of_rank in everyone] == [[2, 0], [2, 0], [2, 1]] or sum(sum(of_rank[1]) for of_rank in everyone) == 7, (
-            everyone
-        )
+        counts = [of_rank[1] for of_rank in everyone]
+        assert counts == [[2, 0], [2, 0], [2, 1]], counts
+        seen = sorted(value for of_rank in everyone for values, count in of_rank[0] for value in values[:count])
+        assert seen == sorted(DATA["x"][:, 0].tolist())
     if ctx.rank == 0:
         lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
         steps = [event for event in lines if event["kind"] == "step"]

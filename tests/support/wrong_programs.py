@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 
+import mpi4py
 import torch
 
 import hvdtrain.horovod as hvd
 
 
 def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
+    if case == "a process set without threads":
+        mpi4py.rc.thread_level = "funneled"
+        importlib.import_module("mpi4py.MPI")
     hvd.init()
     rank, one = hvd.rank(), torch.ones(3)
     hvd.allreduce(one, name="before")
@@ -43,6 +48,8 @@ def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
             if rank == 1:
                 time.sleep(60)
             hvd.allreduce(one, name="late")
+        case "a process set without threads":
+            hvd.add_process_set([0])
         case "no barrier":
             if rank != 1:
                 hvd.barrier()

@@ -90,6 +90,9 @@ class OwnEngine:
             return self._lanes[GLOBAL].join()
 
     def add_set(self, ranks: Sequence[int]) -> int:
+        if not self._has_threads:
+            what = "MPI was started without MPI_THREAD_MULTIPLE, by which the rounds of a process set run beside those of the others"
+            raise BadCall(what, "hvd.add_process_set()", "hvd.init() before mpi4py.MPI is imported; or HVDTRAIN_ENGINE=torchdist")
         found = self._agree_on("add_process_set", ranks)
         if isinstance(found, int):
             return found
@@ -151,6 +154,7 @@ class OwnEngine:
 
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
         exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
+        self._has_threads = exchange.threads
         return Lane(communicator, exchange, ranks, self._settings, self._change)
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
