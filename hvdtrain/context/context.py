@@ -311,7 +311,7 @@ class Context:
         return bool(self._health.stop_request)
 
     def _start_event(self, stream: SampleStream) -> None:
-        fields = own_events.start_fields(self._config, self._communicator, self._hosts, self._learner.describe(), self._reason, stream)
+        fields = own_events.start_fields(self._config, self._communicator, self._hosts, self._learner.describe(), stream)
         lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, self._notes)
         self._log.emit("start", self.step, lines=lines, **fields, seconds=round(self._points.now.seconds, 3), run=f"{self.run}")
 

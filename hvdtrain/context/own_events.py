@@ -18,9 +18,7 @@ from hvdtrain.training.summary import SCHEMA
 from hvdtrain.version import __version__
 
 
-def start_fields(
-    config: Config, communicator: Communicator, hosts: list[str], model: str, reason: str, stream: SampleStream
-) -> dict[str, Any]:
+def start_fields(config: Config, communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
     """Of the event "start", those that do not change."""
     return {
         "engine": communicator.name,

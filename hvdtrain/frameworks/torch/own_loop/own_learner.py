@@ -99,9 +99,7 @@ class OwnLearner:
 
     def begin_step(self, batch: Samples, global_batch: int) -> None:
         """The script gets this batch. Layers that draw random numbers draw those of the seed and the step."""
-        if self._batch is not None:
-            what = f"the batch of step {self._batch.step + 1} is over, and optimizer.step() was not called"
-            raise UserError(what, "ctx.samples()", "ctx.backward(loss); optimizer.step(): once for each batch, on every rank")
+        assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
         seed_dropout(fold(fold(self.config.seed, batch.step), self.data.rank) & (2**63 - 1), self.device)
         if self.config.guard.nonfinite == "skip":
