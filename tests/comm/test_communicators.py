@@ -93,7 +93,7 @@ def pairs() -> list[Any]:
             marks=[
                 *marks[communicator],
                 *([pytest.mark.ranks4] * (size == 4)),
-                *([pytest.mark.slow] * (size == 4 and communicator != "mpi")),
+                *([pytest.mark.slow] * (size == 4)),
             ],
         )
         for communicator, size in sizes
