@@ -9,14 +9,16 @@ import contextlib
 import csv
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hvdtrain
+from hvdtrain.cli.launch.machine import available_cores
 from hvdtrain.errors import DIVERGED, UserError
 
 
@@ -47,9 +49,22 @@ def train(job: Job) -> Any:
 
 
 def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> list[Any]:
-    """function(argument) of each, in order; the function is one that another process can import."""
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+    """function(argument) of each, in order; the function is one that another process can import. The processes share the cores."""
+    threads = str(max(1, available_cores() // at_once))
+    with _environment(OMP_NUM_THREADS=threads), ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(function, arguments))
+
+
+@contextlib.contextmanager
+def _environment(**defaults: str) -> Iterator[None]:
+    """Variables for the processes that are started meanwhile; those that are set already stay as they are."""
+    new = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def launch(job: Job, ranks: int, *options: str) -> Any:
