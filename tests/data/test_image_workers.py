@@ -90,10 +90,11 @@ def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
     np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
 
 
-def test_many_small_images_are_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files and their checksums are the same, also where a thread asks for several blocks, and no process stays."""
+@pytest.mark.parametrize("padding", [0, 5000])
+def test_many_images_are_packed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+    """Small and large ones: the files and their checksums are the same, also where a thread asks for several blocks; no process stays."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    images = source_of(InMemory(700))
+    images = source_of(InMemory(700, padding=padding))
     mine = Path(f"/proc/{os.getpid()}/task")
     before = started(mine)
     pack(images, tmp_path / "threads", 90 * 400)
@@ -108,15 +109,16 @@ def test_many_small_images_are_packed_by_processes(tmp_path: Path, monkeypatch: 
 
 
 def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads do where images are few or large, or there is one core, or no memory to share (macOS).
+    """Threads do where images are few, or there is one core, or no memory to share (macOS).
 
     These images tell by being readable in this process alone.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     local = source_of(InThisProcess(20))
-    pack(local, tmp_path / "few", worth_workers=21)
-    assert "cannot be sent to a worker process" in error_of(lambda: pack(local, tmp_path / "many", worth_workers=20))
-    pack(source_of(InThisProcess(20, padding=5000)), tmp_path / "large", worth_workers=20)
+    for size, images in {"small": local, "large": source_of(InThisProcess(20, padding=5000))}.items():
+        pack(images, tmp_path / f"{size}, few", worth_workers=21)
+        pack(images, tmp_path / f"{size}, few by default")
+        assert "cannot be sent to a worker process" in error_of(lambda images=images: pack(images, tmp_path / "many", worth_workers=20))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     pack(local, tmp_path / "one core", worth_workers=20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})

@@ -18,12 +18,13 @@ def pixels_of(value: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class InMemory:
-    """PNG files; one of them may be no image, and one may take forever."""
+    """PNG files, each with `padding` bytes behind it; one of them may be no image, and one may take forever."""
 
     images: int
     broken: int = -1
     endless: int = -1
     where: str = "memory"
+    padding: int = 0
 
     def __len__(self) -> int:
         return self.images
@@ -33,7 +34,7 @@ class InMemory:
             time.sleep(60)
         file = io.BytesIO()
         Image.fromarray(pixels_of(index)).save(file, "png")
-        return b"nothing" if index == self.broken else file.getvalue()
+        return b"nothing" if index == self.broken else file.getvalue() + bytes(self.padding)
 
     def name(self, index: int) -> str:
         return f"image {index}"
@@ -41,12 +42,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class InThisProcess(InMemory):
-    """PNG files that no other process can have, each with `padding` bytes behind it."""
-
-    padding: int = 0
-
-    def content(self, index: int) -> bytes:
-        return super().content(index) + bytes(self.padding)
+    """PNG files that no other process can have."""
 
     def __reduce__(self) -> str:
         raise TypeError("these images are of this process")

@@ -37,15 +37,15 @@ _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work
 _PROGRESS_S = 2.0
 _BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
 _MOST_THREADS = 16  # or processes
-_BLOCKS_FOR_WORKERS = 4  # that a thread asks worker processes for at once
-_WORTH_WORKERS = 4000  # small images that one thread decodes in the time that processes take to start
+_BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
+_WORTH_WORKERS, _WORTH_WORKERS_OF_LARGE = 4000, 2000  # images for which processes make up for the time that they take to start
 
 
-def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int = _WORTH_WORKERS) -> LabelledImages:
+def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int | None = None) -> LabelledImages:
     """The same images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
 
-    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource. Of small images
-    processes decode `worth_workers` and more, else threads.
+    One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource. Processes decode
+    `worth_workers` images and more (None: as many as make up for their start), threads fewer.
     Raises UserError where an image cannot be decoded or the files cannot be written.
     """
     shape = images.shape
@@ -123,7 +123,7 @@ class _Shard:
         return None if found is None or (self.is_only and not found.is_sound()) else found
 
 
-def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, worth_workers: int) -> list[CheckedArray]:
+def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, worth_workers: int | None) -> list[CheckedArray]:
     arrays = _load(shards)
     if len(arrays) < len(shards):
         try:
@@ -142,21 +142,22 @@ def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, wor
 
 
 @contextmanager
-def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int) -> Iterator[list[ImageSource]]:
-    """The same images, once for each thread that decodes.
+def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | None) -> Iterator[list[ImageSource]]:
+    """The same images, once for each thread that decodes, or waits for worker processes and writes.
 
-    Small images take the interpreter's lock too often for two threads: one thread decodes them, and where they are many the others wait
-    for worker processes.
+    Small images take the interpreter's lock too often for two threads: one thread decodes them, the others wait for processes. Of large
+    ones all wait, for as many processes as cores: 1.11 times as fast as threads that decode, 1.03 as with one (docs/performance.md).
     """
-    cores, can_start_workers = _cores(), hasattr(os, "memfd_create")  # not on macOS
-    if not images.is_small(missing[0].start):
-        yield [images] * cores
-    elif cores == 1 or not can_start_workers or sum(shard.shape[0] for shard in missing) < worth_workers:
-        yield [images]
+    cores, can_start_workers, are_small = _cores(), hasattr(os, "memfd_create"), images.is_small(missing[0].start)  # not on macOS
+    if worth_workers is None:
+        worth_workers = _WORTH_WORKERS if are_small else _WORTH_WORKERS_OF_LARGE
+    if cores == 1 or not can_start_workers or sum(shard.shape[0] for shard in missing) < worth_workers:
+        yield [images] * (1 if are_small else cores)
     else:
-        workers = WorkerPool(images.reader, cores - 1, "packing")
+        workers = WorkerPool(images.reader, cores - are_small, "packing")
+        waiting = replace(images, workers=workers)
         try:
-            yield [images, *[replace(images, workers=workers)] * (cores - 1)]
+            yield [images, *[waiting] * (cores - 1)] if are_small else [waiting] * cores
         finally:
             workers.close()
 
@@ -202,7 +203,7 @@ def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progre
     done, stop = [0] * len(readers), Event()
     offset, stride = out.tell(), math.prod(shard.shape[1:])
     block, checked_rows = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS), rows_of_block(shard.shape)
-    block *= 1 if readers[-1].workers is None else _BLOCKS_FOR_WORKERS
+    block *= _BLOCKS_FOR_WORKERS if readers[-1].workers is not None and readers[0].workers is None else 1
     starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet
     sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)
 
