@@ -55,12 +55,18 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
 
 
 def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
-    """Of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0."""
+    """Of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0.
+
+    Raises UserError on a rank that is not one of them.
+    """
     mpi = load()
     check_library(place, EngineLibrary("mpi", f"mpi4py uses {library_name(mpi.Get_library_version())}", _FIX))
     if not mpi.Is_initialized():
         _initialize(mpi)
     world = mpi.COMM_WORLD
+    if not isinstance(ranks, mpi.Comm) and world.rank not in ranks:
+        fix = "init() on these ranks alone"
+        raise UserError(f"rank {world.rank} is not one of the ranks {list(ranks)} that the job has", "hvd.init(comm=...)", fix)
     own = ranks if isinstance(ranks, mpi.Comm) else world.Create_group(world.group.Incl(list(ranks)))
     host = own.Split_type(mpi.COMM_TYPE_SHARED)
     return MpiCommunicator(mpi, own, Placement(own.rank, own.size, host.rank, host.size, place.launcher), None)

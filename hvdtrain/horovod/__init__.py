@@ -71,6 +71,8 @@ from hvdtrain.horovod.scatters import grouped_reducescatter_async as grouped_red
 from hvdtrain.horovod.scatters import reducescatter as reducescatter
 from hvdtrain.horovod.scatters import reducescatter_async as reducescatter_async
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from hvdtrain.horovod.tracing import start_timeline as start_timeline
+from hvdtrain.horovod.tracing import stop_timeline as stop_timeline
 
 
 def __getattr__(name: str) -> NoReturn:

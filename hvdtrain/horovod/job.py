@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.comm.mpi import abort_world, has_several_ranks
 from hvdtrain.errors import exit_code_of
 from hvdtrain.horovod.engine.connect import connect
 from hvdtrain.horovod.engine.engine import GLOBAL, Engine
@@ -23,11 +24,12 @@ Finish = Callable[[Any], Any]  # what a request gives -> what the caller gets
 
 
 class Job:
-    """One for a process. The engine stays connected after shutdown(), for an init() that follows."""
+    """One for a process. The engine stays connected after shutdown(), for an init() of the same ranks that follows."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._idle: Engine | None = None  # of a job that was shut down
+        self._comm: Any = None  # of whose init()
         self._finish: dict[int, Finish] = {}
         self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
         self._has_failed = self._watches_exit = False
@@ -47,13 +49,17 @@ class Job:
         """Does nothing where it has started."""
         if self._engine is not None:
             return
-        self._engine, self._idle = self._idle or connect(comm), None
+        is_first, self._watches_exit = not self._watches_exit, True
+        if is_first:
+            self._pid, self._hook = os.getpid(), sys.excepthook
+            sys.excepthook = self._fail
+        if self._idle is None or comm != self._comm:
+            self._idle, self._comm = connect(comm), comm
+        self._engine, self._idle = self._idle, None
         self._finish.clear()
         self._numbers.clear()
-        if not self._watches_exit:
-            self._watches_exit, self._pid, self._hook = True, os.getpid(), sys.excepthook
-            sys.excepthook = self._fail
-            atexit.register(self._at_exit)
+        if is_first:
+            atexit.register(self._at_exit)  # runs before what connect() has registered
 
     def shutdown(self) -> None:
         """A collective: what is under way is made first."""
@@ -107,8 +113,12 @@ class Job:
         """An exception that ends this process ends the others, which would wait for it."""
         self._has_failed = True
         self._hook(kind, error, traceback)
+        if os.getpid() != self._pid:
+            return
         engine = self._engine or self._idle
-        if engine is not None and engine.size > 1 and os.getpid() == self._pid:
+        if engine is None and has_several_ranks():  # init() has failed here: others may be in theirs
+            abort_world(exit_code_of(error))
+        elif engine is not None and engine.size > 1:
             engine.abort(exit_code_of(error))
 
     def _at_exit(self) -> None:

@@ -52,8 +52,14 @@ class Engine(Protocol):
     def recover(self, error: BaseException) -> None:
         """After an error on every living rank: leaves out those that are lost. Raises the error where no rank is lost, or it cannot."""
 
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        """Traces the requests from now on, on rank 0, or on every rank where the path has "{rank}"."""
+
+    def stop_timeline(self) -> None:
+        """The file is complete. Nothing where none is written."""
+
     def leave(self) -> None:
-        """Ends the engine once every rank does."""
+        """Ends what is under way, and every process set but that of all ranks, once every rank does."""
 
     def abort(self, code: int) -> NoReturn:
         """Ends every rank at once."""

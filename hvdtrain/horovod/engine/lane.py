@@ -23,6 +23,7 @@ from hvdtrain.horovod.engine.perform import Performer
 from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.stand_in import stand_in
+from hvdtrain.horovod.engine.timeline import Timeline, now_us
 
 IDLE_S = 0.005  # between two rounds in which nothing could be made
 _FIX_NAMES = "the same calls, with the same names, on every rank of the process set"
@@ -41,12 +42,13 @@ class Lane:
         exchange: Exchange,
         ranks: Sequence[int],
         settings: Settings,
+        timeline: Timeline,
         change: Callable[[Signature], Any],
     ) -> None:
         """ranks: of the job, those of the communicator. change: makes or removes a process set that all ranks have agreed on."""
-        self.ranks, self._settings, self._change = list(ranks), settings, change
+        self.ranks, self._settings, self._timeline, self._change = list(ranks), settings, timeline, change
         self.communicator, self._exchange = communicator, exchange
-        self._performer = Performer(communicator, ranks, settings.fusion_bytes)
+        self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline)
         self._block = Block(len(self.ranks))
         self._queue: dict[str, Request] = {}  # by name, in the order of the program
         self._lock = threading.Lock()  # of the queue
@@ -76,6 +78,8 @@ class Lane:
             self._queue[name] = request
             self._bucket_bytes += request.size_bytes
             self._bucket_is_empty = False
+            if self._timeline.is_on:
+                self._timeline.asked(request)
             return self._bucket_bytes >= self._settings.fusion_bytes
 
     def show(self) -> None:
@@ -133,12 +137,14 @@ class Lane:
         return self._last_joined
 
     def leave(self) -> None:
-        """The last call: makes what is asked for until every rank leaves."""
+        """Makes what is asked for until every rank leaves; they may come back."""
         self.show()
         with self._rounds:
             self._special |= LEAVING
+            self._all_leaving = False
             while not self._all_leaving:
                 self._round()
+            self._special &= ~LEAVING
 
     def _work(self) -> None:
         with self._rounds:
@@ -169,6 +175,8 @@ class Lane:
         overdue = self._idle_since is not None and time.monotonic() - self._idle_since > self._settings.deadlock_s
         self._own_flags = BLOCKED * (self._waiting > 0) + OVERDUE * overdue
         self._block.fill(asked, self._special, self._own_flags)
+        if asked and self._timeline.is_on:
+            self._timeline.round_begins()
         self._exchange.start(self._block.own, self._block.rows)
         self._asked = asked
 
@@ -190,8 +198,7 @@ class Lane:
         elif not asked:
             self._note_progress(progress=False)
         elif self._block.has_tensors:
-            finish_inline(self._block, asked, self.ranks)
-            self._forget(asked)
+            self._make_inline(asked)
         else:
             self._make([(request, (request.bucket,)) for request in asked], len(self.ranks))
 
@@ -200,6 +207,17 @@ class Lane:
             return "join" if self._special & JOINED else "shutdown" if self._special & LEAVING else "a round"
         more = f" and {len(asked) - 1} more" if len(asked) > 1 else ""
         return f"{asked[0].signature.where}{more}"
+
+    def _make_inline(self, asked: Sequence[Request]) -> None:
+        timeline = self._timeline
+        if timeline.is_on:
+            timeline.negotiated(asked)
+            begun = now_us()
+            finish_inline(self._block, asked, self.ranks)
+            timeline.came_inline(asked, begun)
+        else:
+            finish_inline(self._block, asked, self.ranks)
+        self._forget(asked)
 
     def _make_agreed(self, asked: Sequence[Request]) -> None:
         """Where ranks ask for different things: each tells all, and all decide the same."""
@@ -225,6 +243,8 @@ class Lane:
         return [unpack(part.tobytes(), "") for part in parts]
 
     def _make(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
+        if self._timeline.is_on:
+            self._timeline.negotiated([request for request, _ in requests])
         self._performer.perform([pair for pair in requests if pair[0].inputs], active)
         for request, _ in requests:
             if request.inputs:
@@ -237,6 +257,8 @@ class Lane:
         for name, refusal in decision.refused.items():
             if name in own:
                 request, kind = own[name], Missing if refusal.of_missing else Mismatch
+                if self._timeline.is_on:
+                    self._timeline.negotiated([request])
                 request.fail(kind(refusal.what, request.signature.where, _FIX_NAMES))
                 self._forget([request])
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,6 +21,7 @@ from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
 from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
+from hvdtrain.horovod.engine.timeline import RANK, Timeline
 
 
 class OwnEngine:
@@ -31,8 +33,10 @@ class OwnEngine:
         self._numbers = itertools.count(1)
         self._waiting, self._lock = 0, threading.Lock()
         self._is_asynchronous = "asynchronous" in communicator.features
-        self._can_shrink = False
+        self._can_shrink, self._timeline = False, Timeline()
         self._begin()
+        if settings.timeline is not None:
+            self.start_timeline(settings.timeline, mark_cycles=settings.marks_cycles)
 
     def _begin(self) -> None:
         """With the ranks of the communicator, and no process set but that of all of them."""
@@ -139,6 +143,13 @@ class OwnEngine:
                 if not communicator.is_loss(again):
                     raise
 
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        if self.rank == 0 or RANK in path:
+            self._timeline.start(Path(path.replace(RANK, str(self.rank))), self.rank, marks_rounds=mark_cycles)
+
+    def stop_timeline(self) -> None:
+        self._timeline.stop()
+
     def leave(self) -> None:
         self._show()
         others = [lane for set_id, lane in self._lanes.items() if set_id != GLOBAL]
@@ -148,6 +159,9 @@ class OwnEngine:
         self._lanes[GLOBAL].leave()
         for thread in leaving:
             thread.join()
+        self._timeline.stop()
+        self._sets, self._lanes = {GLOBAL: self._sets[GLOBAL]}, {GLOBAL: self._lanes[GLOBAL]}
+        self._last_id = GLOBAL
 
     def abort(self, code: int) -> NoReturn:
         self._communicator.abort(code)
@@ -155,7 +169,7 @@ class OwnEngine:
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
         exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
         self._has_threads = exchange.threads
-        return Lane(communicator, exchange, ranks, self._settings, self._change)
+        return Lane(communicator, exchange, ranks, self._settings, self._timeline, self._change)
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
         signature = Signature(f"{kind} {list(ranks)}", kind, ranks=tuple(ranks))

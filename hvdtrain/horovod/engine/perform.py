@@ -13,6 +13,7 @@ from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.reduce import start_reduce_
 from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.scale import average_, scale_
+from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.units import Batch, Unit, batches
 
 TAG = 22  # of the messages of an alltoall
@@ -22,9 +23,9 @@ Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor)
 class Performer:
     """Of the ranks of one process set."""
 
-    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
+    def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline) -> None:
         """ranks: of the job, those of the communicator."""
-        self._communicator, self._ranks, self._fusion_bytes = communicator, list(ranks), fusion_bytes
+        self._communicator, self._ranks, self._fusion_bytes, self._timeline = communicator, list(ranks), fusion_bytes, timeline
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # reused from batch to batch
         self._start = {
             "allreduce": self._start_allreduce,
@@ -37,11 +38,19 @@ class Performer:
     def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
         """Every rank of the set calls it with the same requests, in the same order. active: the ranks that have not joined."""
         results: Results = {}
-        waits = [self._start[batch.signature.kind](batch, active, results) for batch in batches(requests, self._fusion_bytes)]
+        waits = [self._begin(batch, active, results) for batch in batches(requests, self._fusion_bytes)]
         for wait in waits:
             wait()
         for request, _ in requests:
             request.finish([results[id(request), index] for index in range(len(request.inputs))])
+
+    def _begin(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        """What it returns ends the collective."""
+        start, kind = self._start[batch.signature.kind], batch.signature.kind
+        if not self._timeline.is_on:
+            return start(batch, active, results)
+        is_done_at_once = kind != "allreduce" or "asynchronous" not in self._communicator.features
+        return self._timeline.timed(batch, lambda: start(batch, active, results), is_done_at_once=is_done_at_once)
 
     def _start_allreduce(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
         signature, targets = batch.signature, [self._target(unit) for unit in batch.units]

@@ -16,12 +16,18 @@ class Settings(NamedTuple):
     fusion_bytes: int = FUSION_BYTES  # HOROVOD_FUSION_THRESHOLD
     warn_s: float | None = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS
     end_s: float | None = 300.0  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; guard.stall_s has the same default
+    timeline: str | None = None  # HOROVOD_TIMELINE: a path
+    marks_cycles: bool = False  # HOROVOD_TIMELINE_MARK_CYCLES
     deadlock_s: float = 2.0  # without progress while every rank waits: no rank can go on
 
 
 def settings_of(environ: Mapping[str, str]) -> Settings:
     """Raises UserError for a value that is no number."""
-    default = Settings()
+    path = environ.get("HOROVOD_TIMELINE")
+    default = Settings(
+        timeline=None if path == "DYNAMIC" else path,  # Horovod's word for: not from the beginning
+        marks_cycles=bool(_number(environ, "HOROVOD_TIMELINE_MARK_CYCLES", 0.0)),
+    )
     if _number(environ, "HOROVOD_STALL_CHECK_DISABLE", 0.0):
         return default._replace(fusion_bytes=_fusion_bytes(environ), warn_s=None, end_s=None)
     return default._replace(

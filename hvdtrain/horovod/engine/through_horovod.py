@@ -89,6 +89,12 @@ class HorovodEngine:
     def recover(self, error: BaseException) -> None:
         raise error
 
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        self._hvd.start_timeline(path, mark_cycles)  # a ValueError without HOROVOD_TIMELINE=DYNAMIC
+
+    def stop_timeline(self) -> None:
+        self._hvd.stop_timeline()
+
     def leave(self) -> None:
         """Nothing: Horovod shuts down at exit, and cannot start again after a shutdown."""
 

@@ -1,0 +1,47 @@
+"""init() of some ranks, and again after shutdown(); the same bits twice; timelines of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+from ranks import needs_mpirun
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_ranks_start_in_parts_and_again_and_reduce_to_the_same_bits(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    argv = ["tests/support/horovod_starts.py", str(out), str(tmp_path)]
+    result = ranks.mpirun(3, argv, timeout_s=100, env={"HVDTRAIN_ENGINE": "mpi"})
+    assert result.returncode == 0, result.stderr
+    found = json.loads(out.read_text())
+    # rank, size, sums of 1 + the ranks' numbers in the world
+    refused = "rank 1 is not one of the ranks [0, 2] that the job has"
+    assert found["some_ranks"] == [[0, 2, 4.0, 4.0], refused, [1, 2, 4.0, 4.0]]
+    assert found["communicators"] == [[0, 2, 4.0, 4.0, 2.0], [0, 1, 2.0, 2.0, 1.0], [1, 2, 4.0, 4.0, 2.0]]
+    assert found["again"] == [[[rank, 3, 6.0, 6.0, 1], NOT_INITIALIZED] * 2 for rank in range(3)]
+    assert found["bits"] == [[1, True]] * 3
+    calls = {f"grad {i}": [["NEGOTIATE_ALLREDUCE", "[5000]", None], ["ALLREDUCE", "[5000]", 3]] for i in range(3)}
+    calls["small"] = [["NEGOTIATE_BROADCAST", "[2]", None], ["BROADCAST", "[2]", 1]]
+    calls["rows"] = [["NEGOTIATE_ALLGATHER", "[-1, 3]", None], ["ALLGATHER", "[-1, 3]", 1]]
+    assert found["timeline"] == [[calls, calls, [True, False]]] * 3
+
+
+RAISES_IN_INIT = """
+import sys
+import hvdtrain.horovod as hvd
+hvd.init(comm=[0])
+"""
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_rank_that_init_refuses_ends_the_job() -> None:
+    result = ranks.mpirun(2, ["-c", RAISES_IN_INIT], timeout_s=60, env={"HVDTRAIN_ENGINE": "mpi"})
+    assert result.returncode not in (0, 124), result.stderr
+    assert "rank 1 is not one of the ranks [0] that the job has" in result.stderr
