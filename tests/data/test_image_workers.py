@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from images_in_memory import InMemory, InThisProcess, pixels_of
+from images_in_memory import EndsItsReader, InMemory, InThisProcess, pixels_of
 from ranks import ROOT, environment
 from test_folder import colour, save
 from test_webdataset import encoded, write
@@ -124,6 +125,25 @@ def test_who_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.delattr(os, "memfd_create")
     pack(local, tmp_path / "macOS", worth_workers=20)
+
+
+def test_no_process_stays_where_workers_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    mine = Path(f"/proc/{os.getpid()}/task")
+    before = started(mine)
+    images = source_of(EndsItsReader(20, padding=5000))
+    ended = "of packing ended by exit code 3 while it started"
+    assert ended in error_of(lambda: pack(images, tmp_path, worth_workers=20)) and started(mine) <= before
+    assert not list(tmp_path.glob("images*"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes = source_of(InMemory(IMAGES)).read_by(2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 6, limits[1]))
+    try:
+        found = error_of(lambda: processes.read(np.arange(IMAGES)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found.startswith("cannot start 2 worker processes of data.workers: [Errno 24]") and started(mine) <= before
+    np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
 
 
 KILLED = """

@@ -33,14 +33,18 @@ def load_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int | None, ...]) ->
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...]) -> Iterator[IO[bytes]]:
     """A file to which the array's bytes are written, behind its header. It gets its name once it is complete and on the disk.
 
-    Raises OSError.
+    It is removed where that fails. Raises OSError.
     """
     partial = path.with_suffix(".part")
     partial.unlink(missing_ok=True)  # left by a process that was killed
-    with partial.open("xb") as out:  # x: never through a link
-        np.lib.format.write_array_header_1_0(out, {"descr": dtype, "fortran_order": False, "shape": shape})
-        out.flush()
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("xb") as out:  # x: never through a link
+            np.lib.format.write_array_header_1_0(out, {"descr": dtype, "fortran_order": False, "shape": shape})
+            out.flush()
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)  # up to 1 GiB
+        raise

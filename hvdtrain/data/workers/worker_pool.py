@@ -68,6 +68,7 @@ class WorkerPool:
         self._packed: bytes | None = _pack(samples)
         self._at_once = max(1, min(_MOST_AT_ONCE, _SHARED_BYTES // max(1, _bytes(samples.fields))))
         self._lock = threading.Lock()
+        weakref.finalize(self, _end, self.workers)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None  # as many as workers: each waits for one
 
@@ -92,7 +93,7 @@ class WorkerPool:
         """Ends the workers; nobody may be reading."""
         if self._threads is not None:
             self._threads.shutdown()
-            _end(self.workers)
+        _end(self.workers)
 
     def _read_piece(self, out: Batch, indices: np.ndarray, seeds: np.ndarray | None) -> None:
         worker = self._idle.get()
@@ -105,16 +106,29 @@ class WorkerPool:
         with self._lock:
             if self._threads is None:
                 assert self._packed is not None
-                self.workers = [_Worker(self._samples, self._at_once, self._of) for _ in range(self._count)]
-                weakref.finalize(self, _end, self.workers)
-                for worker in self.workers:
-                    worker.send(self._packed)
-                for worker in self.workers:
-                    worker.answer("it started")
-                    self._idle.put(worker)
+                try:
+                    self._start_workers(self._packed)
+                except BaseException:
+                    _end(self.workers)
+                    raise
                 self._packed = None
                 self._threads = ThreadPoolExecutor(self._count, "hvdtrain-worker")
             return self._threads
+
+    def _start_workers(self, packed: bytes) -> None:
+        """All at once, since each takes a while. Raises UserError where one cannot be started, or cannot have the samples."""
+        for _ in range(self._count):
+            try:
+                self.workers.append(_Worker(self._samples, self._at_once, self._of))
+            except OSError as error:
+                what = f"cannot start {self._count} worker processes of {self._of}: {error}"
+                raise UserError(what, f"process {os.getpid()}", "fewer of them, or more memory, processes and open files") from error
+        for worker in self.workers:
+            worker.send(packed)
+        for worker in self.workers:
+            worker.answer("it started")
+        for worker in self.workers:
+            self._idle.put(worker)
 
 
 class _Worker:
@@ -183,8 +197,9 @@ class _Worker:
 
 
 def _end(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
+    """Removes them from the list, so that none is ended twice."""
+    while workers:
+        workers.pop().end()
 
 
 def shared_arrays(memory: mmap.mmap, fields: Mapping[str, Field], rows: int) -> dict[str, np.ndarray]:
