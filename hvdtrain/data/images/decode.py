@@ -156,13 +156,13 @@ def _resized(image: Image, shape: tuple[int, ...], box: Box | None, scale: int) 
 def _usual_jpeg(content: bytes) -> JpegHeader | None:
     """None where the image is no usual JPEG file, or would cost too much: PIL.Image.open() reads those, or says what they are."""
     header = read_header(content)
-    if header is None or header.height * header.width > _MOST_PIXELS or _scans(content) > _MOST_SCANS:
+    if header is None or header.height * header.width > _MOST_PIXELS:
         return None
-    return header
+    return header if header.has_one_scan or _scans(content) <= _MOST_SCANS else None
 
 
 def _scans(content: bytes) -> int:
-    """Of a JPEG file, and of its thumbnail."""
+    """Of a JPEG file, and of its thumbnail. Reads all of it: 2 % of the time that decoding takes."""
     return content.count(b"\xff\xda")
 
 

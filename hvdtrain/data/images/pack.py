@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _SHARD_BYTES = 2**30  # of pixels: an interrupted packing loses at most the work for one file
 _PROGRESS_S = 2.0
+_FLUSH_S = 0.25
 _BLOCK_BYTES = 2**22  # a thread decodes and writes at most this much at once, and at most MOST_ROWS images
 _MOST_THREADS = 16  # or processes
 _BLOCKS_FOR_WORKERS = 4  # of small images, that a thread asks worker processes for at once
@@ -203,7 +204,8 @@ def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progre
     done, stop = [0] * len(readers), Event()
     offset, stride = out.tell(), math.prod(shard.shape[1:])
     block, checked_rows = min(max(1, _BLOCK_BYTES // stride), MOST_ROWS), rows_of_block(shard.shape)
-    block *= _BLOCKS_FOR_WORKERS if readers[-1].workers is not None and readers[0].workers is None else 1
+    if readers[0].workers is not readers[-1].workers:  # a thread decodes beside processes: small images
+        block *= _BLOCKS_FOR_WORKERS
     starts = iter(range(0, shard.shape[0], block))  # of blocks that no thread has taken yet
     sums = np.zeros(-(-shard.shape[0] // checked_rows), np.uint64)
 
@@ -219,13 +221,20 @@ def _fill(readers: list[ImageSource], shard: _Shard, out: IO[bytes], show_progre
             sums[start // checked_rows : start // checked_rows + len(found)] = found
             done[thread] += len(rows)
 
-    with ThreadPoolExecutor(len(readers)) as pool:
+    def flush() -> None:
+        """The disk writes while images are decoded; without this it begins when all are."""
+        while not stop.wait(_FLUSH_S):
+            os.fsync(out.fileno())
+
+    with ThreadPoolExecutor(len(readers) + 1) as pool:
+        flushing = pool.submit(flush)
         futures = [pool.submit(work, thread) for thread in range(len(readers))]
         try:
             while not _wait_all(futures, _PROGRESS_S):
                 show_progress(sum(done))
         finally:
             stop.set()
+        flushing.result()  # the system reports an error of the disk once
     return sums
 
 

@@ -15,9 +15,7 @@ class View(NamedTuple):
     """One view of an image."""
 
     weight: float  # in the mean
-    shift: (
-        int  # -1, 0 or 1 pixel down and right, of a window of the image's size; the image goes on mirrored outside, as augment.pad=reflect
-    )
+    shift: int  # -1, 0 or 1 pixel down and right, of a window of the image's size; outside the image goes on mirrored: augment.pad=reflect
     mirrored: bool  # left to right, after the shift
 
 
