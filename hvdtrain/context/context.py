@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,19 +24,18 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.errors import DONE, UserError, exit_code_of
+from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.background import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
-from hvdtrain.training.checkpoint.saver import Saver
-from hvdtrain.training.health.monitor import HealthMonitor
-from hvdtrain.training.job import deadline_of
+from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
+from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 from hvdtrain.training.run_folder import check_run_folder, open_run_folder, write_config
 from hvdtrain.training.run_rank import Rank
-from hvdtrain.training.train_job import HASTY_S, open_run_log
+from hvdtrain.training.train_job import open_run_log
 
 _LEARNER = "hvdtrain.frameworks.torch.own_loop.own_learner"
 _EXTRA = "hvdtrain.frameworks.torch.own_loop.extra"
@@ -74,6 +74,7 @@ class Context:
         self._stream: SampleStream | None = None
         self._samples: Any = None  # the batch that the script has
         self._resumed = self._checked_extra = self._closed = False
+        self._failure = ""  # why the last checkpoint is not written
 
     def _open_run(self) -> tuple[Path | None, Path | None, list[str]]:
         """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
@@ -118,24 +119,13 @@ class Context:
         config, run, saver = self._config, self.run, None
         extra: Any = importlib.import_module(_EXTRA)
         self._limit_bytes = _SPARE_BYTES + extra.MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
-        if run is not None and self.rank == 0:
-            saver = Saver(
-                run,
-                config.checkpoint,
-                IDENTITY,
-                self._log,
-                limit_bytes=self._limit_bytes,
-                record_config=lambda: write_config(config, run, self._lock),
-                open_run=self._lock.open,
-                mtbf_hours=config.guard.mtbf_hours,
-            )
-        self._checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
-        deadline = deadline_of(config, self._heartbeat) if self.rank == 0 else None
-        self._health = HealthMonitor(
-            config.guard, self._communicator, self._signals, self._heartbeat, self._hosts, self._checkpoints, deadline
-        )
         beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
-        self._points = SyncPoints(config, self._communicator, learner, self._health, self._heartbeat, self._log, beginning)
+        if run is not None and self.rank == 0:
+            record = functools.partial(write_config, config, run, self._lock)
+            saver = make_saver(config, IDENTITY, self._log, beginning, run, self._limit_bytes, record, self._lock.open)
+        checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
+        health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self._hosts)
+        self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning)
         return learner.forward, learner.optimizer
 
     def resume(self) -> dict[str, Any]:
@@ -159,8 +149,8 @@ class Context:
         self._notes += found.notes
         self._points.go_on_from(found.train_state)
         self._order = Order(*values["order"])
-        if self._checkpoints.saver is not None:
-            self._checkpoints.saver.resume_from(found.train_state)
+        if self._points.checkpoints.saver is not None:
+            self._points.checkpoints.saver.resume_from(found.train_state)
         extra: dict[str, Any] = values["extra"]
         return extra
 
@@ -284,20 +274,17 @@ class Context:
             self._checked_extra = True
         is_last = self._points.now.progress.done
         self._points.sync(force=now or is_last or self._points.save_due)
-        is_last = is_last or bool(self._health.stop_request)
+        is_last = is_last or bool(self._points.health.stop_request)
         if not (now or is_last or self._points.save_due):
             return False
         self._points.save_due = False
         self._saved.extra = importlib.import_module(_EXTRA).to_arrays(values)
-        self._checkpoints.expect()
         if not is_last:
-            self._checkpoints.save(self._points.now)
+            self._points.checkpoints.save(self._points.now)
             return True
-        self._heartbeat.beat("writing the last checkpoint", int(self.epochs), self.step)
-        last = self._checkpoints.finish(self._points.now)
-        if last.failure:
-            raise UserError(f"the last checkpoint is not written: {last.failure}", str(self.run), "make room; start it again")
-        return True
+        is_over = self._points.now.progress.done
+        self._failure = write_last_checkpoint(self._points, self._points.now, self._why_over, is_over=is_over)
+        return not self._failure
 
     @property
     def should_stop(self) -> bool:
@@ -308,7 +295,7 @@ class Context:
         self._need("ctx.should_stop")
         if self._stream is not None and self._learner.has_stepped:
             self._points.sync()
-        return bool(self._health.stop_request)
+        return bool(self._points.health.stop_request)
 
     def _start_event(self, stream: SampleStream) -> None:
         fields = own_events.start_fields(self._config, self._communicator, self._hosts, self._learner.describe(), stream)
@@ -331,27 +318,32 @@ class Context:
         if self._stream is not None:
             self._points.sync(force=True)
         self._end_event()
-        self._release(wait=True)
+        self._release(failed=False)
         self._closing.close()
         return self._code()
 
     def _code(self) -> int:
-        return self._health.stop_code if self._learner is not None and self._health.stop_request else DONE
+        return self._points.health.stop_code if self._learner is not None and self._points.health.stop_request else DONE
+
+    @property
+    def _why_over(self) -> str:
+        """Why the loop is over, or stops."""
+        over = "its samples are over" if self._points.now.progress.done else "the script left its loop"
+        return self._points.health.stop_request or over
 
     def _end_event(self) -> None:
         if self._stream is None:
             return
         now, code = self._points.now, self._code()
-        reason = self._health.stop_request or ("its samples are over" if now.progress.done else "the script left its loop")
-        self._log.emit("stop" if code else "end", self.step, **own_events.end_fields(now, reason, code, self.run))
+        fields = own_events.end_fields(now, self._why_over, code, self.run, self._failure)
+        self._log.emit("stop" if code else "end", self.step, **fields)
 
-    def _release(self, *, wait: bool) -> None:
+    def _release(self, *, failed: bool) -> None:
         self._closed = True
-        if self._stream is not None:
-            self._stream.close(wait=wait)
         if self._learner is not None:
-            self._checkpoints.close()
-        self._log.close(CLOSE_S if wait else HASTY_S)
+            close_all(self._points, self._stream.prefetcher if self._stream else None, failed=failed)
+        else:
+            self._log.close(CLOSE_S)
 
     def __enter__(self) -> Context:
         return self
@@ -367,9 +359,8 @@ class Context:
         if self._closed:
             return
         if self._stream is not None:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._log.emit("failed", self.step, reason=reason, exit_code=exit_code_of(error))
-        self._release(wait=False)
+            fail(self._points, self.step, error)
+        self._release(failed=True)
         self._closing.__exit__(type(error), error, error.__traceback__)
 
 

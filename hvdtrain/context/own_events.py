@@ -71,11 +71,13 @@ def step_fields(now: TrainState, means: dict[str, float], count: float, seconds:
     }
 
 
-def end_fields(now: TrainState, reason: str, code: int, run: Path | None) -> dict[str, Any]:
-    """Of the event "end" or "stop"."""
+def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failure: str) -> dict[str, Any]:
+    """Of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
+    if failure:
+        lines.append(f"no checkpoint of step {p.step}: {failure}; older ones are there")
     if run is not None:
         lines.append(f"run folder: {run}")
     rate = p.samples / now.seconds if now.seconds else math.nan

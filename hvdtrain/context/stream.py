@@ -57,9 +57,6 @@ class SampleStream:
         behind = p.advance(self.batch)
         return dataclasses.replace(samples, step=p.step, epoch=p.epoch, ends_epoch=behind.epoch > p.epoch)
 
-    def close(self, *, wait: bool) -> None:
-        self.prefetcher.close(wait=wait)
-
 
 def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
     """Samples as they are evaluated; of a rank that has none left, one that does not count."""

@@ -15,14 +15,14 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.events.log import Log
 from hvdtrain.training.health.heartbeat import Heartbeat
-from hvdtrain.training.health.monitor import HealthMonitor, nonfinite_steps
+from hvdtrain.training.health.monitor import HealthMonitor
 from hvdtrain.training.job import clock_from
-from hvdtrain.training.progress.event_fields import nonfinite_fields
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.sync_point import act, make_equal
 
 
 class SyncPoints:
-    """One on each rank, from prepare() on."""
+    """One on each rank, from prepare() on: the Loop of a script, as Job is the trainer's."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class SyncPoints:
         log: Log,
         now: TrainState,
     ) -> None:
-        self._config, self._communicator, self._learner = config, communicator, learner
-        self.health, self._heartbeat, self._log = health, heartbeat, log
+        self.config, self.communicator, self.learner = config, communicator, learner
+        self.health, self.checkpoints, self.heartbeat, self.log = health, health.checkpoints, heartbeat, log
         self.logged = Logged()
         self.save_due = False  # a sync point has found that; until the next checkpoint
         self.go_on_from(now)
@@ -50,32 +50,27 @@ class SyncPoints:
         """A step is done, with `count` samples of this rank, of `batch` over all ranks."""
         self._count += count
         p = self.now.progress.advance(batch)
-        self.now = dataclasses.replace(self.now, progress=p, lr=self._learner.lr, batch=batch)
-        self._heartbeat.beat("step", p.epoch, p.step)
+        self.now = dataclasses.replace(self.now, progress=p, lr=self.learner.lr, batch=batch)
+        self.heartbeat.beat("step", p.epoch, p.step)
 
     def sync(self, *, force: bool = False) -> None:
         """The sync point after the last step, once: at every log.every_steps, at the end of the samples, and where `force`.
 
         A collective then. Raises Diverged on every rank for numbers that are not finite (guard.nonfinite), and where ranks differ.
         """
-        p, every = self.now.progress, self._config.log.every_steps
+        p, every = self.now.progress, self.config.log.every_steps
         if p.step == self._before.progress.step or not (force or p.done or p.step % every == 0):
             return
-        self._heartbeat.beat("synchronizing", p.epoch, p.step)
-        self._learner.sync_buffers(self._communicator)
+        make_equal(self, p)
         seconds = time.perf_counter() - self._began_s
-        own: Sums = {"loss": 0.0, "nonfinite": self._learner.read_nonfinite(), "count": float(self._count)}
+        own: Sums = {"loss": 0.0, "nonfinite": self.learner.read_nonfinite(), "count": float(self._count)}
         own |= self.logged.fingerprint() | self.health.flags(p.step)
-        sums = allreduce_sums(self._communicator, own, "context.sums")  # the host waits for the device here
-        means = self.logged.read(self._communicator, sums)
-        self.health.after_sync(sums)
+        sums = allreduce_sums(self.communicator, own, "context.sums")  # the host waits for the device here
+        means = self.logged.read(self.communicator, sums)
         now = dataclasses.replace(self.now, seconds=self._clock())
-        if bad := nonfinite_steps(sums):
-            now = self.health.handle_nonfinite(now, bad)
-            self._log.emit("nonfinite", p.step, **nonfinite_fields(self._config, now))
-        self.save_due = self.save_due or bool(sums["save"])
         last = Hyper(lr=now.lr, momentum=0.0, weight_decay=0.0, batch=now.batch, step=p.step)
-        self.health.compare_ranks(self._learner, self._before, now, last, before_save=self.save_due)
-        self._log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
+        self.save_due = self.save_due or bool(sums["save"])
+        now = act(self, self._before, now, last, sums, before_save=self.save_due)
+        self.log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
         self.now = self._before = now
         self._count, self._began_s = 0, time.perf_counter()

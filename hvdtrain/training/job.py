@@ -25,7 +25,7 @@ from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
-from hvdtrain.training.checkpoint.files import OpenFolder
+from hvdtrain.training.checkpoint.files import Identity, OpenFolder
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.datasets import Datasets, evaluated_part, identity
 from hvdtrain.training.health.deadline import Deadline
@@ -99,11 +99,11 @@ def make_job(
     checkpoint that are larger are not read. record_config, open_run: as Saver's.
     """
     hosts = communicator.allgather_object(socket.gethostname())
-    deadline = saver = None
-    if communicator.rank == 0:
-        deadline = deadline_of(config, heartbeat)
-        if run is not None:
-            saver = make_saver(config, datasets, log, start, run, checkpoint_limit_bytes, record_config, open_run)
+    saver = None
+    if communicator.rank == 0 and run is not None:
+        saver = make_saver(config, identity(config, datasets), log, start, run, checkpoint_limit_bytes, record_config, open_run)
+    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts)
+    health = make_health(config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task))
     updates = None
     if config.servers.log and run is not None:
         fair = fair_threads(communicator)
@@ -112,8 +112,6 @@ def make_job(
         updates = on_rank_0_only(communicator, lambda: open_update_log(run, header))
     recipe = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context"))
     prefetcher = Prefetcher(config, communicator, recipe, datasets.train, learner)
-    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts)
-    health = HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe=Probe(config, datasets.task))
     return Job(
         config=config,
         communicator=communicator,
@@ -140,9 +138,23 @@ def make_job(
     )
 
 
+def make_health(
+    config: Config,
+    communicator: Communicator,
+    signals: Signals,
+    heartbeat: Heartbeat,
+    checkpoints: Checkpoints,
+    hosts: list[str],
+    probe: Probe | None = None,
+) -> HealthMonitor:
+    """What stops a loop early; the trainer's, and a script's own."""
+    deadline = deadline_of(config, heartbeat) if communicator.rank == 0 else None
+    return HealthMonitor(config.guard, communicator, signals, heartbeat, hosts, checkpoints, deadline, probe)
+
+
 def make_saver(
     config: Config,
-    datasets: Datasets,
+    identity: Identity,
     log: Log,
     now: TrainState,
     run: Path,
@@ -150,11 +162,11 @@ def make_saver(
     record_config: Callable[[], None] | None,
     open_run: OpenFolder,
 ) -> Saver:
-    """What writes the checkpoints of a job that goes on from `now`; limit_bytes, record_config, open_run: as Saver's."""
+    """What writes the checkpoints of a loop that goes on from `now`; limit_bytes, record_config, open_run: as Saver's."""
     saver = Saver(
         run,
         config.checkpoint,
-        identity(config, datasets),
+        identity,
         log,
         limit_bytes=limit_bytes,
         record_config=record_config,

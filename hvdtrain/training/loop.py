@@ -13,12 +13,12 @@ from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.frameworks.learner import SharesSteps, averaged
-from hvdtrain.training.health.monitor import nonfinite_steps
 from hvdtrain.training.job import Job, Unfinished
-from hvdtrain.training.progress.event_fields import epoch_fields, nonfinite_fields, step_fields, target_fields
+from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.progress.triggers import evaluation_due, steps_to_sync_point, stop_reason, time_is_over
+from hvdtrain.training.sync_point import act, make_equal
 from hvdtrain.training.telemetry import startup
 
 STOP_CHECK_BATCHES = 4  # of an evaluation, between two checks whether to stop: each costs one small allreduce
@@ -70,8 +70,7 @@ def run_steps(job: Job, now: TrainState) -> Window:
 def synchronize(job: Job, window: Window) -> Sums:
     """Makes running statistics, and weights after local steps, equal on all ranks; adds up sums, flags and telemetry over ranks."""
     p = window.progress
-    job.heartbeat.beat("synchronizing", p.epoch, p.step)
-    job.learner.sync_buffers(job.communicator)
+    make_equal(job, p)
     # flags() decides whether this sync point writes a checkpoint, which save_if_due() then does; core/metrics.py lists all names
     over = job.communicator.rank == 0 and time_is_over(job.config, job.clock())  # rank 0's clock decides for all
     sums = window.sums | job.health.flags(p.step) | job.telemetry.sync_sums() | {"over": float(over)}
@@ -88,27 +87,16 @@ def add_up(job: Job, sums: Sums, name: str) -> Sums:
 
 def record(job: Job, before: TrainState, window: Window, sums: Sums, seconds: float) -> TrainState:
     """The state after a window: emits its events, and acts on flags and on numbers that are not finite. `sums` are of all ranks."""
-    p, guard = window.progress.end_here() if sums["over"] else window.progress, job.config.guard
+    p = window.progress.end_here() if sums["over"] else window.progress
     telemetry_fields = job.telemetry.sync_fields(sums, p.step, seconds)
     if job.heartbeat.limit == "start_s":  # the first sync point: the start is over
         job.warnings.exchange(job.communicator)
         job.log.emit("started", p.step, **startup.fields(job.heartbeat))
-    job.health.after_sync(sums)
     now = replace(before, progress=p, seconds=job.clock(), lr=window.last.lr, batch=window.last.batch).add_energy(sums)
-
-    bad_steps = nonfinite_steps(sums)
-    if bad_steps:
-        now = job.health.handle_nonfinite(now, bad_steps)
-        job.log.emit("nonfinite", p.step, **nonfinite_fields(job.config, now))
-        if guard.nonfinite == "rollback":
-            return now  # the sums are of weights that were replaced, on all ranks by the same
-
     before_save = bool(sums["save"]) or evaluation_due(job.config, now)
-    if before_save:
-        job.checkpoints.expect()
-    job.health.compare_ranks(job.learner, before, now, window.last, before_save=before_save)
-    if not math.isfinite(sums["loss"]):
-        return now  # guard.nonfinite=skip: the sums are no numbers
+    now = act(job, before, now, window.last, sums, before_save=before_save)
+    if not math.isfinite(sums["loss"]) or (now.nonfinite > before.nonfinite and job.config.guard.nonfinite == "rollback"):
+        return now  # the sums are no numbers, or of weights that were replaced, on all ranks by the same
     noise_scale = job.noise_scale.update(sums)
     job.log.emit("step", p.step, **step_fields(job.task, now, sums, seconds, job.recipe.epochs), **telemetry_fields, **noise_scale)
     return now.trained(sums, seconds, (job.noise_scale.signal, job.noise_scale.noise))

@@ -14,8 +14,8 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import DONE, MEMORY, Diverged, UserError, exit_code_of
-from hvdtrain.events.background import CLOSE_S, BackgroundSink
+from hvdtrain.errors import DONE
+from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
@@ -23,9 +23,9 @@ from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import HasPipeline
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, load_libraries
-from hvdtrain.training.checkpoint.room import NO_MEMORY
-from hvdtrain.training.datasets import Datasets, data_facts, notes
+from hvdtrain.training.datasets import Datasets, data_facts, identity, notes
 from hvdtrain.training.elastic_job import ElasticJob, ready_for_losses
+from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
@@ -45,7 +45,6 @@ from hvdtrain.training.start import Start, start_or_resume
 from hvdtrain.training.successor import Successor
 
 TRACKED_S = 2.0  # between two events of steps that a tracker gets
-HASTY_S = 3.0  # that the end of a job which failed, or has to go, waits for what its sinks have not written
 
 
 class JobResult(NamedTuple):
@@ -112,7 +111,9 @@ def train_job(
         start,
         lock,
         lambda: open_sinks(config, start.run, lock),
-        lambda now: make_saver(config, datasets, log, now, start.run, start.checkpoint_limit_bytes, record_config, lock.open),
+        lambda now: make_saver(
+            config, identity(config, datasets), log, now, start.run, start.checkpoint_limit_bytes, record_config, lock.open
+        ),
     )
     living = ElasticJob(job, ranks, successor, watchdog, start.train_state)
     log_path = start.run / "ranks" / f"rank-{communicator.rank:05d}.log"
@@ -170,49 +171,29 @@ def open_sinks(config: Config, run: Path, lock: RunLock) -> list[Sink]:
 
 @contextlib.contextmanager
 def closing(living: ElasticJob) -> Iterator[None]:
-    """Closes what the job has open. An error inside becomes the event "failed"; Diverged waits on all ranks for a checkpoint under way."""
-    error: BaseException | None = None  # ours: sys.exc_info() may be one that the caller is handling
+    """Closes what the job has open. An error inside becomes the event "failed"."""
+    failed = False
     try:
         yield
-    except Diverged as diverged:  # raised on every rank alike: no rank ends the job while rank 0 writes
-        error, job = diverged, living.job
-        job.heartbeat.limit = "start_s"
-        job.checkpoints.close_on_all_ranks()
-        raise
-    except BaseException as other:
-        error = other
+    except BaseException as error:
+        failed = True
+        fail(living.job, living.job.heartbeat.step, error)
         raise
     finally:
-        job = living.job
-        if error is not None:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            job.log.emit("failed", job.heartbeat.step, reason=reason, exit_code=exit_code_of(error))
-        job.prefetcher.close(wait=error is None)
-        job.checkpoints.close()
-        job.log.close(CLOSE_S if error is None and not job.health.stop_request else HASTY_S)
+        close_all(living.job, living.job.prefetcher, failed=failed)
 
 
 def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     """Writes the last checkpoint and the event "end", or "stop" where the job had to stop before its end. Every rank calls it.
 
-    Raises UserError or Diverged where the last checkpoint cannot be written and the job cannot be resumed without it.
+    Raises as write_last_checkpoint().
     """
     now = job.telemetry.finish(now)
     is_over = bool(stop_reason(job.config, now))
-    job.heartbeat.limit = "start_s"
-    job.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
-    last = job.checkpoints.finish(now)
-    if last.failure and (is_over or not last.any_left):
-        what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
-        if last.failure.endswith("is not finite"):
-            raise Diverged(what, str(start.run), "a lower optim.base_lr")
-        error = UserError(what, str(start.run), "make room; start it again")
-        if last.failure.startswith(NO_MEMORY):
-            error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
-        raise error
+    failure = write_last_checkpoint(job, now, reason, is_over=is_over)
     memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if is_over:
         summary.emit_end(job, start, now, reason, memory_fields)
         return JobResult(DONE, start.run, reason, now)
-    summary.emit_stop(job, start, now, reason, last.failure, memory_fields)
+    summary.emit_stop(job, start, now, reason, failure, memory_fields)
     return JobResult(job.health.stop_code, start.run, reason, now)

@@ -1,0 +1,50 @@
+"""How a loop ends, the trainer's and a script's own: its last checkpoint, the event of an error, what is open closed."""
+
+from __future__ import annotations
+
+from hvdtrain.errors import MEMORY, Diverged, UserError, exit_code_of
+from hvdtrain.events.background import CLOSE_S
+from hvdtrain.training.checkpoint.room import NO_MEMORY
+from hvdtrain.training.input.prefetch import Prefetcher
+from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.sync_point import Loop
+
+HASTY_S = 3.0  # that the end of a loop which failed, or has to go, waits for what its sinks have not written
+
+
+def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: bool) -> str:
+    """Waits until it is on the disk; why it is not, where the loop can be resumed without it, else empty. Every rank calls it.
+
+    Raises UserError or Diverged where it cannot be written and the loop is over, or has no older checkpoint.
+    """
+    loop.heartbeat.limit = "start_s"
+    loop.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
+    last, run = loop.checkpoints.finish(now), f"{loop.checkpoints.run}"
+    if not last.failure or (last.any_left and not is_over):
+        return last.failure
+    what = f"the job {'is done' if is_over else 'stopped'} ({reason}), but its last checkpoint is not written: {last.failure}"
+    if last.failure.endswith("is not finite"):
+        raise Diverged(what, run, "a lower optim.base_lr")
+    error = UserError(what, run, "make room; start it again")
+    if last.failure.startswith(NO_MEMORY):
+        error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
+    raise error
+
+
+def fail(loop: Loop, step: int, error: BaseException) -> None:
+    """The event "failed". Diverged, which every rank raises, waits on all: no rank ends the job while rank 0 writes a checkpoint."""
+    try:
+        if isinstance(error, Diverged):
+            loop.heartbeat.limit = "start_s"
+            loop.checkpoints.close_on_all_ranks()
+    finally:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        loop.log.emit("failed", step, reason=reason, exit_code=exit_code_of(error))
+
+
+def close_all(loop: Loop, prefetcher: Prefetcher | None, *, failed: bool) -> None:
+    """What reads and writes: waits for a checkpoint under way, and for events, of a loop that failed or has to stop not for long."""
+    if prefetcher is not None:
+        prefetcher.close(wait=not failed)
+    loop.checkpoints.close()
+    loop.log.close(HASTY_S if failed or loop.health.stop_request else CLOSE_S)
