@@ -270,6 +270,6 @@ def _value(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def to_yaml(config: Config, leave_out: Collection[str] = ()) -> str:
-    """The resolved configuration without these of its first keys, in the form that --config reads."""
-    return yaml.dump(config.model_dump(exclude=set(leave_out)), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(config: Config, leave_out: Collection[str] = (), only: dict[str, Any] | None = None) -> str:
+    """The resolved configuration without these of its first keys, in the form that --config reads. only: the keys, as a tree of True."""
+    return yaml.dump(config.model_dump(include=only, exclude=set(leave_out)), Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +17,7 @@ from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.context import own_events
 from hvdtrain.context.logged import check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
+from hvdtrain.context.settings import described
 from hvdtrain.context.stream import Order, SampleStream, check_batch, rows_of
 from hvdtrain.context.sync_points import SyncPoints
 from hvdtrain.core.metrics import Sums
@@ -29,6 +29,7 @@ from hvdtrain.events.background import CLOSE_S
 from hvdtrain.events.rank_log import rank_log
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.resume import former_run
+from hvdtrain.training.checkpoint.room import cannot_write
 from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
 from hvdtrain.training.job import make_health, make_saver
 from hvdtrain.training.progress.train_state import TrainState
@@ -88,6 +89,23 @@ class Context:
         return run, former, notes
 
     @property
+    def _is_new(self) -> bool:
+        """Whether nothing was written in the run folder before."""
+        return self.run is not None and (self._former is None or self._former.resolve() != self.run.resolve())
+
+    def _write_config(self) -> None:
+        """config.yaml, on rank 0. Raises OSError."""
+        assert self.run is not None and self._stream is not None
+        write_config(self._stream.config, self.run, self._lock, described())
+
+    def _write_first_files(self) -> None:
+        """The same. Raises UserError, as on a full disk."""
+        try:
+            self._write_config()
+        except OSError as error:
+            raise cannot_write(error, self._config.where("run")) from None
+
+    @property
     def device(self) -> Any:
         """The torch.device of this rank: model.to(ctx.device) before prepare()."""
         return importlib.import_module("hvdtrain.frameworks.torch.device").pick_device(self._config, self._communicator)
@@ -121,7 +139,7 @@ class Context:
         self._limit_bytes = _SPARE_BYTES + extra.MOST_BYTES + 8 * sum(piece.nbytes for piece in learner.pieces())
         beginning = TrainState(Progress(1, 1), sums={"loss": 0.0, "count": 0})
         if run is not None and self.rank == 0:
-            record = functools.partial(write_config, config, run, self._lock)
+            record = None if self._is_new else self._write_config  # of a new run samples() has written it
             saver = make_saver(config, IDENTITY, self._log, beginning, run, self._limit_bytes, record, self._lock.open)
         checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
         health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self._hosts)
@@ -180,6 +198,8 @@ class Context:
         now = self._points.now
         p = dataclasses.replace(now.progress, dataset=len(stream.source), total=stream.total)
         self._points.go_on_from(dataclasses.replace(now, progress=p))
+        if self._is_new:
+            on_rank_0(self._communicator, self._write_first_files)
         self._start_event(stream)
         self._heartbeat.training = True
         return self._batches(stream)
@@ -195,7 +215,8 @@ class Context:
             yield samples
             if not self._learner.has_stepped:
                 what = f"the batch of step {p.step + 1} is over, and optimizer.step() was not called"
-                raise UserError(what, "ctx.samples()", "ctx.backward(loss); optimizer.step(): once for each batch, on every rank")
+                fix = "ctx.backward(loss); optimizer.step(): once for each batch, on every rank; to accumulate gradients: ctx.accumulate()"
+                raise UserError(what, "ctx.samples()", fix)
         self._samples = None
         self._points.sync(force=True)
 
@@ -220,11 +241,20 @@ class Context:
     def backward(self, loss: Any) -> None:
         """The backward pass: `loss` is the mean over this rank's samples of the batch, a tensor of one number.
 
-        It is weighted with this rank's share, so that all ranks together have the gradient of the mean over the whole batch, with uneven
-        shares too; the ranks begin to exchange gradients. Once for each batch.
+        It is weighted with this rank's share, so that p.grad is then the gradient of the mean over the batch of all ranks, with uneven
+        shares too. With shard.stage each rank has a part of that, outside of p.grad. Once for each batch. A collective.
         """
         self._need("ctx.backward()")
         self._learner.backward(loss)
+
+    def accumulate(self, loss_of: Callable[[Any], Any], *, at_most: int) -> Any:
+        """As backward(), in parts of at most so many samples, of which each needs memory by itself: gradient accumulation.
+
+        loss_of(part): a forward pass, the mean loss over part["x"], ...; called equally often on all ranks. Returns this rank's mean loss.
+        """
+        self._need("ctx.accumulate()")
+        check_batch(at_most, "ctx.accumulate()", "at_most", "samples of a part, 1 or more")
+        return self._learner.accumulate(loss_of, at_most)
 
     def mean(self, metrics: Mapping[str, Any], count: int | None = None) -> dict[str, float]:
         """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
@@ -259,7 +289,7 @@ class Context:
         It is complete or absent. Every rank calls it, after optimizer.step().
         """
         self._need("ctx.checkpoint()")
-        if model is not self._learner.forward or optimizer is not self._learner.optimizer:
+        if not self._learner.is_prepared(model) or optimizer is not self._learner.optimizer:
             what = "the model or the optimizer is not what ctx.prepare() returned"
             raise UserError(what, "ctx.checkpoint()", "model, optimizer = ctx.prepare(model, optimizer)")
         if self._stream is None:
@@ -298,7 +328,7 @@ class Context:
         return bool(self._points.health.stop_request)
 
     def _start_event(self, stream: SampleStream) -> None:
-        fields = own_events.start_fields(self._config, self._communicator, self._hosts, self._learner.describe(), stream)
+        fields = own_events.start_fields(self._communicator, self._hosts, self._learner.describe(), stream)
         lines = own_events.header(fields, self._reason, stream, self.run, self._points.now, self._notes)
         self._log.emit("start", self.step, lines=lines, **fields, seconds=round(self._points.now.seconds, 3), run=f"{self.run}")
 

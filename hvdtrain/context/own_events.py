@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.length import as_given
-from hvdtrain.config.schema import Config
+from hvdtrain.context.settings import described
 from hvdtrain.context.stream import SampleStream
 from hvdtrain.errors import DONE
 from hvdtrain.events import redaction
@@ -18,7 +18,7 @@ from hvdtrain.training.summary import SCHEMA
 from hvdtrain.version import __version__
 
 
-def start_fields(config: Config, communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
+def start_fields(communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
     """Of the event "start", those that do not change."""
     return {
         "engine": communicator.name,
@@ -36,7 +36,7 @@ def start_fields(config: Config, communicator: Communicator, hosts: list[str], m
         "counts": "samples",
         "metrics": {"loss": {"better": "min", "column": "loss", "percent": False}},
         "resumed_from": None,
-        "config": redaction.redact(flat(config.model_dump(exclude=set(PLACE)))),
+        "config": redaction.redact(flat(stream.config.model_dump(include=described(), exclude=set(PLACE)))),
     }
 
 

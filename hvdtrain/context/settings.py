@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hvdtrain.config.read import assignments
 from hvdtrain.config.schema import known_keys
@@ -21,6 +22,7 @@ KEYS = (
     *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
 )
+OF_SAMPLES = ("epochs", "batch.size")  # what ctx.samples() is called with, beside the seed
 _OF_THE_CALLS = {
     "epochs": "ctx.samples(dataset, batch=..., epochs=...)",
     "batch.size": "ctx.samples(dataset, batch=...)",
@@ -51,3 +53,12 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str]) -> None
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"
             raise UserError("guard.nonfinite=rollback would go back behind the script's back", f"{key}, {origin}", fix)
+
+
+def described() -> dict[str, Any]:
+    """The keys that describe an own loop, as a tree of True: for config.yaml, events and reports."""
+    tree: dict[str, Any] = {}
+    for key in (*KEYS, *OF_SAMPLES):
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = True
+    return tree

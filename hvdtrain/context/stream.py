@@ -65,10 +65,10 @@ def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:
     return dataclasses.replace(learner.to_device(source.read(np.zeros(1, np.int64))), count=0)
 
 
-def check_batch(batch: object, where: str) -> None:
+def check_batch(batch: object, where: str, name: str = "batch", fix: str = "1 or more, over all ranks: batch=256") -> None:
     """Raises UserError where it is no number of samples."""
     if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
-        raise UserError(f"batch={batch!r:.40} is no number of samples", where, "1 or more, over all ranks: batch=256")
+        raise UserError(f"{name}={batch!r:.40} is no number of samples", where, fix)
 
 
 def _check(batch: object, epochs: object, seed: object) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.read import to_yaml
@@ -84,10 +85,13 @@ def remove_if_empty(run: Path) -> None:
         run.rmdir()
 
 
-def write_config(config: Config, run: Path, lock: RunLock) -> None:
-    """Writes config.yaml, whole or not at all, without the keys that say where the run is. Raises OSError, and what the lock raises."""
+def write_config(config: Config, run: Path, lock: RunLock, only: dict[str, Any] | None = None) -> None:
+    """Writes config.yaml, whole or not at all, without the keys that say where the run is; only: as to_yaml()'s.
+
+    Raises OSError, and what the lock raises.
+    """
     with lock.open(run) as folder:
-        folder.replace("config.yaml", to_yaml(config, leave_out=PLACE).encode())
+        folder.replace("config.yaml", to_yaml(config, PLACE, only).encode())
 
 
 def _is_of_this_command(run: Path, config: Config, resumed: Path | None) -> bool:

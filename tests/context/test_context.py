@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import html
 import json
 import math
 import signal
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import hvdtrain as ht
 from hvdtrain.context.logged import Logged, quotient
@@ -89,7 +92,7 @@ def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: An
 
 def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ctx, model, optimizer = make(f"run={run}", "log.every_steps=2")
+    ctx, model, optimizer = make(f"run={run}", "log.every_steps=2", "log.trackers=[tensorboard]")
     values = []
     for batch in ctx.samples(DATA, batch=4, epochs=0.8):
         loss = loss_of(model, batch)
@@ -109,6 +112,31 @@ def test_what_is_logged_is_the_mean_over_samples_between_sync_points(make: Any, 
     assert (start["samples"], start["ranks"], end["epochs"], end["exit_code"]) == (20, 1, 0.8, 0)
     frame = ht.read(run)
     assert frame["logged.first"].tolist() == [0.5, 2.5]
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run / "tensorboard" / "run"))
+    reader.Reload()
+    assert {"train/first", "Loss/train", "job/epochs"} <= set(reader.Tags()["scalars"])  # of steps two seconds apart
+    assert [(s.step, s.value) for s in reader.Scalars("train/first")] == [(2, 0.5)]
+    assert [s.value for s in reader.Scalars("Loss/train")] == pytest.approx([sum(values[:2]) / 2], rel=1e-6)
+
+
+def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
+    from hvdtrain.cli.report import report
+
+    run = tmp_path / "run"
+    ctx, model, optimizer = make(f"run={run}", "log.every_steps=1")
+    for batch in ctx.samples(DATA, batch=4, epochs=1):
+        plain_step(ctx, model, optimizer, batch)
+        ctx.log(loss=loss_of(model, batch), other=1.0)
+    ctx.close()
+    assert report([str(run)]) == 0
+    page = html.unescape((run / "report.html").read_text())
+    assert "done: its samples are over" in page and "Linear, 3 parameters" in page
+    assert yaml.safe_load((run / "config.yaml").read_text())["batch"] == {"size": 4}
+    assert "log.every_steps" in page and "model.name" not in page  # the keys of an own loop alone
+    assert sorted(path.name for path in run.glob("*.png")) == ["report-loss.png", "report-rates.png", "report-throughput.png"]
 
 
 def test_means_and_an_evaluation(make: Any) -> None:
@@ -236,6 +264,140 @@ def test_gradients_are_clipped_and_a_closure_is_called_once(make: Any) -> None:
     assert calls == [0] and moved.norm().item() == pytest.approx(0.5, rel=1e-6)
 
 
+def weights_of(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def stepped(make: Any, work: Any, *arguments: str, wrap: Any = lambda model: model, **options: Any) -> torch.Tensor:
+    """The weights after an epoch of work(ctx, model, optimizer, batch)."""
+    ctx, model, optimizer = make(*arguments, **options)
+    model = wrap(model)
+    for batch in ctx.samples(DATA, batch=7, epochs=1):
+        work(ctx, model, optimizer, batch)
+    ctx.close()
+    return weights_of(model)
+
+
+def plain_step(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+    ctx.backward(loss_of(model, batch))
+    optimizer.step()
+
+
+def test_parts_of_a_batch_make_its_step(make: Any) -> None:
+    parts = []
+
+    def in_parts(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        def loss_of_part(part: Any) -> torch.Tensor:
+            parts.append((len(part["x"]), part.count, part.step))
+            return loss_of(model, part)
+
+        expected = loss_of(model, batch).item()
+        assert ctx.accumulate(loss_of_part, at_most=3).item() == pytest.approx(expected, rel=1e-12)
+        optimizer.step()
+
+    found = stepped(make, in_parts)
+    assert parts == [(size, size, step) for step in range(3) for size in (2, 2, 3)]
+    torch.testing.assert_close(found, stepped(make, plain_step), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any) -> None:
+    def clipped(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        ctx.backward(loss_of(model, batch))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+    found = stepped(make, clipped, lr=0.1)
+    torch.testing.assert_close(found, stepped(make, plain_step, "optim.clip_norm=0.5", lr=0.1), rtol=1e-6, atol=0)
+    with pytest.raises(
+        UserError, match="with shard.stage each rank has a part of the gradients, and p.grad has none\n.*\n.*optim.clip_norm=1"
+    ):
+        stepped(make, clipped, "shard.stage=1")
+
+
+def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
+    """Powers of two change nothing; a step that overflows is left out and halves the scale, which checkpoints keep."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def scaled(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        ctx.backward(scaler.scale(loss_of(model, batch)))
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert torch.equal(stepped(make, scaled), stepped(make, plain_step))
+    run = f"run={tmp_path / 'run'}"
+    ctx, model, optimizer = make(run, "log.every_steps=1")
+    for batch in ctx.samples(DATA, batch=20, epochs=2):
+        before = weights_of(model)
+        ctx.backward(scaler.scale(loss_of(model, batch) * (math.inf if batch.step == 0 else 1)))
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weights_of(model), before) == (batch.step == 0) and scaler.get_scale() == 2.0**9
+        ctx.checkpoint(model, optimizer, scaler=scaler)
+    ctx.close()
+    ctx, model, optimizer = make(run, "log.every_steps=1", "guard.nonfinite=stop")
+    endless = torch.amp.GradScaler("cpu")
+    endless.load_state_dict(ctx.resume()["scaler"])
+    assert endless.get_scale() == 2.0**9
+    with pytest.raises(Diverged, match="1 of the steps up to 33 had a loss or gradient that is not finite"):
+        for batch in ctx.samples(DATA, batch=1, epochs=9):
+            ctx.backward(endless.scale(loss_of(model, batch) * math.nan))
+            endless.step(optimizer)
+            endless.update()
+    ctx.close()
+    with pytest.raises(UserError, match="a GradScaler sees this rank's part of the gradients alone"):
+        stepped(make, scaled, "shard.stage=1")
+
+
+def test_torch_compile_before_and_after_prepare(make: Any, tmp_path: Path) -> None:
+    """A checkpoint has the names of the module inside, so it does not matter which run was compiled, and when."""
+
+    def train(epochs: int, before: bool, after: bool, run: str) -> torch.Tensor:
+        ctx, model, optimizer = make(run, prepared=False)
+        model, optimizer = ctx.prepare(torch.compile(model, backend="eager") if before else model, optimizer)
+        ctx.resume()
+        model = torch.compile(model, backend="eager") if after else model
+        for batch in ctx.samples(DATA, batch=20, epochs=epochs):
+            plain_step(ctx, model, optimizer, batch)
+            assert ctx.checkpoint(model, optimizer) == (ctx.step == epochs)
+        ctx.close()
+        return weights_of(model)
+
+    straight = train(3, False, False, f"run={tmp_path / 'straight'}")
+    for epochs, before, after in [(1, True, False), (2, False, True), (3, False, False)]:
+        found = train(epochs, before, after, f"run={tmp_path / 'run'}")
+    assert torch.equal(found, straight)
+
+
+def test_autocast_in_bfloat16_is_that_of_torch(make: Any) -> None:
+    ctx, net, _ = make(prepared=False)
+    alone = copy.deepcopy(net.float())
+    model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    plain = torch.optim.SGD(alone.parameters(), lr=1e-3)
+    for batch in ctx.samples({name: array.astype(np.float32) for name, array in DATA.items()}, batch=5, epochs=1):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, expected = loss_of(model, batch), loss_of(alone, batch)
+        ctx.backward(loss)
+        optimizer.step()
+        plain.zero_grad()
+        expected.backward()
+        plain.step()
+        assert torch.equal(weights_of(net), weights_of(alone))
+
+
+def test_a_data_loader_gives_its_data_set(make: Any) -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(DATA["y"])), batch_size=3, shuffle=True)
+    ctx, model, optimizer = make()
+    seen = []
+    for x, y in ctx.samples(loader, batch=5, epochs=1):
+        assert torch.equal(y, x.sum(1))
+        seen += x[:, 0].tolist()
+        ctx.backward(torch.nn.functional.mse_loss(model(x)[:, 0], y))
+        optimizer.step()
+    assert sorted(seen) == X[:, 0].tolist()
+
+
 def test_layers_that_drop_are_seeded_by_step(make: Any) -> None:
     def drawn(until: int, skip: int) -> list[float]:
         ctx, model, optimizer = make("seed=9")
@@ -278,8 +440,14 @@ def mistakes() -> list[Any]:
         optimizer.step()
 
     return [
-        (in_step(lambda c, m, o, b: None), "optimizer.step() was not called", "once for each batch, on every rank"),
-        (in_step(twice), "a second backward pass for one batch", "add up the losses and call it once"),
+        (in_step(lambda c, m, o, b: None), "optimizer.step() was not called", "to accumulate gradients: ctx.accumulate()"),
+        (in_step(twice), "a second backward pass for one batch", "ctx.accumulate(loss_of, at_most=SAMPLES)"),
+        (
+            in_step(lambda c, m, o, b: c.accumulate(lambda part: 2.0, at_most=2)),
+            "the loss is a float",
+            "one number that depends on the model",
+        ),
+        (in_step(lambda c, m, o, b: c.accumulate(None, at_most=0)), "at_most=0 is no number of samples", "of a part, 1 or more"),
         (in_step(plain), "optimizer.step() without ctx.backward(loss)", "in the place of loss.backward()"),
         (in_step(lambda c, m, o, b: c.backward(m(b["x"]))), "the loss is a tensor of shape (5, 1)", "the mean over this rank's samples"),
         (in_step(lambda c, m, o, b: c.backward(2.0)), "the loss is a float", "one number that depends on the model"),
@@ -292,7 +460,7 @@ def mistakes() -> list[Any]:
         (after_step(lambda c, m, o, b: c.log(loss="a")), "loss is a str, not one number", "the mean over this rank's samples"),
         (after_step(lambda c, m, o, b: c.samples(DATA, batch=2)), "a second ctx.samples()", "ctx.each(dataset, batch=...)"),
         (after_step(lambda c, m, o, b: c.resume()), "ctx.resume() after ctx.samples()", "right after ctx.prepare()"),
-        (lambda c, m, o: c.backward(torch.zeros(())), "no batch of ctx.samples() is under way", "for batch in ctx.samples(...)"),
+        (lambda c, m, o: c.backward(torch.zeros(())), "no batch of ctx.samples() is under way", "a DataLoader is not needed"),
         (lambda c, m, o: c.resume(), "there is no run folder", "hvdtrain.init({'run': 'DIR'})"),
         (lambda c, m, o: c.prepare(m, o), "a second ctx.prepare()", "one optimizer of several groups"),
         (lambda c, m, o: c.checkpoint(m, o), "ctx.checkpoint() before ctx.samples()", "inside of the loop"),
@@ -330,6 +498,7 @@ def unfit() -> list[Any]:
         (net, torch.optim.SGD([net.weight], lr=0.1), "bias would be trained, and the optimizer does not have it", "requires_grad_(False)"),
         (net, torch.optim.SGD([torch.nn.Parameter(torch.ones(7))], lr=0.1), "parameters that are not the model's, of shape (7,)", "after"),
         (frozen, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), "parameters that are not the model's", "one module"),
+        (net, torch.optim.LBFGS(net.parameters()), "LBFGS computes the loss several times in a step", "as SGD or AdamW"),
         ("net", torch.optim.SGD(net.parameters(), lr=0.1), "a str and a SGD, not a torch.nn.Module", "ctx.prepare(model, optimizer)"),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ def take_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     if "step" in vars(optimizer):  # torch's schedulers put a function of their own there
         fix = "model, optimizer = ctx.prepare(model, optimizer), then the scheduler of that optimizer, then ctx.resume()"
         raise UserError("a scheduler has this optimizer already, and would not follow the one that prepare() returns", WHERE, fix)
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        what = f"{type(optimizer).__name__} computes the loss several times in a step, and gradients are exchanged once for each batch"
+        raise UserError(what, WHERE, "an optimizer whose step() needs no closure, as SGD or AdamW")
     _check_parameters(model, optimizer)
     signature = signature_of(type(optimizer))
     known = signature.parameters if signature else {}

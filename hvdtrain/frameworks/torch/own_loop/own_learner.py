@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from hvdtrain.frameworks.torch.device import seed_dropout
 from hvdtrain.frameworks.torch.gradients import clip_
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
+from hvdtrain.frameworks.torch.own_loop.elsewhere import elsewhere
 from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE, take_optimizer
+from hvdtrain.frameworks.torch.own_loop.grad_scaler import Overflows, Scaled
 from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import PreparedOptimizer
 from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
 from hvdtrain.frameworks.torch.precision import NoScale
@@ -53,6 +56,20 @@ class Samples:
         """x, y = batch"""
         return iter(self.fields.values())
 
+    def __len__(self) -> int:
+        """Samples, also those that do not count."""
+        return len(next(iter(self.fields.values())))
+
+    def parts(self, number: int) -> list[Samples]:
+        """Of so many parts each, in order. One without samples has the first sample, which does not count there."""
+        found = []
+        for part in range(number):
+            begin, end = (len(self) * part // number, len(self) * (part + 1) // number)
+            rows = slice(begin, end) if end > begin else slice(0, 1)
+            count = min(end, self.count) - min(begin, self.count)
+            found.append(replace(self, fields={name: tensor[rows] for name, tensor in self.fields.items()}, count=count))
+        return found
+
 
 class OwnLearner:
     """Every rank makes one. on_step: called after each step of the optimizer.
@@ -72,21 +89,22 @@ class OwnLearner:
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
         if config.shard.stage:
             check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage"))
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._named = [(name, p) for name, p in uncompiled(model).named_parameters() if p.requires_grad]
         self.strategy = select_strategy(config, mesh, self._named, optimizer, ReplaceableStopwatch(HostStopwatch()))
         wrapped = self.strategy.wrap(model, optimizer)
-        self.model, self.forward, self._inner = model, wrapped.forward, wrapped.optimizer
+        self.model, self.forward, self._inner = uncompiled(model), wrapped.forward, wrapped.optimizer
         self.optimizer = PreparedOptimizer(self._inner, self._update)
         self.shards = [self.strategy.shard(p) for _, p in self._named]
         self._updated = [shard.parameter for shard in self.shards]
         self.is_sharded = not all(shard.is_whole for shard in self.shards)
         self.dtype = self._named[0][1].dtype
-        self.buffers = Buffers(model, self.device)
-        self._state = LearnerState(model, self._inner, NoScale(), self.strategy, mesh.replicas.rank == 0)
+        self.buffers = Buffers(self.model, self.device)
+        self._state = LearnerState(self.model, self._inner, NoScale(), self.strategy, mesh.replicas.rank == 0)
         self._bad: torch.Tensor = torch.zeros((), dtype=torch.float64, device=self.device)  # steps with numbers that are not finite
         self._batch: Samples | None = None  # whose step has not been made yet
         self._global_batch = 0
         self._passed = False  # ctx.backward() was called for it
+        self._overflows = Overflows()
 
     def cache_on_device(self, source: Source) -> bool:
         """Never: the script may look at any sample."""
@@ -106,45 +124,78 @@ class OwnLearner:
             self.buffers.save()
 
     def backward(self, loss: Any) -> None:
-        """As Context.backward()."""
-        where, once = "ctx.backward()", "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); optimizer.step()"
-        if self._batch is None:
-            raise UserError("no batch of ctx.samples() is under way", where, f"for batch in ctx.samples(...): {once}")
-        if self._passed:
-            what = "a second backward pass for one batch: its gradients are on their way already"
-            raise UserError(what, where, "add up the losses and call it once; or a smaller batch= in ctx.samples()")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            found += " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
-            raise UserError(f"the loss is {found}", where, "one number that depends on the model: the mean over this rank's samples")
-        self._passed = True
-        share = self._batch.count / self._global_batch  # the sum of gradients over ranks is then the mean over the global batch
-        if self.strategy.local_mean:
-            share = float(self._batch.count > 0)
+        """As Context.backward(). A collective."""
+        batch = self._begin_passes("ctx.backward()")
+        _check_loss(loss, "ctx.backward()")
+        self._passes([batch], lambda _: loss)
 
-        def one_pass(batch: Any, divisor: int, is_last: bool) -> Sums:
-            (loss * share * one_or_nan(loss)).sum().backward()
+    def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
+        """As Context.accumulate(). A collective."""
+        batch = self._begin_passes("ctx.accumulate()")
+        largest_share = math.ceil(self._global_batch / self.data.size)
+        passes = math.ceil(largest_share / at_most)  # as many on every rank
+        total = torch.zeros((), device=self.device)
+
+        def loss_of_part(part: Samples) -> Any:
+            nonlocal total
+            loss = loss_of(part)
+            _check_loss(loss, "ctx.accumulate()")
+            total = total + loss.detach().sum() * part.count
+            return loss
+
+        self._passes(batch.parts(passes), loss_of_part)
+        return total / max(1, batch.count)
+
+    def _begin_passes(self, where: str) -> Samples:
+        """The batch that the script has."""
+        if self._batch is None:
+            once = "loss = loss_of(model(batch['x']), batch['y']); ctx.backward(loss); optimizer.step()"
+            fix = f"for batch in ctx.samples(dataset, batch=N): {once}; a DataLoader is not needed, give its data set"
+            raise UserError("no batch of ctx.samples() is under way", where, fix)
+        if self._passed:
+            what = "a second backward pass for one batch: its gradients are those of all ranks already"
+            fix = "add up the losses and call it once; to accumulate gradients: ctx.accumulate(loss_of, at_most=SAMPLES)"
+            raise UserError(what, where, fix)
+        self._passed = True
+        return self._batch
+
+    def _passes(self, parts: Sequence[Samples], loss_of: Callable[[Samples], Any]) -> None:
+        """Forward and backward of each; after the last one p.grad is the mean over the samples of all ranks."""
+        assert self._batch is not None
+        divisor = max(1, self._batch.count) if self.strategy.local_mean else self._global_batch  # the sum over ranks is then the mean
+
+        def one_pass(part: Any, divisor: int, is_last: bool) -> Sums:
+            loss = loss_of(part)
+            (loss * (part.count / divisor) * one_or_nan(loss)).sum().backward()
             return {}
 
-        self.strategy.run([self._batch.fields], 1, one_pass)
-
-    def _update(self) -> None:
-        """The optimizer's step from the mean gradient over the global batch. A collective."""
-        if self._batch is None or not self._passed:
-            what = "optimizer.step() without ctx.backward(loss)" if self._batch else "optimizer.step() without a new batch"
-            fix = "ctx.backward(loss) in the place of loss.backward(): it weights this rank's samples, and starts what ranks exchange"
-            raise UserError(what, "optimizer.step()", fix if self._batch else "one step for each batch of ctx.samples()")
+        self.strategy.run(parts, divisor, one_pass)
         self.strategy.reduce()
+        if self.is_sharded:
+            for _, p in self._named:
+                p.grad = elsewhere(p)
+
+    def _update(self, scaled: Scaled | None) -> None:
+        """The optimizer's step from the mean gradient over the global batch; scaled: by a GradScaler. A collective."""
+        if self._batch is None or not self._passed:
+            what = "optimizer.step() without ctx.backward(loss)" if self._batch is not None else "optimizer.step() without a new batch"
+            fix = "ctx.backward(loss) in the place of loss.backward(): it weights this rank's samples, and brings the gradient of all ranks"
+            raise UserError(what, "optimizer.step()", fix if self._batch is not None else "one step for each batch of ctx.samples()")
         bad = self.strategy.total(any_nonfinite(self._updated).double()) > 0
-        self._bad = self._bad + bad.double() / self.strategy.equal_ranks
+        left_out = self._overflows.unscale(scaled, self._updated, bad, self.is_sharded)
+        self._bad = self._bad + bad.double() * (not left_out) / self.strategy.equal_ranks
         if self.config.guard.nonfinite == "skip" and bad:  # the host waits for the device here
             self.buffers.restore()
-        else:
+        elif not left_out:
             clip_(self.shards, self.config.optim.clip_norm, self.config.optim.clip_value, self.strategy.total)
             self.strategy.optimizer_step(self._inner)
         self.zero_grad()
         self._batch = None
         self._on_step()
+
+    def is_prepared(self, model: Any) -> bool:
+        """Whether the script has it from prepare(), compiled or not."""
+        return uncompiled(model) is uncompiled(self.forward)
 
     @property
     def has_stepped(self) -> bool:
@@ -188,3 +239,16 @@ class OwnLearner:
         count = sum(p.numel() for _, p in self._named)
         precision = str(self.dtype).removeprefix("torch.")
         return f"{type(self.model).__name__}, {count:,} parameters, {precision} on {self.device}, {self.strategy.summary}"
+
+
+def uncompiled(model: Any) -> Any:
+    """The module in what torch.compile() has made of it; its parameters have the names that they have without."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _check_loss(loss: Any, where: str) -> None:
+    """Raises UserError for what has no gradient, and for more than one number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        found += " without a gradient" if isinstance(loss, torch.Tensor) and loss.numel() == 1 else ""
+        raise UserError(f"the loss is {found}", where, "one number that depends on the model: the mean over this rank's samples")

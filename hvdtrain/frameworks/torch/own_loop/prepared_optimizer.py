@@ -9,15 +9,18 @@ import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.own_loop.given_optimizer import without_own_keys
+from hvdtrain.frameworks.torch.own_loop.grad_scaler import Scaled
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer for schedulers and for the script: param_groups, state and defaults are those of the optimizer inside.
 
-    step() waits for the gradients of all ranks, clips them (optim.clip_norm, optim.clip_value), updates, and clears them.
+    step() clips the gradients (optim.clip_norm, optim.clip_value), updates, and clears them. GradScaler.step() calls it in any case.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, update: Callable[[], None]) -> None:
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and step() leaves out the update on all ranks
+
+    def __init__(self, inner: torch.optim.Optimizer, update: Callable[[Scaled | None], None]) -> None:
         """update: what step() does. The constructor of Optimizer is not called: its attributes are those of `inner`."""
         self.__dict__.update(inner.__dict__)
         self._inner, self._update = inner, update
@@ -28,8 +31,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        given = vars(self)
         with torch.no_grad():
-            self._update()
+            self._update(Scaled(given["found_inf"], given["grad_scale"]) if "found_inf" in given else None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
