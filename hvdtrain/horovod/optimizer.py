@@ -68,5 +68,6 @@ def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
     """The same optimizer, of a class that has its class' name and the methods of `steps` before its own."""
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
-    found.__dict__.update(optimizer.__dict__)
+    # A schedule that was made before has put the optimizer's own step() into its attributes, which would step without the other ranks.
+    found.__dict__.update((name, value) for name, value in optimizer.__dict__.items() if name != "step")
     return found

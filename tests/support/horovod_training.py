@@ -134,6 +134,84 @@ def by_closure(_: Any) -> Any:
     yield from same([parameter.detach() for parameter in net.parameters()], alone(hvd.size()))
 
 
+def scheduled(_: Any) -> Any:
+    """A schedule of the learning rate, made before the optimizer is wrapped or after: 0.1, then 0.05."""
+    for is_first in (True, False):
+        nets = model(), model()
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers[: 2 if is_first else 1]]
+        wrapped = hvd.DistributedOptimizer(optimizers[1], nets[1].named_parameters())
+        schedules += [] if is_first else [torch.optim.lr_scheduler.StepLR(wrapped, 2, 0.5)]
+        for step in range(STEPS):
+            for optimizer in (optimizers[0], wrapped):
+                optimizer.zero_grad()
+            (sum(loss_of(nets[0], step, rank) for rank in range(hvd.size())) / hvd.size()).backward()  # type: ignore[union-attr]
+            loss_of(nets[1], step, hvd.rank()).backward()
+            optimizers[0].step()
+            wrapped.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the one that was made first does not see the steps of the wrapped optimizer
+                for schedule in schedules:
+                    schedule.step()
+        assert wrapped.param_groups[0]["lr"] == 0.025, wrapped.param_groups[0]["lr"]
+        yield from same([p.detach() for p in nets[1].parameters()], [p.detach() for p in nets[0].parameters()])
+
+
+def scaled(_: Any) -> Any:
+    """GradScaler, as Horovod's documentation uses it; a gradient that overflows on one rank skips the step on all of them."""
+    net = model()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in (0, 1, -1, 2, 3):
+        wrapped.zero_grad()
+        loss = loss_of(net, step, hvd.rank()) if step >= 0 else loss_of(net, 0, hvd.rank()) * (torch.inf if hvd.rank() == 0 else 1.0)
+        scaler.scale(loss).backward()
+        wrapped.synchronize()
+        scaler.unscale_(wrapped)
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+        scaler.update()
+    assert scaler.get_scale() == 512.0, scaler.get_scale()
+    yield from same([parameter.detach() for parameter in net.parameters()], alone(hvd.size()))
+
+
+def compiled(_: Any) -> Any:
+    """torch.compile around the model: the same gradients start."""
+    net = model()
+    fast = torch.compile(net, backend="aot_eager")
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), fast.named_parameters())
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        loss_of(fast, step, hvd.rank()).backward()
+        wrapped.step()
+    yield from same([parameter.detach() for parameter in net.parameters()], alone(hvd.size()))
+
+
+def by_lbfgs(_: Any) -> Any:
+    """An optimizer that calls its closure several times in a step, with the mean loss of all ranks."""
+    net, other = model(), model()
+    wrapped = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe"), net.named_parameters())
+    plain = torch.optim.LBFGS(other.parameters(), line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        wrapped.zero_grad()
+        loss = loss_of(net, 0, hvd.rank())
+        loss.backward()
+        return hvd.allreduce(loss.detach(), name="loss")
+
+    def alone_closure() -> torch.Tensor:
+        plain.zero_grad()
+        loss = sum(loss_of(other, 0, rank) for rank in range(hvd.size())) / hvd.size()
+        loss.backward()  # type: ignore[union-attr]
+        return loss  # type: ignore[return-value]
+
+    wrapped.step(closure)
+    plain.step(alone_closure)
+    found = [p.detach().float() for p in net.parameters()]
+    for one, expected in zip(found, [p.detach().float().numpy() for p in other.parameters()], strict=True):
+        yield one, (expected, "float32")
+
+
 def unused_parameters(_: Any) -> Any:
     """A rank that does not use a layer reduces zeros for it."""
     net = nn.ModuleList([nn.Linear(2, 1).double(), nn.Linear(2, 1).double()])
@@ -262,7 +340,22 @@ def jax_arrays(_: Any) -> Any:
 
 
 CHECKS = (
-    *(averages, sums, several_passes, predivided, grouped, clipped, of_a_set, by_closure, unused_parameters, sparse_gradients),
+    *(
+        averages,
+        sums,
+        several_passes,
+        predivided,
+        grouped,
+        clipped,
+        of_a_set,
+        by_closure,
+        scheduled,
+        scaled,
+        compiled,
+        by_lbfgs,
+        unused_parameters,
+        sparse_gradients,
+    ),
     *(adasum_steps, optimizer_state, errors, batch_norm, jax_arrays),
 )
 
