@@ -10,7 +10,7 @@ from pathlib import Path
 import horovod_checks
 import pytest
 import ranks
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 
 NEW_DTYPES = "Horovod has no such dtype"
 # Checks that Horovod 0.28.1 itself fails, and why; the same table is in docs/horovod-api.md.
@@ -48,9 +48,12 @@ def failed(module: str, engine: str, size: int) -> dict[str, str]:
         ("single", 1),
         ("mpi", 2),
         pytest.param("mpi", 4, marks=[pytest.mark.slow, pytest.mark.ranks4]),
-        pytest.param("mpi", 1, marks=pytest.mark.slow),
         pytest.param("torchdist", 2, marks=pytest.mark.slow),
-        pytest.param("torchdist", 4, marks=[pytest.mark.slow, pytest.mark.ranks4]),
+        *[
+            pytest.param("mpi", 1, marks=pytest.mark.slow),
+            pytest.param("torchdist", 4, marks=[pytest.mark.slow, pytest.mark.ranks4]),
+        ]
+        * FULL,
     ],
 )
 def test_our_engines_pass_every_check(engine: str, size: int) -> None:
@@ -60,7 +63,7 @@ def test_our_engines_pass_every_check(engine: str, size: int) -> None:
 @needs_mpirun
 @needs_horovod
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *[1] * FULL])
 def test_horovod_itself_fails_what_the_table_says_and_nothing_else(size: int) -> None:
     known = {name for name in DISAGREEMENTS if size > 1 or name != "join_average"}
     assert set(failed("horovod.torch", "horovod", size)) == known

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ranks import Job, needs_mpirun
+from ranks import FULL, Job, needs_mpirun
 
 
 def finish(engine: str, out: Path, who: int) -> None:
@@ -32,8 +32,7 @@ def finish(engine: str, out: Path, who: int) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("engine", "who"), [("mpi", 1), ("torchdist", 0), *[("mpi", 0), ("torchdist", 1)] * FULL])
 def test_the_others_go_on_from_the_last_commit(engine: str, who: int, tmp_path: Path) -> None:
     finish(engine, tmp_path / "out.json", who)
     row = json.loads((tmp_path / "out.json").read_text())

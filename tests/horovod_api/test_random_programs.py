@@ -17,10 +17,10 @@ SLOW = [pytest.mark.slow]
     ("engine", "size", "programs"),
     [
         ("mpi", 2, 15),
-        pytest.param("mpi", 2, 1000 if FULL else 150, marks=SLOW),
-        pytest.param("mpi", 3, 1000 if FULL else 300, marks=SLOW),
-        pytest.param("mpi", 4, 300 if FULL else 60, marks=[*SLOW, pytest.mark.ranks4]),
-        pytest.param("torchdist", 2, 300 if FULL else 60, marks=SLOW),
+        pytest.param("mpi", 2, 1000 if FULL else 60, marks=SLOW),
+        pytest.param("mpi", 3, 1000 if FULL else 60, marks=SLOW),
+        *[pytest.param("mpi", 4, 300, marks=[*SLOW, pytest.mark.ranks4])] * FULL,
+        *[pytest.param("torchdist", 2, 300, marks=SLOW)] * FULL,
         pytest.param("torchdist", 3, 300 if FULL else 40, marks=SLOW),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 
 
 def losses(module: str, engine: str, size: int, folder: Path, *words: str) -> list[float]:
@@ -22,7 +22,7 @@ def losses(module: str, engine: str, size: int, folder: Path, *words: str) -> li
 @needs_mpirun
 @needs_horovod
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.ranks4)])
+@pytest.mark.parametrize("size", [2, *[pytest.param(4, marks=pytest.mark.ranks4)] * FULL])
 def test_losses_are_those_of_horovod(size: int, tmp_path: Path) -> None:
     expected = losses("horovod.torch", "", size, tmp_path)
     assert expected[2] < expected[0] and expected[3] > 0.5, expected  # it learns

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 
 
 @needs_mpirun
@@ -17,8 +17,11 @@ from ranks import needs_horovod, needs_mpirun
         ("mpi", 2),
         ("single", 1),
         pytest.param("mpi", 3, marks=pytest.mark.slow),
-        pytest.param("torchdist", 2, marks=pytest.mark.slow),
-        pytest.param("horovod", 2, marks=[pytest.mark.slow, needs_horovod]),
+        *[
+            pytest.param("torchdist", 2, marks=pytest.mark.slow),
+            pytest.param("horovod", 2, marks=[pytest.mark.slow, needs_horovod]),
+        ]
+        * FULL,
     ],
 )
 def test_weights_are_those_of_one_process(engine: str, size: int, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import ranks
-from ranks import needs_mpirun
+from ranks import FULL, needs_mpirun
 
 # Words of the message; where an exception ends a rank, MPI ends the others.
 CASES = {
@@ -24,8 +24,14 @@ ENDS_WITHIN_S = 25  # most of it starts Python and MPI; a hang would last 60
 
 
 FAST = ("a call is missing on a rank", "another shape of many", "a rank ends")
-ROWS = [pytest.param("mpi", case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
-ROWS += [pytest.param("torchdist", case, marks=pytest.mark.slow) for case in CASES if "threads" not in case]  # of MPI
+SLOW = {  # what ranks decide does not depend on the engine, and test_agree.py has each kind of refusal
+    "mpi": ("another order", "a rank fails", "a rank does not come", "a process set without threads", "no barrier"),
+    "torchdist": ("a call is missing on a rank", "a rank fails", "a rank does not come"),
+}
+if FULL:
+    SLOW = {"mpi": tuple(case for case in CASES if case not in FAST), "torchdist": tuple(case for case in CASES if "threads" not in case)}
+ROWS = [("mpi", case) for case in FAST]
+ROWS += [pytest.param(engine, case, marks=pytest.mark.slow) for engine, cases in SLOW.items() for case in cases]
 
 
 @needs_mpirun
