@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cluster_hosts import Hosts
 from faults import events, newest, reached, same_end, wait_for
-from ranks import ROOT, Job, needs_horovod, needs_mpirun
+from ranks import FULL, ROOT, Job, needs_horovod, needs_mpirun
 
 from hvdtrain.comm.placement import placement
 from hvdtrain.errors import LOST, REQUEUE, STALLED, UserError
@@ -137,12 +137,12 @@ def test_uneven_hosts(hosts: Hosts, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
-    run = tmp_path / "run"
-    with hosts.mpirun("n1:4,n2:4", [*JOB, *of(engine), f"run={run}"], timeout_s=120) as job:
+    run, half = tmp_path / "run", 4 if engine == "mpi" else 2  # torch takes 2 s of a core to start
+    with hosts.mpirun(f"n1:{half},n2:{half}", [*JOB, *of(engine), f"run={run}"], timeout_s=120) as job:
         wait_for(job, lambda: reached(run))
         placed = local_ranks(hosts)
         ended(job, run, ["n1", "n2"])
-    assert placed == {"n1": {0: 0, 1: 1, 2: 2, 3: 3}, "n2": {4: 0, 5: 1, 6: 2, 7: 3}}
+    assert placed == {"n1": {rank: rank for rank in range(half)}, "n2": {half + rank: rank for rank in range(half)}}
     same(run, one_host)
     assert not hosts.pids()
 
@@ -214,7 +214,7 @@ def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: st
     same(run, one_host)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES if FULL else [ENGINES[0], ENGINES[2]])
 def test_a_lost_host_is_reported(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     """Where mpirun notices nothing, hvdtrain's watchdog reports host and ranks, and ends the ranks on both sides."""
     run = tmp_path / "run"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faults import Command, Row, Tree, events, gone, outcome, reached, record, straight, wait_for
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 
 from hvdtrain.errors import DONE, REQUEUE
 
@@ -76,7 +76,7 @@ def jumped_s(emitted: list[Tree]) -> float:
     [
         pytest.param(Command("mpi", 2, framework="numpy"), DAY_S, id="mpi-2-forward"),
         pytest.param(Command("mpi", 2, framework="numpy"), -DAY_S, id="mpi-2-back"),
-        pytest.param(Command("horovod", 2), DAY_S, id="horovod-2-forward", marks=needs_horovod),
+        *[pytest.param(Command("horovod", 2), DAY_S, id="horovod-2-forward", marks=needs_horovod)] * FULL,
     ],
 )
 def test_a_clock_that_jumps_is_no_stall(tmp_path: Path, clock: dict[str, str], command: Command, jump_s: int) -> None:

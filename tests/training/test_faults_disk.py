@@ -34,7 +34,7 @@ from faults import (
     wait_for,
 )
 from PIL import Image
-from ranks import Job, environment, mpirun_path, needs_horovod, needs_mpirun, python
+from ranks import FULL, Job, environment, mpirun_path, needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import DONE, REQUEUE, USER
 
@@ -94,7 +94,7 @@ def damage(path: Path, how: str, random: Random) -> None:
     "command",
     [
         pytest.param(NUMPY, id="mpi-2", marks=needs_mpirun),
-        pytest.param(Command("horovod", 2, ("checkpoint.keep_last=20",)), id="horovod-2", marks=[needs_mpirun, needs_horovod]),
+        *[pytest.param(Command("horovod", 2, ("checkpoint.keep_last=20",)), id="horovod-2", marks=[needs_mpirun, needs_horovod])] * FULL,
     ],
 )
 def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path, command: Command) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faults import events, wait_for
 from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, start, undisturbed
-from ranks import Job, Result, needs_mpirun
+from ranks import FULL, Job, Result, needs_mpirun
 
 from hvdtrain.errors import DONE, LOST, MEMORY, REQUEUE, STALLED, USER
 from hvdtrain.report.run import read_run
@@ -24,14 +24,16 @@ pytestmark = pytest.mark.faults
 IN_STEP_IN_EVALUATION_AND_AGAIN = "2 step 7, 0 loop.py:evaluate 2, 1 step 25"
 TWO_AT_ONCE_AND_RANK_0_IN_THE_REFORM = "1 step 5, 3 step 5, 0 shrink 1"
 IN_A_CHECKPOINT_AND_WHILE_STATE_IS_GIVEN_BACK = "0 saver.py:_write 2, 3 step 20, 1 memory_copy.py:restore 2"
-THE_SUCCESSOR_AND_AT_THE_END = "2 step 14, 0 _restore 1, 1 successor.py:take_over 2, 3 train_job.py:finish 1"
-CASES = [
-    ("torch", 3, IN_STEP_IN_EVALUATION_AND_AGAIN.rpartition(",")[0], {0, 2}),
+KILLS = [
     ("numpy", 4, IN_STEP_IN_EVALUATION_AND_AGAIN, {0, 1, 2}),
     ("numpy", 4, TWO_AT_ONCE_AND_RANK_0_IN_THE_REFORM, {0, 1, 3}),
+    ("torch", 3, IN_STEP_IN_EVALUATION_AND_AGAIN.rpartition(",")[0], {0, 2}),
     ("numpy", 4, IN_A_CHECKPOINT_AND_WHILE_STATE_IS_GIVEN_BACK, {0, 1, 3}),
     ("numpy", 2, "0 train_job.py:finish 1", {0}),
 ]
+CASES = [("mpi", *KILLS[number]) for number in (0, 1, 3)] + [("torchdist", *KILLS[number]) for number in (1, 2, 4)]
+if FULL:
+    CASES = [(engine, *kills) for engine in ("mpi", "torchdist") for kills in KILLS]
 
 
 IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN = "2 neighbours.py:exchange 3, 0 saver.py:_write 3, 1 memory_copy.py:restore 2"
@@ -41,7 +43,7 @@ SHARDED = [  # from_checkpoint: the ranks with which all copies of some parts ar
     ("mpi", "shard.stage=2 optim.name=lamb", IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN, {0, 1, 2}, [0, 1]),
     ("torchdist", "shard.stage=1 optim.name=adam", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
     ("mpi", "shard.stage=2 optim.name=muon optim.rest_rate=1 optim.ema=0.8", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
-    ("mpi", "shard.stage=1", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    *[("mpi", "shard.stage=1", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, list[int]())] * FULL,
     ("torchdist", "shard.stage=2", A_RANK_ITS_NEIGHBOUR_AND_RANK_0, {0, 1, 2}, [1, 2]),
 ]
 
@@ -56,8 +58,7 @@ def straight(framework: str, words: str = "") -> tuple[Outcome, list[float]]:
 
 @needs_mpirun
 @pytest.mark.ranks4
-@pytest.mark.parametrize(("framework", "size", "plan", "lost"), CASES)
-@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+@pytest.mark.parametrize(("engine", "framework", "size", "plan", "lost"), CASES)
 def test_the_end_is_that_of_one_process(engine: str, framework: str, size: int, plan: str, lost: set[int], tmp_path: Path) -> None:
     results = finish(engine, size, arguments(framework, tmp_path / "run", "guard.lost=shrink", plan))
     check_end(tmp_path / "run", engine, size, lost, results, straight(framework))

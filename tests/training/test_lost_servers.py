@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults import events
 from lost_ranks import SYNC_EVERY, arguments, difference, finish, losses_of_ranks, outcome, undisturbed
-from ranks import needs_mpirun, python
+from ranks import FULL, needs_mpirun, python
 
 from hvdtrain.errors import DONE, LOST
 from hvdtrain.training.telemetry.update_log import read_updates
@@ -77,7 +77,7 @@ def test_a_lost_worker_costs_no_update(
     ("servers", "bound", "plan", "why"),
     [
         (1, "none", "0 server.py:reduce 15", "a server is lost"),
-        (2, "0", "1 server.py:reduce 15", "a server is lost"),
+        *[(2, "0", "1 server.py:reduce 15", "a server is lost")] * FULL,
         (1, "0", "1 learner.py:step 14, 2 learner.py:step 14", "no worker is left"),
     ],
 )
