@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import mpirun, needs_mpirun, python
+from ranks import FULL, mpirun, needs_mpirun, python
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -141,7 +141,7 @@ def test_the_other_frameworks(framework: str, tmp_path: Path, capsys: pytest.Cap
 
 
 @needs_mpirun
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *[pytest.param(3, marks=pytest.mark.slow)] * FULL])
 def test_on_several_ranks_the_result_is_the_same(ranks: int, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 ranks have 120 samples each in batches of 50: a last batch of 20."""
     alone = evaluated(run, capsys)

@@ -51,7 +51,7 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
 
     wide_resnet has blocks of many sizes.
     """
-    cases = ["0 none 1", "1 none 2", "2 all 2", "3 none 1", "3 all 2", *(f"2:wide_resnet shard.stage={stage}" for stage in (0, 3))]
+    cases = ["0 none 1", "1 none 2", "2 all 2", "3 all 2", "2:wide_resnet shard.stage=0"]
     cases.append("2:wide_resnet shard.stage=3 model.recompute=all")
     gpt = "gpt model.layers=2 model.width=32 model.heads=2 optim.name=adamw optim.clip_norm=1"
     cases += [f"2:{gpt} parallel.tensor=2", f"2:{gpt} parallel.tensor=2 parallel.sequence=true"]

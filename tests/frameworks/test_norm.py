@@ -46,7 +46,7 @@ def pairs() -> list[object]:
             marks=[*marks, *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size == 4 or communicator == "mpi")],
         )
         for communicator, marks in MARKS.items()
-        for size in ((2, 4) if communicator == "mpi" or ranks.FULL else (2,))
+        for size in ((2, 4) if ranks.FULL else (4,) if communicator == "mpi" else (2,))
         for case in norms_on_ranks.cases(communicator)
     ]
 

@@ -228,10 +228,10 @@ def test_the_measured_bubble() -> None:
 @pytest.mark.parametrize(
     ("engine", "size", "stages"),
     [
-        pytest.param("mpi", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
         pytest.param("torchdist", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
         pytest.param("mpi", 4, 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
         *[
+            pytest.param("mpi", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
             pytest.param("mpi", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
             pytest.param("torchdist", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
         ]

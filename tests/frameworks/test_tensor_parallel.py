@@ -27,7 +27,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of, r
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits
 
 RANKS = [
-    pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow]),
+    *[pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow])] * ranks.FULL,
     pytest.param("mpi", 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
     pytest.param("torchdist", 2, marks=[needs_mpirun, pytest.mark.slow]),
 ]

@@ -1,6 +1,8 @@
 """Runs on the ranks: the loss curves of several jobs on one engine, as JSON from rank 0.
 
-python tests/support/invariance.py ENGINE OUT.json [unreduced]     unreduced: gradients are not added up, which the test must notice
+python tests/support/invariance.py ENGINE OUT.json [unreduced | few_jax]
+
+unreduced: gradients are not added up, which the test must notice; few_jax: one job of JAX, which compiles for seconds on each rank
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ JOBS = {
     "torch mlp, RMSprop": "model.name=mlp model.widths=[24,16] optim.name=torch.optim.RMSprop optim.base_lr=0.001",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }
+FEW_JAX = {job: words for job, words in JOBS.items() if job not in ("jax convnet, micro-batches", "jax, grown")}
 
 
 class Unreduced:
@@ -148,7 +151,7 @@ def main() -> None:
     config = configure(None, [f"comm.engine={name}"])
     communicator, _ = connect(config, placement(os.environ))
     used = Unreduced(communicator) if sys.argv[3:] == ["unreduced"] else communicator
-    jobs = JOBS
+    jobs = FEW_JAX if sys.argv[3:] == ["few_jax"] else JOBS
     if sys.argv[3:] == ["unreduced"]:
         jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs.pop("torch softmax, micro-batches")

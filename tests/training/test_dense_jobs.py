@@ -53,10 +53,14 @@ def test_one_rank_has_the_whole_dense_part(one_process: dict) -> None:
 @pytest.mark.parametrize(
     ("engine", "size", "how"),
     [
-        pytest.param("mpi", 2, "few", marks=[needs_mpirun, slow], id="mpi-2-few"),
         pytest.param("mpi", 4, "", marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4"),
-        pytest.param("horovod", 2, "", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
-        *[pytest.param("torchdist", 2, "", marks=[needs_mpirun, slow], id="torchdist-2")] * FULL,
+        pytest.param("horovod", 2, "few", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2-few"),
+        *[
+            pytest.param("mpi", 2, "few", marks=[needs_mpirun, slow], id="mpi-2-few"),
+            pytest.param("horovod", 2, "", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
+            pytest.param("torchdist", 2, "", marks=[needs_mpirun, slow], id="torchdist-2"),
+        ]
+        * FULL,
     ],
 )
 def test_every_scheme_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, how: str) -> None:
@@ -174,16 +178,18 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 @slow
 @needs_mpirun
 def test_16_bit_types_learn_with_a_dense_part_over_ranks(tmp_path: Path) -> None:
+    """As one process learns in 32 bits."""
     losses, words = {}, ["optim.name=adam", "optim.base_lr=0.02", "batch.size=64", "stop.steps=60", "data.sampling=partition"]
-    for name, kind in {"fp32": "float32", "bf16": "float32 and bfloat16", "fp16": "float32 and float16"}.items():
+    for name, kind in {"bf16": "float32 and bfloat16", "fp16": "float32 and float16"}.items():
         run = tmp_path / name
         train(2, [f"speed.precision={name}", f"run={run}", *words, "parallel.dense=b"])
         assert f" torch {kind} on cpu" in events(run, "start")[-1]["model"]
         losses[name] = events(run, "epoch")[-1]["val_loss"]
     train(1, [f"run={tmp_path / 'one'}", *words])
-    assert losses["fp32"] == pytest.approx(events(tmp_path / "one", "epoch")[-1]["val_loss"], rel=1e-4) and losses["fp32"] < 1.5
-    for name in ("bf16", "fp16"):
-        assert losses[name] == pytest.approx(losses["fp32"], rel=0.03) and losses[name] != losses["fp32"]
+    exact = events(tmp_path / "one", "epoch")[-1]["val_loss"]
+    assert exact < 1.5
+    for loss in losses.values():
+        assert loss == pytest.approx(exact, rel=0.03) and abs(loss - exact) > 1e-6 * exact
 
 
 def test_a_model_without_a_dense_part_is_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Result, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, Result, mpirun, needs_horovod, needs_mpirun, python
 
 from hvdtrain.config.read import configure
 from hvdtrain.training.datasets import open_datasets
@@ -32,7 +32,7 @@ def epochs(run: Path) -> list[dict]:
     ("engine", "how"),
     [
         pytest.param("horovod", "hvd.DistributedOptimizer", marks=needs_horovod),
-        pytest.param("mpi", "gradients in 1 bucket", marks=pytest.mark.slow),
+        *[pytest.param("mpi", "gradients in 1 bucket", marks=pytest.mark.slow)] * FULL,
     ],
 )
 def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
-from ranks import mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
@@ -40,8 +40,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         pytest.param("mpi", 2, [FOUR[3], POSITIONS[3]], False, marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 4, FOUR, True, marks=[slow, pytest.mark.ranks4], id="mpi-4"),
         pytest.param("mpi", 4, [*POSITIONS[2:], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-positions"),
-        pytest.param("torchdist", 4, [FOUR[0], FOUR[3], POSITIONS[0]], True, marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
-        pytest.param("horovod", 2, [FOUR[0], POSITIONS[0]], True, marks=[slow, needs_horovod], id="horovod-2"),
+        pytest.param("torchdist", 2, [FOUR[0], POSITIONS[0]], True, marks=slow, id="torchdist-2"),
+        *[
+            pytest.param("torchdist", 4, [FOUR[0], FOUR[3], POSITIONS[0]], True, marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
+            pytest.param("horovod", 2, [FOUR[0], POSITIONS[0]], True, marks=[slow, needs_horovod], id="horovod-2"),
+        ]
+        * FULL,
     ],
 )
 def test_every_mesh_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], few: bool) -> None:

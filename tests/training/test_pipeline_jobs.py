@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline_jobs_on_ranks import FEW, JOBS
-from ranks import Job, mpirun, needs_mpirun, python
+from ranks import FULL, Job, mpirun, needs_mpirun, python
 from same_curve import check_same
 from test_telemetry import check_documented
 from torch import nn
@@ -69,9 +69,9 @@ def reference(known: dict[bool, dict[str, dict]], out: Path, few: bool) -> dict[
         pytest.param("mpi", 2, [TWO], ["few"], id="mpi-2"),
         pytest.param("mpi", 2, [TWO], ["faulty"], marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 2, SCHEDULES, ["few"], marks=slow, id="mpi-2-schedules"),
-        pytest.param("torchdist", 2, [TWO, SCHEDULES[0]], ["few"], marks=slow, id="torchdist-2"),
+        pytest.param("torchdist", 2, SCHEDULES[:1], ["few"], marks=slow, id="torchdist-2"),
         pytest.param("mpi", 4, FOUR, ["few"], marks=[slow, pytest.mark.ranks4], id="mpi-4"),
-        pytest.param("torchdist", 4, FOUR[:2], ["few"], marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
+        *[pytest.param("torchdist", 4, FOUR[:2], ["few"], marks=[slow, pytest.mark.ranks4], id="torchdist-4")] * FULL,
     ],
 )
 def test_every_pipeline_is_one_process(

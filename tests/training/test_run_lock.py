@@ -239,7 +239,7 @@ def is_one_job(run: Path) -> bool:
     return steps == sorted(set(steps)) != []
 
 
-@pytest.mark.parametrize("pairs", [1, pytest.param(50 if FULL else 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [1, pytest.param(50 if FULL else 2, marks=pytest.mark.slow)])
 def test_two_jobs_never_mix(tmp_path: Path, pairs: int) -> None:
     """The second one is refused, or it waits and finds a job that is over; the run is that of one job."""
     chance, codes = random.Random(pairs), list[tuple[int, int]]()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import ROOT, mpirun, needs_horovod, needs_mpirun
+from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -42,7 +42,11 @@ MESSAGES = {  # case -> the first line and the fix
 
 @needs_mpirun
 @pytest.mark.parametrize(
-    "engine", ["mpi", pytest.param("horovod", marks=[needs_horovod, pytest.mark.slow]), pytest.param("torchdist", marks=pytest.mark.slow)]
+    "engine",
+    [
+        "mpi",
+        *[pytest.param("horovod", marks=[needs_horovod, pytest.mark.slow]), pytest.param("torchdist", marks=pytest.mark.slow)] * FULL,
+    ],
 )
 def test_seven_kinds_of_differences_are_refused(tmp_path: Path, engine: str) -> None:
     result = mpirun(2, [str(ROOT / "tests/support/same_job_on_ranks.py"), engine, str(tmp_path)])

@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from ranks import mpirun, needs_mpirun, python
+from ranks import FULL, mpirun, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
 
@@ -175,7 +175,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     [
         pytest.param("mpi", 1, 2, ["faulty"], id="mpi-1-2"),
         pytest.param("mpi", 2, 2, ["few"], marks=pytest.mark.ranks4, id="mpi-2-2"),
-        pytest.param("mpi", 1, 3, ["few"], marks=pytest.mark.ranks4, id="mpi-1-3"),
+        *[pytest.param("mpi", 1, 3, ["few"], marks=pytest.mark.ranks4, id="mpi-1-3")] * FULL,
         pytest.param("torchdist", 2, 2, ["few"], marks=pytest.mark.ranks4, id="torchdist-2-2"),
     ],
 )

@@ -44,16 +44,16 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
     [
         pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
         pytest.param("single", 1, "1,2", ("muon",), marks=slow, id="single-1-muon"),
-        pytest.param("mpi", 2, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-2-muon"),
         pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
-        pytest.param("mpi", 4, "0,1,2", ("muon",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4-muon"),
         pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3"),
         pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
         pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
-        pytest.param("horovod", 2, "1,2", (), marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
         pytest.param("mpi", 3, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-3"),
         *(
             [
+                pytest.param("mpi", 2, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-2-muon"),
+                pytest.param("mpi", 4, "0,1,2", ("muon",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4-muon"),
+                pytest.param("horovod", 2, "1,2", (), marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
                 pytest.param("single", 1, "1,2", ("jax",), marks=slow, id="jax-single-1"),
                 pytest.param("horovod", 2, "1,2", ("jax",), marks=[needs_mpirun, needs_horovod, slow], id="jax-horovod-2"),
                 pytest.param("mpi", 2, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-2"),
