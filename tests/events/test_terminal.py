@@ -363,7 +363,8 @@ def test_a_terminal_that_goes_away_does_not_end_the_job() -> None:
 def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     from ranks import mpirun_path
 
-    command = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "model.name=mlp", "epochs=3"]
+    command = [str(mpirun_path()), "-np", "2", sys.executable, "-m", "hvdtrain", "comm.engine=mpi", "epochs=3"]
+    command += ["framework=numpy", "model.name=linear"]
     code, text = run_in_terminal([*command, f"run={tmp_path / 'one'}"], 100)
     plain = CODES.sub("", text)
     assert code == 0, text

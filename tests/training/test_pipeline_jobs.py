@@ -66,7 +66,6 @@ def reference(known: dict[bool, dict[str, dict]], out: Path, few: bool) -> dict[
 @pytest.mark.parametrize(
     ("engine", "size", "meshes", "words"),
     [
-        pytest.param("mpi", 2, [TWO], ["few"], id="mpi-2"),
         pytest.param("mpi", 2, [TWO], ["faulty"], marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 2, SCHEDULES, ["few"], marks=slow, id="mpi-2-schedules"),
         pytest.param("torchdist", 2, SCHEDULES[:1], ["few"], marks=slow, id="torchdist-2"),
