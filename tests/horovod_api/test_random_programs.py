@@ -10,23 +10,20 @@ import ranks
 from ranks import FULL, needs_mpirun
 
 SLOW = [pytest.mark.slow]
+A_START = 250  # programs that one start of the ranks runs: two minutes
+TABLE = [("mpi", 2, 1000, 60), ("mpi", 3, 1000, 60), ("mpi", 4, 1000, 0), ("torchdist", 2, 250, 0), ("torchdist", 3, 250, 40)]
+ROWS = [
+    pytest.param(engine, size, first, A_START if FULL else some, marks=[*SLOW, *([pytest.mark.ranks4] * (size == 4))])
+    for engine, size, every, some in TABLE
+    for first in range(0, every if FULL else min(some, 1), A_START)
+]
 
 
 @needs_mpirun
-@pytest.mark.parametrize(
-    ("engine", "size", "programs"),
-    [
-        ("mpi", 2, 15),
-        pytest.param("mpi", 2, 1000 if FULL else 60, marks=SLOW),
-        pytest.param("mpi", 3, 1000 if FULL else 60, marks=SLOW),
-        *[pytest.param("mpi", 4, 300, marks=[*SLOW, pytest.mark.ranks4])] * FULL,
-        *[pytest.param("torchdist", 2, 300, marks=SLOW)] * FULL,
-        pytest.param("torchdist", 3, 300 if FULL else 40, marks=SLOW),
-    ],
-)
-def test_results_are_those_of_numpy(engine: str, size: int, programs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "size", "first", "programs"), [("mpi", 2, 0, 15), *ROWS])
+def test_results_are_those_of_numpy(engine: str, size: int, first: int, programs: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    argv = ["tests/support/random_programs.py", str(size * 10_000), str(programs), str(out)]
+    argv = ["tests/support/random_programs.py", str(size * 10_000 + first), str(programs), str(out)]
     result = ranks.mpirun(size, argv, timeout_s=280, env={"HVDTRAIN_ENGINE": engine})
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(out.read_text()) == {}

@@ -118,6 +118,9 @@ def main() -> None:
             run(seed, sets if seed % 3 else sets[:1])
         except AssertionError as error:
             failures[seed] = f"rank {hvd.rank()}: {error}"
+        except Exception as error:
+            error.add_note(f"program {seed}")
+            raise
     for other in hvd.allgather_object(failures):
         failures |= other
     if hvd.rank() == 0:

@@ -24,17 +24,10 @@ def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
             if rank != 1:
                 hvd.allreduce(one, name="missing")
             hvd.allreduce(one, name="after")
-        case "another shape":
-            hvd.allreduce(torch.ones(3 + rank), name="grad")
         case "another shape of many":
             handles = [hvd.allreduce_async_(torch.ones(2000 + (i == 5) * rank), name=f"grad {i}") for i in range(9)]
             for handle in handles:
                 hvd.synchronize(handle)
-        case "another name":
-            hvd.allreduce(one, name=f"of rank {rank}")
-        case "another order":
-            for name in ("x", "y")[:: -1 if rank else 1]:
-                hvd.broadcast(one, 0, name=name)
         case "another call":
             (hvd.allgather if rank else hvd.allreduce)(one, name="same")
         case "a rank ends":

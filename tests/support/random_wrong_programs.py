@@ -1,0 +1,86 @@
+"""Random programs of hvdtrain.horovod with one fault on one rank, many in one start: how each of them ends on every rank.
+
+python tests/support/random_wrong_programs.py FIRST_SEED PROGRAMS OUT.json        writes {program: what is wrong with its end}
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from random_programs import Step, begin, steps_of
+
+import hvdtrain.horovod as hvd
+
+FAULTS = ("a missing call", "another shape", "another name", "another order")
+ENDS_WITHIN_S = 10  # 2 s, until ranks that wait for each other are sure of it, on a busy machine
+
+
+class End(NamedTuple):
+    """Of a program on one rank."""
+
+    message: str
+    seconds: float
+
+
+def with_fault(steps: list[Step], place: int, fault: str) -> list[Step]:
+    step, before, after = steps[place], steps[:place], steps[place + 1 :]
+    match fault:
+        case "a missing call":
+            return [*before, *after]
+        case "another shape":
+            return [*before, step._replace(shape=(*step.shape, 2)), *after]
+        case "another name":
+            return [*before, step._replace(name=f"not {step.name}"), *after]
+    return [*before, after[0], step, *after[1:]]
+
+
+def end_of(steps: list[Step]) -> End:
+    start = time.monotonic()
+    try:
+        for step in steps:
+            hvd.synchronize(begin(step, hvd.global_process_set, hvd.rank(), False))
+    except hvd.HorovodInternalError as error:
+        return End(str(error), time.monotonic() - start)
+    return End("", time.monotonic() - start)
+
+
+def wrong_with(ends: list[End], step: Step, culprit: int) -> str:
+    """Every rank is told of the culprit, and all others of the call; "" where nothing is wrong."""
+    for rank, end in enumerate(ends):
+        if f"rank {culprit}" not in end.message or (rank != culprit and f"{step.kind} {step.name!r}" not in end.message):
+            return f"rank {rank}: {end}"
+        if end.seconds > ENDS_WITHIN_S:
+            return f"rank {rank}: {end.seconds:.1f} s"
+    return ""
+
+
+def main() -> None:
+    first, programs, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    hvd.init()
+    failures, slowest_s = dict[str, str](), 0.0
+    for seed in range(first, first + programs):
+        dice = random.Random(seed)
+        planned = steps_of(dice, [list(range(hvd.size()))], True, seed)
+        planned += [Step("allreduce", "float32", (3,), "Sum", 0, 0, f"step {seed}.last")]
+        steps = [step._replace(name=f"{step.name} of {seed}") for step in planned]
+        culprit, place, fault = dice.randrange(hvd.size()), dice.randrange(len(steps) - 1), FAULTS[seed % len(FAULTS)]
+        ends = [
+            End(*end) for end in hvd.allgather_object(tuple(end_of(with_fault(steps, place, fault) if hvd.rank() == culprit else steps)))
+        ]
+        slowest_s = max(slowest_s, *(end.seconds for end in ends))
+        if wrong := wrong_with(ends, steps[place], culprit):
+            failures[f"{seed}, {fault} on rank {culprit}"] = wrong
+    if hvd.rank() == 0:
+        print(f"{programs} programs, the slowest ended after {slowest_s:.1f} s")
+        out.write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()
