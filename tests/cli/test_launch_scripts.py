@@ -19,7 +19,7 @@ from hvdtrain.__main__ import COMMANDS
 from hvdtrain.cli.launch.program import NOT_ON_RANKS, Program, read_program
 from hvdtrain.cli.launch.rank.tagged_lines import LONGEST, TaggedLines
 from hvdtrain.cli.launch.rank.watched import log_of
-from hvdtrain.errors import UserError
+from hvdtrain.errors import STALLED, UserError
 
 LAUNCH = [sys.executable, "-c", "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"]
 TALKS = """
@@ -67,6 +67,32 @@ try:
 except KeyboardInterrupt:
     print("stopped in order")
     raise
+"""
+HANGS = """
+import sys, time
+from mpi4py import MPI
+
+def step(rank):
+    MPI.COMM_WORLD.recv(source=0)  # no rank sends that
+
+print("ready", flush=True)
+time.sleep(60) if MPI.COMM_WORLD.rank == 0 else step(1)
+"""
+STALLS = """
+import sys, time
+
+import torch
+import hvdtrain as ht
+
+ctx = ht.init("comm.engine=mpi", "guard.stall_s=1", "log.every_steps=1")
+net = torch.nn.Linear(1, 1)
+model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for batch in ctx.samples({"x": torch.ones(9, 1)}, batch=3):
+    if batch.step == 1 and ctx.rank == 1:
+        time.sleep(60)  # a rank that does not come
+    ctx.backward(model(batch["x"]).mean())
+    optimizer.step()
+    ctx.should_stop
 """
 COMES_BACK = """
 import os, pathlib, signal, sys
@@ -212,6 +238,33 @@ def test_control_c_is_a_keyboard_interrupt_of_the_script(tmp_path: Path) -> None
     assert process.returncode == 130, err
     assert sorted(out.split()[1::4]) == ["stopped", "stopped"], out
     assert "hvdtrain launch: stopping; again to kill" in err and "Traceback" not in err
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_mpi_shows_its_calls_where_it_is_asked_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    with started(["-np", "2", "--", "hangs.py"], tmp_path) as process:
+        assert process.stdout
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+        launcher = int(subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True).stdout)
+        os.kill(launcher, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    lines = [line for line in err.splitlines() if line.startswith("[1] ")]
+    assert lines[0] == "[1] hvdtrain launch: not ended 3 s after the request to stop", err
+    assert lines[2].endswith('hangs.py", line 6 in step') and lines[3].endswith('hangs.py", line 9 in <module>'), err
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "stalls.py").write_text(STALLS)
+    code, _, err, seconds = run_launch(["-np", "2", "--", "stalls.py"], tmp_path)
+    assert code == STALLED and seconds < 60, err
+    assert "no progress for 1 s (guard.stall_s); the job ends with exit code 81" in err
+    line = r"\[0\]     stalls.py:12 in <module>: time.sleep\(60\)  # a rank that does not come"
+    assert re.search(rf"\[0\] behind:\n\[0\]   rank 1 on .*: step, epoch 0, step 1, for .*\n{line}\n\[0\] waiting: rank 0", err), err
 
 
 @needs_mpirun

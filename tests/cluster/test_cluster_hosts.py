@@ -127,12 +127,16 @@ def gone(left: Callable[[], set[int]], limit_s: float = 25.0) -> float:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_uneven_hosts(hosts: Hosts, engine: str) -> None:
-    """One rank on n1, two on n2: each knows its host, its local rank, and the size of the job."""
-    with hosts.mpirun("n1:1,n2:2", ["-c", PROBE, engine]) as job:
+def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> None:
+    """`launch -H n1:1,n2:2 -- probe.py`: each rank knows its host, its local rank, and the size of the job; its lines have its number."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    words = ["launch", "-H", "n1:1,n2:2", "--logs", f"{tmp_path}", "--", str(tmp_path / "probe.py"), engine]
+    with hosts.start("n1", [sys.executable, "-m", "hvdtrain", *words]) as job:
         result = job.wait()
     assert result.returncode == 0, result
-    assert json.loads(result.stdout) == [["n1", 0, 1, [111.0]], ["n2", 0, 2, [111.0]], ["n2", 1, 2, [111.0]]]
+    table = json.dumps([["n1", 0, 1, [111.0]], ["n2", 0, 2, [111.0]], ["n2", 1, 2, [111.0]]])
+    assert result.stdout.splitlines() == [f"[0] {table}"] and (tmp_path / "rank-0.log").read_text() == f"{table}\n", result
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["rank-0.log", "rank-1.log", "rank-2.log"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -16,6 +16,7 @@ from hvdtrain.errors import STALLED
 STACKS = 3  # ranks whose stack is shown
 DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
+_LAUNCHER = f"{Path(__file__).parents[2] / 'cli' / 'launch' / 'rank'}/"  # what runs a script under `launch`
 GROUPS = 3  # lines of one section without stacks
 PIECES = 12  # of a list of ranks
 WIDTH = 160  # characters of a line of a stack
@@ -88,7 +89,7 @@ def is_waiting(frames: Sequence[FrameType]) -> bool:
 
 def calls_of(frames: Sequence[FrameType], *, sources: bool) -> tuple[str, ...]:
     """The innermost calls as lines of text, innermost last; with `sources` their lines of code, which are read from files."""
-    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith("<frozen")][:DEPTH]
+    kept = [frame for frame in frames if not frame.f_code.co_filename.startswith(("<frozen", _LAUNCHER))][:DEPTH]
     return tuple(_call(frame, sources) for frame in reversed(kept))
 
 

@@ -28,7 +28,7 @@ def main() -> int:
         return error.code
     tag = b"" if options.plain else f"[{rank}] ".encode()
     run = {"script": run_script, "module": run_module, "program": run_program}[options.kind]
-    return Watched(lambda tell: run(options.words, rank, tell)).run(tag, log)
+    return Watched(lambda tell: run(options.words, rank, tell), prints_calls=options.kind != "program").run(tag, log)
 
 
 if __name__ == "__main__":

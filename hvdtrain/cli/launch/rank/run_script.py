@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from hvdtrain.cli.launch.rank.watched import CALLS
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import LOST, USER, exit_code_of
@@ -57,6 +59,7 @@ def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
 def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
     report_crashes()
     signal.signal(signal.SIGUSR2, StopRequest())
+    faulthandler.register(CALLS, all_threads=False)  # in C: where MPI waits, no handler of Python runs
     try:
         code()
     except SystemExit as ending:
@@ -73,6 +76,9 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
             abort_every_rank(exit_code_of(error), None)
             exit_now(exit_code_of(error))
         exit_now(end_every_rank(error, None, "script", echo_s=echo_s))
+    finally:
+        faulthandler.unregister(CALLS)  # the end of Python does so anyway, before that of MPI, which may wait
+        signal.signal(CALLS, signal.SIG_IGN)
     return 0
 
 

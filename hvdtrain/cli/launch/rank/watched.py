@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import math
 import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,6 +23,8 @@ from hvdtrain.errors import UserError
 
 # A launcher sends them to this process alone: the child is in a session of its own, so that it gets none of them twice.
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+CALLS = signal.SIGRTMIN + 5  # asks a child that listens for it to print its calls on its standard error
+SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may hang in one
 IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
 DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
 _READ_BYTES = 2**16
@@ -43,10 +47,15 @@ def log_of(folder: str | None, rank: int) -> io.FileIO | None:
 
 
 class Watched:
-    """target: called in the child with a function that tells this process the exit code that the child means to end with; it returns it."""
+    """target: called in the child with a function that tells this process the exit code that the child means to end with; it returns it.
 
-    def __init__(self, target: Callable[[Callable[[int], None]], int]) -> None:
-        self._target = target
+    prints_calls: whether the child listens for CALLS.
+    """
+
+    def __init__(self, target: Callable[[Callable[[int], None]], int], *, prints_calls: bool = False) -> None:
+        self._target, self._prints_calls = target, prints_calls
+        self._tag = b""
+        self._asked_s: float | None = None  # time.monotonic() of the first request to stop
         self._child = 0
         self._status = 0  # of the child, where it has ended
 
@@ -55,6 +64,7 @@ class Watched:
 
         tag: before each line; log: for the bytes as they are. Call it before there are other threads.
         """
+        self._tag = tag
         output, errors, word = os.pipe(), os.pipe(), os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until both processes know what to do with them
         former = {number: signal.getsignal(number) for number in FORWARDED}
@@ -80,6 +90,8 @@ class Watched:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if not self._child:
             return  # it has ended
+        if number == signal.SIGUSR2 and self._asked_s is None:
+            self._asked_s = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._child, number)
 
@@ -88,6 +100,10 @@ class Watched:
             pid, self._status = os.waitpid(self._child, os.WNOHANG)
             if pid:
                 self._child = 0
+        if self._child and self._prints_calls and self._asked_s is not None and time.monotonic() - self._asked_s > SLOW_S:
+            self._asked_s = math.inf  # once
+            _write(_STDERR, self._tag + f"hvdtrain launch: not ended {SLOW_S:g} s after the request to stop\n".encode())
+            os.kill(self._child, CALLS)
         return not self._child
 
     def _be_child(self, parent: int, output: int, errors: int, word: int) -> NoReturn:
