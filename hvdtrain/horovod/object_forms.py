@@ -62,7 +62,10 @@ class _Torch(NamedTuple):
 
 
 def packed(thing: Any, where: str) -> bytes:
-    """Raises BadCall for an object of another class."""
+    """Raises BadCall for an object of another class.
+
+    Without a secret, as the tensors of the other calls: a stranger who can send to the ranks can change data, but not run code.
+    """
     return pack(_plain(thing, where), "")
 
 
