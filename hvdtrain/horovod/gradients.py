@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +14,24 @@ from hvdtrain.horovod.compression import Compressor
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.parameter_groups import Names
 from hvdtrain.horovod.process_sets import ProcessSet
-from hvdtrain.horovod.reductions import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from hvdtrain.horovod.reductions import sparse_allreduce_async
+from hvdtrain.horovod.start import Call
 
-Group = tuple[torch.Tensor, ...]  # parameters that are reduced as one
+
+class Group:
+    """Parameters that are reduced as one."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        self.parameters, self.name = tuple(parameters), name
+        self.passes_left: list[int] = []  # of each parameter, until it is reduced
 
 
 class UnderWay(NamedTuple):
     """The reduction of a group."""
 
     handle: int | Callable[[], torch.Tensor]  # what waits for a sparse one
-    ctxs: tuple[Any, ...]  # of the compression
-    wires: tuple[torch.Tensor, ...]
+    ctxs: Sequence[Any]  # of the compression
+    wires: Sequence[torch.Tensor]
 
 
 class Gradients:
@@ -32,7 +40,7 @@ class Gradients:
     def __init__(
         self,
         names: Names,
-        groups: Sequence[Group],
+        groups: Sequence[Sequence[torch.Tensor]],
         compression: type[Compressor],
         op: int,
         factors: tuple[float, float],
@@ -40,48 +48,39 @@ class Gradients:
         process_set: ProcessSet,
     ) -> None:
         """groups: of all parameters that are trained, or none. factors: prescale, postscale of an average."""
-        self._names, self._compression, self._op, self._factors = names, compression, op, factors
+        self._compression, self._op, self._factors = compression, op, factors
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
-        self.trained = [parameter for parameter in names if parameter.requires_grad]
-        self.groups: list[Group] = list(groups) or [(parameter,) for parameter in self.trained]
+        trained = [(parameter,) for parameter in names if parameter.requires_grad]
+        self.groups = [Group(parameters, names[parameters[0]]) for parameters in groups or trained]
         self._is_grouped = bool(groups)
-        self.group_of = {parameter: group for group in self.groups for parameter in group}
         self.under_way: dict[Group, UnderWay] = {}
 
     def start(self, group: Group) -> None:
         """A gradient that was not computed counts as zeros: another rank may have computed it."""
-        for parameter in group:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        (first, *_), name = group, self._names[group[0]]
-        is_sparse = first.grad is not None and first.grad.is_sparse
-        if is_sparse and not self._sparse_as_dense and not self._is_grouped:
-            assert first.grad is not None
-            self.under_way[group] = UnderWay(sparse_allreduce_async(first.grad, name, self._op, self._process_set), (), ())
+        grads = [_gradient(parameter) for parameter in group.parameters]
+        if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
+            self.under_way[group] = UnderWay(sparse_allreduce_async(grads[0], group.name, self._op, self._process_set), (), ())
             return
-        compressed = [self._compression.compress(_dense(parameter)) for parameter in group]
-        wires, ctxs = tuple(wire for wire, _ in compressed), tuple(ctx for _, ctx in compressed)
-        before, after = self._factors
-        if self._is_grouped:
-            handle = grouped_allreduce_async_(wires, None, name, self._op, before, after, self._process_set)
-        else:
-            handle = allreduce_async_(wires[0], None, name, self._op, before, after, self._process_set)
-        self.under_way[group] = UnderWay(handle, ctxs, wires)
+        compressed = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
+        wires, ctxs = [wire for wire, _ in compressed], [ctx for _, ctx in compressed]
+        given = wires if self._is_grouped else wires[0]
+        call = Call("allreduce", given, group.name, self._process_set, grouped=self._is_grouped, in_place=True)
+        self.under_way[group] = UnderWay(call.start_reduction(self._op, *self._factors), ctxs, wires)
 
     def finish(self) -> None:
         """The reductions that are under way, in the order in which they were started."""
         for group, found in self.under_way.items():
             if not isinstance(found.handle, int):
-                group[0].grad = found.handle()
+                group.parameters[0].grad = found.handle()
                 continue
             synchronize(found.handle)
-            for parameter, wire, ctx in zip(group, found.wires, found.ctxs, strict=True):
+            for parameter, wire, ctx in zip(group.parameters, found.wires, found.ctxs, strict=True):
                 self._take(parameter, wire, ctx)
         self.under_way.clear()
 
     def _take(self, parameter: torch.Tensor, wire: torch.Tensor, ctx: Any) -> None:
         grad = parameter.grad
-        assert grad is not None, self._names[parameter]
+        assert grad is not None, "it was reduced"
         if wire is grad:
             return
         reduced = self._compression.decompress(wire, ctx)
@@ -91,10 +90,10 @@ class Gradients:
             grad.copy_(reduced)
 
 
-def _dense(parameter: torch.Tensor) -> torch.Tensor:
-    grad = parameter.grad
-    assert grad is not None
-    return grad.to_dense() if grad.is_sparse else grad
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class GradientSteps:
@@ -104,29 +103,28 @@ class GradientSteps:
         """takes_part: whether there are other ranks to reduce with."""
         self._gradients, self._takes_part = gradients, takes_part
         self._synchronized, self._should_synchronize = False, True
-        self._passes_left: dict[torch.Tensor, int] = {}
         self.set_backward_passes_per_step(passes)
-        self._hooks = [self._hook(parameter) for parameter in gradients.trained] if takes_part else []
+        if takes_part:
+            for group in gradients.groups:
+                for place, parameter in enumerate(group.parameters):
+                    parameter.register_post_accumulate_grad_hook(partial(self._after_backward, group, place))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next backward pass on."""
         self.backward_passes_per_step = passes
-        self._passes_left = dict.fromkeys(self._gradients.trained, passes)
+        for group in self._gradients.groups:
+            group.passes_left = [passes] * len(group.parameters)
 
-    def _hook(self, parameter: torch.Tensor) -> Any:
-        return parameter.register_post_accumulate_grad_hook(self._after_backward)
-
-    def _after_backward(self, parameter: torch.Tensor) -> None:
-        """Of a parameter's gradient."""
-        gradients, group = self._gradients, self._gradients.group_of[parameter]
-        if self._passes_left[parameter] <= 0:
+    def _after_backward(self, group: Group, place: int, _: torch.Tensor) -> None:
+        """Of the gradient of a parameter of the group."""
+        if group.passes_left[place] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        self._passes_left[parameter] -= 1
-        if all(self._passes_left[other] == 0 for other in group):
-            gradients.start(group)
+        group.passes_left[place] -= 1
+        if not any(group.passes_left):
+            self._gradients.start(group)
 
     def synchronize(self) -> None:
         """Waits until every gradient is reduced."""
@@ -135,7 +133,7 @@ class GradientSteps:
                 if group not in self._gradients.under_way:
                     self._gradients.start(group)
             self._gradients.finish()
-            self._passes_left = dict.fromkeys(self._gradients.trained, self.backward_passes_per_step)
+            self.set_backward_passes_per_step(self.backward_passes_per_step)
         self._synchronized = True
 
     @contextmanager

@@ -17,7 +17,7 @@ Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's lib
 def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
     """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and for memory that cannot be changed."""
     if isinstance(x, torch.Tensor):
-        return x.detach(), _same
+        return (x.detach() if x.requires_grad else x), _same
     if isinstance(x, np.ndarray):
         if in_place and not x.flags.writeable:
             raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
