@@ -120,6 +120,10 @@ def large(hvd: Any) -> Claims:
     handles = [hvd.allreduce_async(given(s, rank, "float32"), op=hvd.Average) for s in (shape, (5,), shape, (7,))]
     for handle, s in zip(handles, (shape, (5,), shape, (7,)), strict=True):
         yield hvd.synchronize(handle), (reduced(s, ranks, "float32", "Average"), "float32")
+    rows = [700_000 if r == 0 else 3 for r in ranks]  # two of them are beyond the buffer on rank 0 alone
+    handles = [hvd.allgather_async(given((rows[rank],), rank, "float32"), name=f"uneven {i}") for i in range(2)]
+    for handle in handles:
+        yield hvd.synchronize(handle), (np.concatenate(parts_of(ranks, lambda r: rows[r], (), "float32")), "float32")
 
 
 def allgather(dtype: str, hvd: Any) -> Claims:

@@ -37,6 +37,6 @@ def _result(request: Request, place: Place, ranks: Sequence[int]) -> torch.Tenso
     op = "sum" if signature.op == "average" else signature.op
     total = parts[0].clone() if len(parts) == 1 else combine(op, parts[0], parts[1])
     for part in parts[2:]:
-        total = combine(op, total, part)
+        combine(op, total, part, total)
     finish_reduction_(total, signature.op, len(parts), signature.postscale)
     return total

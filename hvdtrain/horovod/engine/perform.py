@@ -10,11 +10,11 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator, part_of, point_to_point
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import start_reduce_
+from hvdtrain.horovod.engine.reduce import reduced, start_reduce_
 from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.scale import average_, scale_
 from hvdtrain.horovod.engine.timeline import Timeline
-from hvdtrain.horovod.engine.units import Batch, Unit, batches
+from hvdtrain.horovod.engine.units import Batch, Unit, batches, runs
 
 TAG = 22  # of the messages of an alltoall
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
@@ -56,7 +56,7 @@ class Performer:
         signature, targets = batch.signature, [self._target(unit) for unit in batch.units]
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         # A collective under way needs a buffer of its own: the shared one is for engines whose start_allreduce() waits.
-        flat = targets[0].view(-1) if is_alone else self._packed(batch.units)
+        flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
         if is_alone and targets[0].data_ptr() != batch.units[0].source.data_ptr():
             targets[0].copy_(batch.units[0].source)
         scale_(flat, signature.prescale)
@@ -67,7 +67,7 @@ class Performer:
             reduced()
             finish_reduction_(flat, signature.op, active, signature.postscale)
             if not is_alone:
-                _unpack_(flat, targets)
+                torch._foreach_copy_(targets, pieces)
             _hand_out(batch.units, targets, results)
 
         if "asynchronous" in self._communicator.features:
@@ -83,20 +83,22 @@ class Performer:
         """Whether the engine takes it where it is; else it is copied to host memory."""
         return tensor.device.type == "cpu" or "nccl" in self._communicator.features
 
-    def _packed(self, units: Sequence[Unit]) -> torch.Tensor:
-        source = units[0].source
-        total = sum(unit.source.numel() for unit in units)
-        device = source.device if self._stays(source) else torch.device("cpu")
+    def _packed(self, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A buffer of the tensors, which stand behind one another, and its parts."""
+        first = sources[0]
+        total = sum(source.numel() for source in sources)
+        device = first.device if self._stays(first) else torch.device("cpu")
         if "asynchronous" in self._communicator.features:
-            flat = torch.empty(total, dtype=source.dtype, device=device)
+            flat = torch.empty(total, dtype=first.dtype, device=device)
         else:
-            whole = self._buffers.get((source.dtype, device))
+            whole = self._buffers.get((first.dtype, device))
             if whole is None or whole.numel() < total:
-                whole = self._buffers[source.dtype, device] = torch.empty(total, dtype=source.dtype, device=device)
+                whole = self._buffers[first.dtype, device] = torch.empty(total, dtype=first.dtype, device=device)
             flat = whole[:total]
+        pieces = _pieces(flat, sources)
         if total:
-            torch._foreach_copy_(_pieces(flat, [unit.source for unit in units]), [unit.source for unit in units])
-        return flat
+            torch._foreach_copy_(pieces, list(sources))
+        return flat, pieces
 
     def _broadcast(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
         targets, root = [self._target(unit) for unit in batch.units], self._ranks.index(batch.signature.root)
@@ -106,28 +108,34 @@ class Performer:
             for unit, target in zip(batch.units, targets, strict=True):
                 if target.data_ptr() != unit.source.data_ptr():
                     target.copy_(unit.source)
-        flat = targets[0].view(-1) if is_alone else self._packed(batch.units)
+        flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
         if flat.numel():
             self._communicator.broadcast(_bytes(flat), batch.signature.name, root)
-        if not is_alone and not is_root:
-            _unpack_(flat, targets)
+            if not is_alone and not is_root:
+                torch._foreach_copy_(targets, pieces)
         _hand_out(batch.units, targets, results)
         return lambda: None
 
     def _allgather(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
-        units, name = batch.units, batch.signature.name
-        size = self._communicator.size
-        lengths = self._communicator.allgather(np.array([len(unit.source) for unit in units]), name).reshape(size, len(units))
-        packed = torch.cat([_bytes(self._placed(unit.source).reshape(-1)) for unit in units])
-        gathered = self._communicator.allgather(packed, name)
-        widths = [_row_bytes(unit.source) for unit in units]
-        sizes = [int(length) * width for row in lengths for length, width in zip(row, widths, strict=True)]
-        parts = gathered.split(sizes)  # of rank 0 every unit, of rank 1 every unit, ...
-        for index, unit in enumerate(units):
-            whole = torch.cat(parts[index :: len(units)]).view(unit.source.dtype)
-            whole = whole.view(int(lengths[:, index].sum()), *unit.source.shape[1:])
-            results[id(unit.request), unit.place] = whole.to(unit.source.device)
+        units, size = batch.units, self._communicator.size
+        rows = np.array([len(unit.source) for unit in units])
+        lengths = self._communicator.allgather(rows, batch.signature.name).reshape(size, len(units))
+        row_bytes = np.array([_row_bytes(unit.source) for unit in units])
+        for start, end in runs((lengths * row_bytes).sum(0).tolist(), self._fusion_bytes):
+            self._gather(units[start:end], lengths[:, start:end], results)
         return lambda: None
+
+    def _gather(self, units: Sequence[Unit], lengths: np.ndarray, results: Results) -> None:
+        """lengths: of axis 0, of each rank's units."""
+        flats = [_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
+        is_copy = len(units) == 1 and self._communicator.size > 1  # what one rank gathers from itself is its own memory
+        gathered = self._communicator.allgather(_joined(flats), units[0].request.signature.name)
+        widths = [_row_bytes(unit.source) for unit in units]
+        parts = gathered.split([length * width for row in lengths.tolist() for length, width in zip(row, widths, strict=True)])
+        for index, unit in enumerate(units):  # of rank 0 every unit, of rank 1 every unit, ...
+            whole = gathered if is_copy else torch.cat(parts[index :: len(units)])
+            whole = whole.view(unit.source.dtype).view(int(lengths[:, index].sum()), *unit.source.shape[1:])
+            results[id(unit.request), unit.place] = whole.to(unit.source.device)
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._stays(tensor) else tensor.cpu()
@@ -147,26 +155,46 @@ class Performer:
     def _swap(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
         """mine[r] to rank r, theirs[r] from it."""
         communicator = self._communicator
-        theirs[communicator.rank].copy_(mine[communicator.rank])
+        if theirs[communicator.rank].data_ptr() != mine[communicator.rank].data_ptr():
+            theirs[communicator.rank].copy_(mine[communicator.rank])
         others = [rank for rank in range(communicator.size) if rank != communicator.rank]
         if not others:
             return
-        wire = point_to_point(communicator, f"alltoall {name!r}")
+        wire = point_to_point(communicator, f"messages of {name!r}")
         handles = [wire.start_recv(_bytes(theirs[rank].view(-1)), rank, name, TAG) for rank in others if theirs[rank].numel()]
         handles += [wire.start_send(_bytes(mine[rank].reshape(-1)), rank, name, TAG) for rank in others if mine[rank].numel()]
         for handle in handles:
             handle.wait()
 
     def _reducescatter(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
-        """An allreduce of them all, of which this rank keeps its rows: the first ranks get one more where they do not split evenly."""
-        signature, sources = batch.signature, [unit.source for unit in batch.units]
-        flat = self._packed(batch.units)
+        """Each rank gets its rows from all, and reduces them: the first ranks have one more where they do not split evenly."""
+        signature, size, rank = batch.signature, self._communicator.size, self._communicator.rank
+        if batch.units[0].source.device.type != "cpu" and self._stays(batch.units[0].source):
+            return self._reducescatter_on_device(batch, active, results)
+        sources = [unit.source.cpu() for unit in batch.units]
+        mine = [_joined([source[part_of(len(source), other, size)].view(-1) for source in sources]) for other in range(size)]
+        if signature.prescale != 1.0:
+            mine = [part.clone() for part in mine]
+            for part in mine:
+                scale_(part, signature.prescale)
+        theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
+        self._swap(mine, theirs, signature.name)
+        total = reduced("sum" if signature.op == "average" else signature.op, theirs, rank)
+        finish_reduction_(total, signature.op, active, signature.postscale)
+        own = _pieces(total, [source[part_of(len(source), rank, size)] for source in sources])
+        for unit, part in zip(batch.units, own, strict=True):
+            results[id(unit.request), unit.place] = part.to(unit.source.device, copy=len(own) > 1)
+        return lambda: None
+
+    def _reducescatter_on_device(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+        """An allreduce, of which this rank keeps its rows: there are no messages between devices."""
+        signature = batch.signature
+        flat, pieces = self._packed([unit.source for unit in batch.units])
         scale_(flat, signature.prescale)
         start_reduce_(self._communicator, flat, "sum" if signature.op == "average" else signature.op, signature.name)()
         finish_reduction_(flat, signature.op, active, signature.postscale)
-        for unit, whole in zip(batch.units, _pieces(flat, sources), strict=True):
-            own = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)]
-            results[id(unit.request), unit.place] = own.to(unit.source.device, copy=True)
+        for unit, whole in zip(batch.units, pieces, strict=True):
+            results[id(unit.request), unit.place] = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)].clone()
         return lambda: None
 
 
@@ -190,9 +218,9 @@ def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tens
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _unpack_(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    if flat.numel():
-        torch._foreach_copy_(list(targets), _pieces(flat, targets))
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of one dimension; the part itself where it is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _hand_out(units: Sequence[Unit], found: Sequence[torch.Tensor], results: Results) -> None:

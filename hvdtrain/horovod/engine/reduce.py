@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from hvdtrain.horovod.engine.requests import name_of
 
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other: what an engine cannot reduce by itself
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -24,12 +24,14 @@ _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 def check_op(op: str, dtype: torch.dtype, where: str) -> None:
     """Raises BadCall for a reduction that means nothing."""
+    if dtype.is_floating_point:
+        return
     wrong = ""
     if dtype.is_complex and op in ("min", "max", "adasum"):
         wrong = "complex numbers have no order" if op != "adasum" else "Adasum is for real numbers"
     elif dtype == torch.bool and op == "average":
         wrong = "an average of bool is no bool"
-    elif op == "adasum" and not dtype.is_floating_point:
+    elif op == "adasum":
         wrong = "Adasum is for floating-point numbers"
     if wrong:
         fix = "hvd.Sum or hvd.Max (or), hvd.Min or hvd.Product (and)" if dtype == torch.bool else "another op, or convert it first"
@@ -70,16 +72,26 @@ def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, n
         parts = communicator.allgather(piece.view(torch.uint8), name).view(flat.dtype).view(communicator.size, -1)
         total = parts[0].clone()
         for part in parts[1:]:
-            total = combine(op, total, part)
+            combine(op, total, part, total)
         piece.copy_(total)
 
 
-def combine(op: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Elementwise. By numpy for the unsigned integers that torch does not compute with."""
+def reduced(op: str, parts: Sequence[torch.Tensor], own: int) -> torch.Tensor:
+    """In the order of ranks. parts: of each rank, of which all but that of rank `own` may be overwritten."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = combine(op, parts[0], parts[1], parts[1] if own == 0 else parts[0])
+    for part in parts[2:]:
+        combine(op, total, part, total)
+    return total
+
+
+def combine(op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Elementwise, into `out` or new memory. By numpy for the unsigned integers that torch does not compute with."""
     if name_of(one.dtype) in ("uint16", "uint32", "uint64"):
         function = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
-        return torch.from_numpy(function(one.numpy(), other.numpy()))
-    return _OPS[op](one, other)
+        return torch.from_numpy(function(one.numpy(), other.numpy(), out=None if out is None else out.numpy()))
+    return _OPS[op](one, other, out=out)
 
 
 def neutral(op: str, dtype: torch.dtype) -> float | bool:

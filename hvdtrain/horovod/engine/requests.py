@@ -57,7 +57,7 @@ class Request:
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs)
+        return sum([tensor.nbytes for tensor in self.inputs])
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -9,20 +9,17 @@ import torch
 
 from hvdtrain.horovod.engine.requests import Request, Signature
 
+ALONE_BYTES = 1 << 20  # a tensor of so many is moved where it is: two copies would cost more than a collective of its own
+
+_ANY_ROWS = ("allgather", "alltoall")  # their sizes differ over ranks, so that nothing may depend on them
+
 
 class Unit(NamedTuple):
     """One tensor of a request."""
 
     request: Request
     place: int  # in the request
-
-    @property
-    def source(self) -> torch.Tensor:
-        return self.request.inputs[self.place]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.source.numel() * self.source.element_size()
+    source: torch.Tensor
 
     def target(self) -> torch.Tensor | None:
         """Whose memory takes the result, where the caller has given it."""
@@ -43,20 +40,35 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
     at which ranks come to an agreement.
     """
     found: list[Batch] = []
-    last: dict[tuple[object, ...], tuple[int, int]] = {}  # what can be fused -> number of its newest batch, its bytes
+    last: dict[tuple[object, ...], tuple[list[Unit], int]] = {}  # what can be fused -> its newest batch, the bytes of that
     for request, buckets in requests:
         signature = request.signature
-        for place in range(len(request.inputs)):
-            unit = Unit(request, place)
-            key = (_key(signature), signature.dtypes[place], unit.source.device, buckets)
-            number, size = last.get(key, (-1, 0))
-            if number < 0 or size + unit.size_bytes > fusion_bytes or signature.op == "adasum":
-                number, size = len(found), 0
-                found.append(Batch(signature, []))
-            found[number].units.append(unit)
-            last[key] = number, size + unit.size_bytes
+        kind, op = signature.kind, signature.op
+        key = kind, op, signature.root, signature.prescale, signature.postscale, buckets
+        for place, source in enumerate(request.inputs):
+            unit, size = Unit(request, place, source), 0 if kind in _ANY_ROWS else source.nbytes
+            if op == "adasum" or size >= ALONE_BYTES:
+                found.append(Batch(signature, [unit]))
+                continue
+            whole = *key, source.dtype, source.device
+            units, so_far = last.get(whole, (None, 0))
+            if units is None or so_far + size > fusion_bytes:
+                units, so_far = [], 0
+                found.append(Batch(signature, units))
+            units.append(unit)
+            last[whole] = units, so_far + size
     return found
 
 
-def _key(signature: Signature) -> tuple[object, ...]:
-    return signature.kind, signature.op, signature.root, signature.prescale, signature.postscale
+def runs(sizes: Sequence[int], fusion_bytes: int) -> list[tuple[int, int]]:
+    """First and end of what travels together, of tensors of so many bytes in this order."""
+    found: list[tuple[int, int]] = []
+    so_far = fusion_bytes
+    for place, size in enumerate(sizes):
+        if size < ALONE_BYTES and so_far + size <= fusion_bytes and found:
+            found[-1] = found[-1][0], place + 1
+            so_far += size
+        else:
+            found.append((place, place + 1))
+            so_far = size if size < ALONE_BYTES else fusion_bytes
+    return found
