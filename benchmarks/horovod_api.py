@@ -1,6 +1,6 @@
-"""hvdtrain.horovod beside Horovod: its synthetic benchmark, and small allreduces, alternating. Rows go to horovod_api.jsonl.
+"""hvdtrain.horovod beside Horovod: its synthetic benchmark, and each call, alternating. Rows go to horovod_api.jsonl.
 
-python benchmarks/horovod_api.py [--rounds 5] [--ranks 2] [--steps 6]
+python benchmarks/horovod_api.py [--rounds 5] [--ranks 2] [--steps 6] [--former DIR]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,28 @@ from torch import nn
 HERE = Path(__file__).resolve().parent
 MODULES = {"hvdtrain-mpi": ("hvdtrain.horovod", "mpi"), "horovod": ("horovod.torch", "horovod")}
 SIZES = (1, 16, 1024, 65_536, 1_048_576)  # floats
+CALL_SIZES = (160, 2_621_440)  # floats on each rank; grouped calls split them into 10 tensors
 
 
 def small_net() -> tuple[nn.Module, torch.Tensor]:
     layers = [nn.Linear(256, 256) if i % 2 == 0 else nn.ReLU() for i in range(19)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(256, 10)), torch.randn(64, 256)
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """6 gradients, 0.9 MB."""
+    layers = nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+    return nn.Sequential(*layers), torch.randn(32, 784)
+
+
+def convnet() -> tuple[nn.Module, torch.Tensor]:
+    """20 gradients, 0.3 MB."""
+    widths = 3, 16, 16, 32, 32, 64, 64
+    layers: list[nn.Module] = []
+    for before, width in itertools.pairwise(widths):
+        stride = 2 if width == 2 * before else 1
+        layers += [nn.Conv2d(before, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)), torch.randn(32, 3, 32, 32)
 
 
 def resnet50() -> tuple[nn.Module, torch.Tensor]:
@@ -38,10 +57,13 @@ def resnet50() -> tuple[nn.Module, torch.Tensor]:
     return build(), torch.randn(4, 3, 64, 64)
 
 
+NETS = {"small": small_net, "mlp": mlp, "convnet": convnet, "resnet50": resnet50}
+
+
 def steps_s(hvd: Any, name: str, steps: int) -> list[float]:
     """Seconds of each step of the synthetic benchmark, after two that warm up."""
     torch.manual_seed(0)
-    model, x = {"small": small_net, "resnet50": resnet50}[name]()
+    model, x = NETS[name]()
     y = torch.randint(0, 10, (len(x),))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -69,14 +91,50 @@ def small_us(hvd: Any, length: int) -> float:
     return (time.perf_counter() - start) / turns * 1e6
 
 
+def calls_us(hvd: Any) -> dict[str, dict[int, float]]:
+    """Microseconds of each call that is waited for: the median of 5 runs of several."""
+    found: dict[str, dict[int, float]] = {}
+    for length in CALL_SIZES:
+        x = torch.ones(length // 16, 16)
+        parts = list(torch.ones(10, length // 160, 16))
+        calls = {
+            "allreduce": lambda x=x: hvd.allreduce(x, op=hvd.Average, name="x"),
+            "allreduce_": lambda x=x: hvd.allreduce_(x, op=hvd.Average, name="x"),
+            "grouped_allreduce": lambda parts=parts: hvd.grouped_allreduce(parts, op=hvd.Average, name="x"),
+            "allgather": lambda x=x: hvd.allgather(x, name="x"),
+            "grouped_allgather": lambda parts=parts: hvd.grouped_allgather(parts, name="x"),
+            "broadcast_": lambda x=x: hvd.broadcast_(x, 0, name="x"),
+            "alltoall": lambda x=x: hvd.alltoall(x, name="x"),
+            "reducescatter": lambda x=x: hvd.reducescatter(x, op=hvd.Average, name="x"),
+            "grouped_reducescatter": lambda parts=parts: hvd.grouped_reducescatter(parts, op=hvd.Average, name="x"),
+        }
+        for name, call in calls.items():
+            found.setdefault(name, {})[length] = round(median_us(call, 4 if length > 10_000 else 40), 1)
+    return found
+
+
+def median_us(call: Callable[[], Any], turns: int) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(turns):
+            call()
+        times.append((time.perf_counter() - start) / turns * 1e6)
+    return statistics.median(times)
+
+
 def on_rank(label: str, steps: int) -> None:
     torch.set_num_threads(1)
-    module, _ = MODULES[label]
+    module, _ = MODULES[label.removesuffix("-former")]
     hvd = importlib.import_module(module)
     hvd.init()
     row: dict[str, Any] = {"module": label, "ranks": hvd.size()}
     row["allreduce_us"] = {length: round(small_us(hvd, length), 1) for length in SIZES}
-    row["small_ms"] = round(statistics.median(steps_s(hvd, "small", 60)) * 1e3, 3)
+    row["calls_us"] = calls_us(hvd)
+    for name in ("small", "mlp", "convnet"):
+        row[f"{name}_ms"] = round(statistics.median(steps_s(hvd, name, 60)) * 1e3, 3)
     row["resnet50_s"] = round(statistics.median(steps_s(hvd, "resnet50", steps)), 4)
     if hvd.rank() == 0:
         print(json.dumps(row), flush=True)
@@ -87,16 +145,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--on-rank", choices=MODULES)
+    parser.add_argument("--former", type=Path, help="another checkout of this project, which is timed too")
+    parser.add_argument("--on-rank")
     options = parser.parse_args()
     if options.on_rank:
         on_rank(options.on_rank, options.steps)
         return
     mpirun = shutil.which("mpirun") or "mpirun"
+    runs = [(label, engine, HERE.parent) for label, (_, engine) in MODULES.items()]
+    if options.former:
+        runs.append(("hvdtrain-mpi-former", "mpi", options.former))
     for turn in range(options.rounds):
-        for label, (_, engine) in MODULES.items():
+        for label, engine, root in runs:
             command = [mpirun, "-np", str(options.ranks), sys.executable, __file__, "--on-rank", label, "--steps", str(options.steps)]
-            env = {**os.environ, "HVDTRAIN_ENGINE": engine, "PYTHONPATH": str(HERE.parent)}
+            env = {**os.environ, "HVDTRAIN_ENGINE": engine, "PYTHONPATH": str(root)}
             done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=True)
             row = {**json.loads(done.stdout.splitlines()[-1]), "round": turn, "date": str(datetime.date.today())}
             print(json.dumps(row), flush=True)
