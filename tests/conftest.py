@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 PARTS = ("slow", "faults", "cluster")  # of the tests, each with a target of the Makefile; the rest is `make test`
+# A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
+LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -21,7 +23,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The hook above would leave out a test whose mark is written in another file."""
+    """The longest files first; and the hook above would leave out a test whose mark is written in another file."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         for mark in PARTS:
             if item.get_closest_marker(mark) and not _names(item.path, mark):
