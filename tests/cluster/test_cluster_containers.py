@@ -12,7 +12,7 @@ from cluster_containers import apptainer, debian_13, image, must, run, sif
 from cluster_hosts import Hosts
 from cluster_slurm import Slurm
 from faults import Tree, events, outcome
-from ranks import ENGINES, mpirun, mpirun_path
+from ranks import ENGINES, FULL, mpirun, mpirun_path
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]  # the first one builds the images
 
@@ -39,6 +39,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tree]:
     return outcomes
 
 
+@pytest.mark.skipif(not FULL, reason="builds an image with all that tests need, for minutes: HVDTRAIN_TEST_ROUNDS=full")
 def test_the_tests_run_inside_as_an_ordinary_user() -> None:
     chosen = "abort or killed or not_installed or traceback or job_says or short_message or micro_batches"
     tests = ["tests/comm/test_communicators.py", "tests/training/test_train.py", "-k", chosen]
