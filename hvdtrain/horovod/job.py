@@ -54,7 +54,9 @@ class Job:
             self._pid, self._hook = os.getpid(), sys.excepthook
             sys.excepthook = self._fail
         if self._idle is None or comm != self._comm:
+            hook = sys.excepthook
             self._idle, self._comm = connect(comm), comm
+            sys.excepthook = hook  # torch.distributed puts its own around it, which keeps the traceback until ours returns: after the abort
         self._engine, self._idle = self._idle, None
         self._finish.clear()
         self._numbers.clear()
