@@ -208,6 +208,17 @@ def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
 
 
+def test_an_error_of_the_script_is_the_last_event(make: Any, tmp_path: Path) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="mine"), ctx:
+        for batch in ctx.samples(DATA, batch=5, epochs=1):
+            plain_step(ctx, model, optimizer, batch)
+            if batch.step == 1:
+                raise ValueError("mine")
+    (failed,) = events(tmp_path / "run", "failed")
+    assert (failed["step"], failed["reason"], failed["exit_code"]) == (2, "ValueError: mine", 1)
+
+
 def test_now_and_without_a_run_folder(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
     for batch in ctx.samples(DATA, batch=5, epochs=1):
