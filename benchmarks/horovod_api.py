@@ -156,7 +156,8 @@ def main() -> None:
     if options.former:
         runs.append(("hvdtrain-mpi-former", "mpi", options.former))
     for turn in range(options.rounds):
-        for label, engine, root in runs:
+        first = turn % len(runs)  # which of them runs first changes from round to round
+        for label, engine, root in runs[first:] + runs[:first]:
             command = [mpirun, "-np", str(options.ranks), sys.executable, __file__, "--on-rank", label, "--steps", str(options.steps)]
             env = {**os.environ, "HVDTRAIN_ENGINE": engine, "PYTHONPATH": str(root)}
             done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=True)
