@@ -53,7 +53,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     epochs = f"epochs={3 if options.quick else 40}"
     fewer = RANKS[:2] if options.quick else RANKS
-    shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in RANKS}
+    shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in fewer}
     parts = {ranks: train("partition", ranks, SMALL, [epochs, "data.sampling=partition"], options) for ranks in fewer[1:]}
     large = {ranks: train("large", ranks, LARGE, [epochs], options) for ranks in fewer}
     for name, found in (("global", shared), ("partition", parts)):
