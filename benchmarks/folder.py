@@ -1,13 +1,15 @@
 """Images/s of an image folder: packing it (in the first epoch), packed, decoded at each read, in tar archives, and by torchvision.
 
 python benchmarks/folder.py --root DIR [--images 10000] [--rounds 7] [--size 224] [--enlarge 500x400] [--crop 0.08]
-    [--json FILE]
+    [--home DIR] [--json FILE]
 
 DIR holds train/CLASS/*.jpg. In each round every method reads the same images once, in random batches of 128; each round starts with
-another method, and the first round warms up. torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, with --size
-after Resize and CenterCrop; ratios are to 2 workers. --enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90.
---crop S: random boxes of at least this share of the whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is
-packed then.
+another method, and the first round warms up. Packing reads them in their order, and has the start of its worker processes in its time.
+torchvision: ImageFolder with PILToTensor behind a DataLoader, 0 and 2 workers, which stay from round to round, with --size after Resize
+and CenterCrop of PIL's images; ratios are to 2 workers. "on tensors": the same of transforms.v2 after PILToTensor, whose resizing uses
+vector instructions and gives other pixels, by 1 of 255. torchvision's own JPEG decoder is not in PyPI's wheel for a CPU build of torch.
+--enlarge makes images of that size of DIR's, with noise, as JPEGs of quality 90. --crop S: random boxes of at least this share of the
+whole image, resized to --size, by torchvision's RandomResizedCrop((S, 1)); nothing is packed then. --home keeps the images for a next run.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,9 @@ BASE = "torchvision, 2 workers"
 
 
 def prepare_images(root: Path, home: Path, count: int, enlarge: tuple[int, int] | None) -> Path:
-    """A folder of `count` images, equally many of each class, and the same images as tar archives."""
+    """A folder of `count` images, equally many of each class, and the same images as tar archives; nothing where they are there."""
+    if (home / "tar").exists():
+        return home
     classes = sorted(path for path in (root / "train").iterdir() if path.is_dir())
     chosen = [path for files in zip(*(sorted(c.iterdir()) for c in classes), strict=False) for path in files][:count]
     for path in chosen:
@@ -93,6 +99,17 @@ def build_uncached(build: Callable[..., Any], name: str, root: Path, cache: Path
         return len(build(name, root, "train", cache=cache, size=size))
 
 
+def vision_transforms(vision: Any, size: int | None, crop: float | None) -> list[Any]:
+    """The same of PIL's images, and of tensors by transforms.v2."""
+    import_module("torchvision.transforms.v2")
+    pil, tensors = vision.transforms, vision.transforms.v2
+    if crop is not None:
+        resizing = [[kind.RandomResizedCrop(size, (crop, 1.0))] for kind in (pil, tensors)]
+    else:
+        resizing = [[] if size is None else [kind.Resize(size), kind.CenterCrop(size)] for kind in (pil, tensors)]
+    return [pil.Compose([*resizing[0], pil.PILToTensor()]), tensors.Compose([tensors.PILToTensor(), *resizing[1]])]
+
+
 def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Callable[[int], int]]:
     """name -> function of the round's number that reads all images once and returns how many there were."""
     images, archives = home / "folder", home / "tar"
@@ -106,16 +123,21 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
         tars = webdataset.build("webdataset", archives, "train", cache=home / "index", size=size)
     assert isinstance(tars, ImageSource)
     vision = import_torchvision()
-    transforms = vision.transforms
-    resizing = [] if size is None else [transforms.Resize(size), transforms.CenterCrop(size)]
+    by_pil, by_tensors = (
+        vision.datasets.ImageFolder(images / "train", transform=transform) for transform in vision_transforms(vision, size, crop)
+    )
     if crop is not None:
-        resizing = [transforms.RandomResizedCrop(size, (crop, 1.0))]
         decoded, tars = decoded.cropped(crop), tars.cropped(crop)
-    data = vision.datasets.ImageFolder(images / "train", transform=transforms.Compose([*resizing, transforms.PILToTensor()]))
     by_workers, tars_by_workers = decoded.read_by(2), tars.read_by(2)
-    loaders = {n: torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=n, persistent_workers=n > 0) for n in (0, 2)}
+    loaders = [
+        torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        for data, workers in ((by_pil, 0), (by_tensors, 2), (by_pil, 2))
+    ]
     readers = {
         "packing": lambda number: build_uncached(folder.build, "folder", images, home / "uncached", size),
+        "packing archives": lambda number: build_uncached(
+            partial(webdataset.build, packed=True), "webdataset", archives, home / "uncached", size
+        ),
         "indexing archives": lambda number: build_uncached(webdataset.build, "webdataset", archives, home / "uncached index", size),
         "packed, one file": lambda number: read_epoch(packed, 1, number),
         f"packed, {SHARDS} files": lambda number: read_epoch(shards, 1, number),
@@ -126,6 +148,7 @@ def methods(home: Path, size: int | None, crop: float | None) -> dict[str, Calla
         "webdataset, 2 threads": lambda number: read_epoch(tars, 2, number),
         "webdataset, 2 workers": lambda number: read_epoch(tars_by_workers, 2, number),
         "torchvision, 0 workers": lambda number: sum(len(y) for _, y in loaders[0]),
+        "torchvision on tensors, 2 workers": lambda number: sum(len(y) for _, y in loaders[1]),
         BASE: lambda number: sum(len(y) for _, y in loaders[2]),
     }
     return {name: read for name, read in readers.items() if crop is None or not name.startswith(("pack", "index")) or "=false" in name}
@@ -140,11 +163,13 @@ def main() -> None:
     parser.add_argument("--enlarge", type=lambda word: tuple(map(int, word.split("x"))), help="WIDTHxHEIGHT")
     parser.add_argument("--crop", type=float, help="needs --size")
     parser.add_argument("--only", nargs="*", default=[], help="methods whose names begin so, beside the one that ratios are to")
+    parser.add_argument("--home", type=Path, help="keeps the images that are read there, for the same --images and --enlarge")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as home:
-        readers = methods(prepare_images(options.root, Path(home), options.images, options.enlarge), options.size, options.crop)
+    with tempfile.TemporaryDirectory() as unkept:
+        home = options.home or Path(unkept)
+        readers = methods(prepare_images(options.root, home, options.images, options.enlarge), options.size, options.crop)
         readers = {name: read for name, read in readers.items() if name == BASE or name.startswith(tuple(options.only or [""]))}
         rates: dict[str, list[float]] = {name: [] for name in readers}
         for number in range(options.rounds + 1):
@@ -167,7 +192,7 @@ def main() -> None:
         }
         row |= {"to torchvision": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"{name:24} {statistics.median(found):11,.0f} images/s  x {statistics.median(ratios):7.2f} ({span})")
+        print(f"{name:34} {statistics.median(found):11,.0f} images/s  x {statistics.median(ratios):7.2f} ({span})")
         if options.json:
             with options.json.open("a") as out:
                 out.write(json.dumps(row) + "\n")
