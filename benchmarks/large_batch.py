@@ -27,6 +27,8 @@ WARM = [*NAIVE, "recipe.warmup=3"]
 
 TUNED = [*SMALL, "speed.precision=bf16", "batch.micro=512", "recipe.schedule=linear"]
 MUON = ["--config", "configs/fashion_mnist_muon_4096.yaml"]
+GROWTH = ["--config", "configs/fashion_mnist_muon_growth.yaml"]
+CIFAR10_GROWTH = ["--config", "configs/cifar10_muon_growth.yaml"]
 CIFAR10 = ["--config", "configs/cifar10_small_batch.yaml", "batch.micro=512"]
 
 FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added to the line above
@@ -41,14 +43,34 @@ FASHION_MNIST: dict[str, list[str]] = {  # name -> arguments; each "+" is added 
     "batch 4096, NovoGrad": ["--config", "configs/fashion_mnist_novograd.yaml"],
     "batch growing from 128 to 4096": ["--config", "configs/fashion_mnist_growth.yaml"],
     "batch 128, tuned": [*TUNED, "optim.base_lr=0.1", "model.label_smoothing=0.1"],
+    "batch 128, Muon": [
+        *TUNED,
+        "optim.name=muon",
+        "optim.base_lr=0.05",
+        "optim.momentum=0.95",
+        "optim.rest_rate=0.185",
+        "model.label_smoothing=0.1",
+    ],
     "batch 4096, Muon": MUON,
     "+ post-local SGD": [*MUON, "comm.local_steps=4", "comm.local_from=50%", "log.every_steps=12"],
-    "batch growing from 256 to 4096, Muon": ["--config", "configs/fashion_mnist_muon_growth.yaml"],
+    "batch growing from 256 to 4096, Muon": [*GROWTH, "optim.momentum=0.7", "optim.rest_rate=0.32", "model.label_smoothing=0"],
+    "+ label smoothing, momentum 0.9": GROWTH,
 }
 OF_CIFAR10: dict[str, list[str]] = {
-    "CIFAR-10, batch 128": CIFAR10,
+    "CIFAR-10, batch 128": [*CIFAR10, "recipe.warmup=0"],
+    "CIFAR-10, batch 128, warm-up": CIFAR10,
+    "CIFAR-10, batch 128, Muon": [
+        *CIFAR10,
+        "recipe.warmup=0",
+        "optim.name=muon",
+        "optim.base_lr=0.045",
+        "optim.momentum=0.9",
+        "optim.rest_rate=0.615",
+        "model.label_smoothing=0.1",
+    ],
     "CIFAR-10, batch 2048, Muon": [
         *CIFAR10,
+        "recipe.warmup=0",
         "batch.size=2048",
         "optim.name=muon",
         "optim.momentum=0.7",
@@ -56,7 +78,14 @@ OF_CIFAR10: dict[str, list[str]] = {
         "optim.rest_rate=0.2",
     ],
     "CIFAR-10, batch 2048, SGD": [*CIFAR10, "batch.size=2048", "optim.base_lr=0.54", "recipe.warmup=0.5"],
-    "CIFAR-10, batch growing from 256 to 2048, Muon": ["--config", "configs/cifar10_muon_growth.yaml"],
+    "CIFAR-10, batch growing from 256 to 2048, Muon": [
+        *CIFAR10_GROWTH,
+        "optim.base_lr=0.15",
+        "optim.momentum=0.7",
+        "optim.rest_rate=0.32",
+        "model.label_smoothing=0",
+    ],
+    "CIFAR-10, + label smoothing, momentum 0.9": CIFAR10_GROWTH,
 }
 RECIPES = FASHION_MNIST | OF_CIFAR10
 BASELINES = {"Fashion-MNIST": ["batch 128", "batch 128, tuned"], "CIFAR-10": ["CIFAR-10, batch 128"]}
