@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain.horovod.tensors import as_torch
+
 
 class Compressor:
     """compress() gives the tensor for the wire, and what decompress() needs."""
@@ -32,25 +34,35 @@ class NoneCompressor(Compressor):
 
 
 class _Cast(Compressor):
+    """Floating-point tensors and arrays; others stay what they are."""
+
+    wire: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        if isinstance(tensor, torch.Tensor):
+            return tensor.to(cls.wire) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+        host, back = as_torch(tensor, "compression")
+        return (host.to(cls.wire), (host.dtype, back)) if host.dtype.is_floating_point else (tensor, host.dtype)
+
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        return tensor.to(ctx) if ctx.is_floating_point else tensor
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        if isinstance(ctx, torch.dtype):
+            return tensor.to(ctx) if ctx.is_floating_point else tensor
+        dtype, back = ctx
+        return back(tensor.to(dtype))
 
 
 class FP16Compressor(_Cast):
-    """Floating-point tensors as float16."""
+    """As float16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        return tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+    wire = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """Floating-point tensors as bfloat16: the range of float32 with 8 bits of precision."""
+    """As bfloat16: the range of float32 with 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        return tensor.to(torch.bfloat16) if tensor.dtype.is_floating_point else tensor, tensor.dtype
+    wire = torch.bfloat16
 
 
 class Compression:

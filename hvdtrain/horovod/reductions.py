@@ -176,13 +176,14 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it returns waits for the result."""
     sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
-    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    names = (None, None, None) if name is None else (f"{name}.indices", f"{name}.values", f"{name}.ranks")
     indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
     values = allgather_async(sparse.values(), names[1], process_set)
-    shape, ranks = tensor.shape, process_set.size() or 1
+    givers = allgather_async(torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set)  # ranks that have not joined
+    shape = tensor.shape
 
     def wait() -> torch.Tensor:
-        found_values, found_indices = synchronize(values), synchronize(indices)
+        found_values, found_indices, ranks = synchronize(values), synchronize(indices), len(synchronize(givers))
         if op == Average:
             found_values = found_values / ranks
         return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, check_invariants=False)

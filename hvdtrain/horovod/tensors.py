@@ -17,6 +17,8 @@ Back = Callable[[torch.Tensor], Any]  # a result as a tensor of the caller's lib
 def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tensor, Back]:
     """A view of x where it can be one, without its gradient. Raises BadCall for what is none, and for memory that cannot be changed."""
     if isinstance(x, torch.Tensor):
+        if x.layout != torch.strided:
+            raise BadCall("a sparse tensor", where, "tensor.to_dense(); or hvd.sparse_allreduce_async()")
         return (x.detach() if x.requires_grad else x), _same
     if isinstance(x, np.ndarray):
         if in_place and not x.flags.writeable:

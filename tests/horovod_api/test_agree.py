@@ -13,12 +13,18 @@ def asked(*names: str, bucket: int = 0) -> list[Asked]:
 def test_what_all_ask_for_is_made_in_the_order_of_the_first_rank_and_the_rest_waits() -> None:
     found = decide([Standing(0, asked("a", "b", "c")), Standing(1, asked("c", "a", "d"))])
     assert [ready.signature.name for ready in found.ready] == ["a", "c"]
-    assert found.missing == {"b": [1], "d": [0]} and not found.refused and found.active == 2
+    assert found.missing == {"b": [1], "d": [0]} and not found.refused
 
 
 def test_a_rank_that_has_joined_takes_part_in_everything() -> None:
     found = decide([Standing(0, [], joined=True), Standing(1, asked("a")), Standing(2, asked("a"))])
-    assert [ready.signature.name for ready in found.ready] == ["a"] and found.active == 2
+    (ready,) = found.ready
+    assert ready.signature.name == "a" and len(ready.buckets) == 2  # ranks that an average is over
+
+
+def test_an_average_counts_a_rank_that_asked_for_it_before_it_joined() -> None:
+    (ready,) = decide([Standing(0, asked("a"), joined=True), Standing(1, asked("a"))]).ready
+    assert len(ready.buckets) == 2
 
 
 def test_other_shapes_and_ops_are_named_with_both_ranks_and_values() -> None:

@@ -21,6 +21,7 @@ DISAGREEMENTS = {
     "join_average": "Horovod divides by all ranks, those that have joined too",
 }
 HANGS_HOROVOD = ("join_unnamed",)  # it counts the calls of a rank to name them: ranks wait for different names for ever
+NOT_ON_HOROVOD = ("join_under_way",)  # a segmentation fault in Horovod: a rank joins while a request of its own is under way
 
 
 @functools.cache
@@ -28,7 +29,8 @@ def failures(module: str, engine: str, size: int) -> dict[str, str]:
     """{check: "" or its failure}; the ranks start once for all checks."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        argv = ["tests/support/horovod_checks.py", module, str(out), ",".join(HANGS_HOROVOD) if module == "horovod.torch" else ""]
+        skipped = HANGS_HOROVOD * (module == "horovod.torch") + NOT_ON_HOROVOD * (engine == "horovod")
+        argv = ["tests/support/horovod_checks.py", module, str(out), ",".join(skipped)]
         env = {"HVDTRAIN_ENGINE": engine}
         result = ranks.mpirun(size, argv, timeout_s=200, env=env) if size > 1 else ranks.python(argv, timeout_s=200, env=env)
         if result.returncode or not out.exists():

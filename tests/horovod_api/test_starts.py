@@ -39,6 +39,25 @@ hvd.init(comm=[0])
 """
 
 
+WORKS_ALONE_AT_THE_END = """
+import time
+import torch
+import hvdtrain.horovod as hvd
+hvd.init()
+hvd.allreduce(torch.ones(2))
+if hvd.rank() == 0:
+    time.sleep(4)
+"""
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_at_the_end_a_rank_that_still_works_alone_is_waited_for_without_end() -> None:
+    env = {"HVDTRAIN_ENGINE": "mpi", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+    result = ranks.mpirun(2, ["-c", WORKS_ALONE_AT_THE_END], timeout_s=60, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @needs_mpirun
 @pytest.mark.slow
 def test_a_rank_that_init_refuses_ends_the_job() -> None:

@@ -14,6 +14,8 @@ CASES = {
     "a call is missing on a rank": ("allreduce 'missing'", "rank 1 did not ask for it and cannot", "rank 1 waits for allreduce 'after'"),
     "another shape of many": ("allreduce 'grad 5'", "shape (2000,) on rank 0, (2001,) on rank 1"),
     "another call": ("'same'", "call allreduce on rank 0, allgather on rank 1"),
+    "a rank ends without join": ("hvd.join()", "rank 1 ended without it"),
+    "a poll of what does not come": ("allreduce 'polled ", "did not ask for it within 2 s"),
     "a rank ends": ("allreduce 'late'", "rank 1 ended without it; rank 0 asked for it"),
     "a rank fails": ("ValueError: its own reason",),
     "a rank does not come": ("allreduce 'late'", "rank 1 did not come within 2 s"),
@@ -23,9 +25,9 @@ CASES = {
 ENDS_WITHIN_S = 25  # most of it starts Python and MPI; a hang would last 60
 
 
-FAST = ("a call is missing on a rank", "another shape of many", "a rank ends")
+FAST = ("a call is missing on a rank", "another shape of many", "a rank ends", "a rank ends without join")
 SLOW = {  # what ranks decide does not depend on the engine, and test_agree.py has each kind of refusal
-    "mpi": ("a rank fails", "a rank does not come", "a process set without threads", "no barrier"),
+    "mpi": ("a rank fails", "a rank does not come", "a poll of what does not come", "a process set without threads", "no barrier"),
     "torchdist": ("a call is missing on a rank", "a rank fails", "a rank does not come"),
 }
 if FULL:

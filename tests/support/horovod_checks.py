@@ -265,6 +265,23 @@ def join_average(hvd: Any) -> Claims:
     hvd.join()
 
 
+def join_under_way(hvd: Any) -> Claims:
+    """What a rank asked for before it joined counts in an average; what it did not ask for changes no Min, Product or sparse average."""
+    rank, size = hvd.rank(), hvd.size()
+    is_last = rank == size - 1
+    begun = hvd.allreduce_async(torch.full((3,), 1.0 + rank), name="begun", op=hvd.Average)
+    if is_last:
+        one = torch.full((2,), 3.0)
+        yield hvd.allreduce(one, name="least", op=hvd.Min, prescale_factor=-1.0), (np.full(2, -3.0), "float32")
+        yield hvd.allreduce(torch.full((900,), 3.0), name="product", op=hvd.Product, prescale_factor=0.5), (np.full(900, 1.5), "float32")
+        rows = torch.full((size,), 3.0)
+        yield hvd.reducescatter(rows, name="rows", op=hvd.Product, prescale_factor=0.5), (np.full(1, 1.5), "float32")
+        sparse = hvd.sparse_allreduce_async(torch.tensor([0.0, 4.0]).to_sparse(), name="sparse", op=hvd.Average)
+        yield sparse().to_dense(), (np.array([0.0, 4.0]), "float32")
+    hvd.join()
+    yield hvd.synchronize(begun), (np.full(3, (size + 1) / 2), "float32")
+
+
 def join_unnamed(hvd: Any) -> Claims:
     """Calls without a name go on, though ranks have made different numbers of them."""
     rank, size = hvd.rank(), hvd.size()
@@ -413,7 +430,7 @@ CHECKS: dict[str, Check] = {
     **{f"reducescatter-{op}-{d}": (lambda hvd, d=d, op=op: reducescatter(d, op, hvd)) for d in REDUCED for op in ("Average", "Sum")},
     **{f"adasum-{d}": (lambda hvd, d=d: adasum(d, hvd)) for d in ("float32", "float64")},
     **{f.__name__: f for f in (many, large, gradients, process_sets, objects, polled, compression, sparse)},
-    **{f.__name__: f for f in (mismatches, refusals, same_name_twice, places, layouts, join, join_average, join_unnamed)},
+    **{f.__name__: f for f in (mismatches, refusals, same_name_twice, places, layouts, join, join_average, join_under_way, join_unnamed)},
 }
 NO_ORDER = [f"allreduce-{op}-{d}" for d in ("complex64", "complex128") for op in ("Min", "Max")]
 for name in (*NO_ORDER, "allreduce-Average-bool"):

@@ -43,6 +43,13 @@ def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
             hvd.allreduce(one, name="late")
         case "a process set without threads":
             hvd.add_process_set([0])
+        case "a rank ends without join":
+            if rank != 1:
+                hvd.join()
+        case "a poll of what does not come":
+            handle = hvd.allreduce_async(one, name=f"polled {rank}")
+            while not hvd.poll(handle):
+                time.sleep(0.01)
         case "no barrier":
             if rank != 1:
                 hvd.barrier()

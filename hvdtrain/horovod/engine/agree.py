@@ -44,7 +44,6 @@ class Decision(NamedTuple):
     ready: list[Ready]  # in the order of the first rank that has not joined
     refused: dict[str, Refusal]  # by name
     missing: dict[str, list[int]]  # name -> the ranks that have not asked for it yet; only what is neither ready nor refused
-    active: int  # ranks that have not joined
 
 
 def decide(standings: Sequence[Standing]) -> Decision:
@@ -70,8 +69,8 @@ def decide(standings: Sequence[Standing]) -> Decision:
         else:
             ready.append(Ready(next(iter(asked.values())).signature, tuple(each.bucket for each in asked.values())))
     if _is_deadlock(standings, ready, refused, missing):
-        return Decision([], _deadlock(standings, missing), {}, len(active))
-    return Decision(ready, refused, missing, len(active))
+        return Decision([], _deadlock(standings, missing), {})
+    return Decision(ready, refused, missing)
 
 
 def _is_deadlock(standings: Sequence[Standing], ready: Sequence[Ready], refused: dict[str, Refusal], missing: dict[str, list[int]]) -> bool:

@@ -14,7 +14,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.exchange import Exchange
 from hvdtrain.comm.signed.objects import pack, unpack
 from hvdtrain.errors import UserError
-from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide
+from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
 from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
 from hvdtrain.horovod.engine.inline import finish_inline
@@ -59,6 +59,7 @@ class Lane:
         self._waiting = 0  # threads in finish()
         self._last_joined, self._joined_before = -1, set[int]()
         self._all_joined = self._all_leaving = False
+        self._ended_meanwhile: list[int] = []  # ranks, where the others have joined: they will not join any more
         self._idle_since: float | None = None  # of rounds without progress
         self._missing: dict[str, list[int]] = {}
         self._thread: CommThread | None = None
@@ -102,14 +103,17 @@ class Lane:
             self._waiting -= 1
 
     def step(self, request: Request) -> bool:
-        """Whether it is done; makes what can be made without waiting for a rank that has not come."""
+        """Whether it is done; makes what can be made without waiting for a rank that has not come. Raises Stalled as finish() does."""
         if not request.done and self._rounds.acquire(blocking=False):
+            if request.polled_s is None:
+                request.polled_s = time.monotonic()
             try:
                 self._begin()
-                if self._exchange.done():
+                if self._exchange.done() or self._has_waited(request.polled_s):
                     self._end()
             finally:
                 self._rounds.release()
+            self._check_patience(request, request.polled_s)
         return request.done
 
     def start(self) -> None:
@@ -122,7 +126,8 @@ class Lane:
         self._wanted = wanted
 
     def has_shown(self) -> bool:
-        return any(request.bucket < self._bucket for request in self._queue.values())
+        with self._lock:  # another thread may take requests out meanwhile
+            return any(request.bucket < self._bucket for request in self._queue.values())
 
     def join(self) -> int:
         """Takes part in everything that the others ask for, until all have joined; returns the rank that came last."""
@@ -130,14 +135,18 @@ class Lane:
         with self._rounds:
             self._special |= JOINED
             self._all_joined = False
-            while not self._all_joined:
-                self._round()
-            self._special &= ~JOINED
-            self._joined_before = set()
+            try:
+                while not self._all_joined:
+                    self._round()
+                    if self._ended_meanwhile:
+                        raise Missing(f"{ranks_text(self._ended_meanwhile)} ended without it", "hvd.join()", _FIX_NAMES)
+            finally:
+                self._special &= ~JOINED
+                self._joined_before = set()
         return self._last_joined
 
     def leave(self) -> None:
-        """Makes what is asked for until every rank leaves; they may come back."""
+        """Makes what is asked for until every rank leaves; they may come back. It waits without end for a rank that still works alone."""
         self.show()
         with self._rounds:
             self._special |= LEAVING
@@ -154,11 +163,15 @@ class Lane:
                     return
 
     def _check_patience(self, request: Request, start: float) -> None:
-        end_s = self._settings.end_s
-        if request.done or end_s is None or time.monotonic() - start < end_s:
+        if request.done or not self._has_waited(start):
             return
         missing = self._missing.get(request.signature.name, [])
-        raise Stalled(f"ranks {missing} did not ask for it within {end_s:g} s", request.signature.where, _FIX_NAMES)
+        what = f"ranks {missing} did not ask for it within {self._settings.end_s:g} s"
+        raise Stalled(what, request.signature.where, _FIX_NAMES)
+
+    def _has_waited(self, start: float) -> bool:
+        """Since time.monotonic() was `start`, as long as a rank waits for others."""
+        return self._settings.end_s is not None and time.monotonic() - start > self._settings.end_s
 
     def _round(self) -> None:
         self._begin()
@@ -191,7 +204,8 @@ class Lane:
         """Of the round that has begun."""
         asked = self._asked
         assert asked is not None, "no round has begun"
-        wait_for(self._exchange, self._settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
+        settings = self._settings._replace(end_s=None) if self._special & LEAVING else self._settings
+        wait_for(self._exchange, settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
         self._asked = None
         if not self._block.is_equal():
             self._make_agreed(asked)
@@ -200,7 +214,7 @@ class Lane:
         elif self._block.has_tensors:
             self._make_inline(asked)
         else:
-            self._make([(request, (request.bucket,)) for request in asked], len(self.ranks))
+            self._make([(request, (request.bucket,) * len(self.ranks)) for request in asked])
 
     def _purpose(self, asked: Sequence[Request]) -> str:
         if not asked:
@@ -227,7 +241,7 @@ class Lane:
         self._missing = decision.missing
         ready = [(own.get(each.signature.name) or stand_in(each.signature, len(self.ranks)), each.buckets) for each in decision.ready]
         if ready:
-            self._make(ready, decision.active)
+            self._make(ready)
         self._refuse(decision, own)
         self._note_joined(standings)
         self._note_progress(progress=bool(decision.ready or decision.refused))
@@ -242,10 +256,10 @@ class Lane:
         parts = np.split(self.communicator.allgather(packed, "standings"), np.cumsum(lengths)[:-1])
         return [unpack(part.tobytes(), "") for part in parts]
 
-    def _make(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
+    def _make(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
         if self._timeline.is_on:
             self._timeline.negotiated([request for request, _ in requests])
-        self._performer.perform([pair for pair in requests if pair[0].inputs], active)
+        self._performer.perform([pair for pair in requests if pair[0].inputs])
         for request, _ in requests:
             if request.inputs:
                 continue
@@ -276,6 +290,8 @@ class Lane:
         self._joined_before = joined
         self._all_joined = len(joined) == len(standings)
         self._all_leaving = all(standing.leaving for standing in standings)
+        ended = [standing.rank for standing in standings if standing.leaving]
+        self._ended_meanwhile = ended if all(standing.leaving or standing.joined for standing in standings) else []
 
     def _note_progress(self, *, progress: bool) -> None:
         if progress:

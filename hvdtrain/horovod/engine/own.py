@@ -201,7 +201,7 @@ class OwnEngine:
     def _others_going_on(self, lane: Lane) -> Iterator[None]:
         """While this thread waits, what it has asked other process sets for is made too: other ranks may wait for it first."""
         self._show()
-        others = [other for other in self._lanes.values() if other is not lane]
+        others = [other for other in list(self._lanes.values()) if other is not lane]
         with self._lock:
             self._waiting += 1
         for other in others:

@@ -35,37 +35,37 @@ class Performer:
             "reducescatter": self._reducescatter,
         }
 
-    def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]], active: int) -> None:
-        """Every rank of the set calls it with the same requests, in the same order. active: the ranks that have not joined."""
+    def perform(self, requests: Sequence[tuple[Request, tuple[int, ...]]]) -> None:
+        """Every rank of the set calls it with the same requests, in the same order. Each has the buckets of the ranks that asked for it."""
         results: Results = {}
-        waits = [self._begin(batch, active, results) for batch in batches(requests, self._fusion_bytes)]
+        waits = [self._begin(batch, results) for batch in batches(requests, self._fusion_bytes)]
         for wait in waits:
             wait()
         for request, _ in requests:
             request.finish([results[id(request), index] for index in range(len(request.inputs))])
 
-    def _begin(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _begin(self, batch: Batch, results: Results) -> Callable[[], None]:
         """What it returns ends the collective."""
         start, kind = self._start[batch.signature.kind], batch.signature.kind
         if not self._timeline.is_on:
-            return start(batch, active, results)
+            return start(batch, results)
         is_done_at_once = kind != "allreduce" or "asynchronous" not in self._communicator.features
-        return self._timeline.timed(batch, lambda: start(batch, active, results), is_done_at_once=is_done_at_once)
+        return self._timeline.timed(batch, lambda: start(batch, results), is_done_at_once=is_done_at_once)
 
-    def _start_allreduce(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _start_allreduce(self, batch: Batch, results: Results) -> Callable[[], None]:
         signature, targets = batch.signature, [self._target(unit) for unit in batch.units]
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         # A collective under way needs a buffer of its own: the shared one is for engines whose start_allreduce() waits.
         flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
         if is_alone and targets[0].data_ptr() != batch.units[0].source.data_ptr():
             targets[0].copy_(batch.units[0].source)
-        scale_(flat, signature.prescale)
+        _prescale_(flat, batch)
         op = "sum" if signature.op == "average" else signature.op
         reduced = start_reduce_(self._communicator, flat, op, signature.name)
 
         def wait() -> None:
             reduced()
-            finish_reduction_(flat, signature.op, active, signature.postscale)
+            finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
             if not is_alone:
                 torch._foreach_copy_(targets, pieces)
             _hand_out(batch.units, targets, results)
@@ -100,7 +100,7 @@ class Performer:
             torch._foreach_copy_(pieces, list(sources))
         return flat, pieces
 
-    def _broadcast(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _broadcast(self, batch: Batch, results: Results) -> Callable[[], None]:
         targets, root = [self._target(unit) for unit in batch.units], self._ranks.index(batch.signature.root)
         is_alone = len(targets) == 1 and self._stays(targets[0]) and targets[0].is_contiguous()
         is_root = self._communicator.rank == root
@@ -116,7 +116,7 @@ class Performer:
         _hand_out(batch.units, targets, results)
         return lambda: None
 
-    def _allgather(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _allgather(self, batch: Batch, results: Results) -> Callable[[], None]:
         units, size = batch.units, self._communicator.size
         rows = np.array([len(unit.source) for unit in units])
         lengths = self._communicator.allgather(rows, batch.signature.name).reshape(size, len(units))
@@ -140,7 +140,7 @@ class Performer:
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._stays(tensor) else tensor.cpu()
 
-    def _alltoall(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _alltoall(self, batch: Batch, results: Results) -> Callable[[], None]:
         size, rank = self._communicator.size, self._communicator.rank
         for unit in batch.units:
             splits = list(unit.request.splits)
@@ -166,41 +166,53 @@ class Performer:
         for handle in handles:
             handle.wait()
 
-    def _reducescatter(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
         """Each rank gets its rows from all, and reduces them: the first ranks have one more where they do not split evenly."""
         signature, size, rank = batch.signature, self._communicator.size, self._communicator.rank
         if batch.units[0].source.device.type != "cpu" and self._stays(batch.units[0].source):
-            return self._reducescatter_on_device(batch, active, results)
+            return self._reducescatter_on_device(batch, results)
         sources = [unit.source.cpu() for unit in batch.units]
         mine = [_joined([source[part_of(len(source), other, size)].view(-1) for source in sources]) for other in range(size)]
         if signature.prescale != 1.0:
             mine = [part.clone() for part in mine]
-            for part in mine:
-                scale_(part, signature.prescale)
+            for other, part in enumerate(mine):
+                _prescale_(part, batch, [source[part_of(len(source), other, size)].numel() for source in sources])
         theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
         self._swap(mine, theirs, signature.name)
         total = reduced("sum" if signature.op == "average" else signature.op, theirs, rank)
-        finish_reduction_(total, signature.op, active, signature.postscale)
+        finish_reduction_(total, signature.op, batch.givers, signature.postscale)
         own = _pieces(total, [source[part_of(len(source), rank, size)] for source in sources])
         for unit, part in zip(batch.units, own, strict=True):
             results[id(unit.request), unit.place] = part.to(unit.source.device, copy=len(own) > 1)
         return lambda: None
 
-    def _reducescatter_on_device(self, batch: Batch, active: int, results: Results) -> Callable[[], None]:
+    def _reducescatter_on_device(self, batch: Batch, results: Results) -> Callable[[], None]:
         """An allreduce, of which this rank keeps its rows: there are no messages between devices."""
         signature = batch.signature
         flat, pieces = self._packed([unit.source for unit in batch.units])
-        scale_(flat, signature.prescale)
+        _prescale_(flat, batch)
         start_reduce_(self._communicator, flat, "sum" if signature.op == "average" else signature.op, signature.name)()
-        finish_reduction_(flat, signature.op, active, signature.postscale)
+        finish_reduction_(flat, signature.op, batch.givers, signature.postscale)
         for unit, whole in zip(batch.units, pieces, strict=True):
             results[id(unit.request), unit.place] = whole[part_of(len(whole), self._communicator.rank, self._communicator.size)].clone()
         return lambda: None
 
 
-def finish_reduction_(flat: torch.Tensor, op: str, active: int, postscale: float) -> None:
+def _prescale_(flat: torch.Tensor, batch: Batch, numbers: Sequence[int] = ()) -> None:
+    """The units' tensors, which stand behind one another in `flat`; numbers: of each, where they are not whole. No stand-in is scaled."""
+    if not any(unit.request.is_stand_in for unit in batch.units):
+        scale_(flat, batch.signature.prescale)
+        return
+    parts = flat.split(list(numbers) or [unit.source.numel() for unit in batch.units])
+    for unit, part in zip(batch.units, parts, strict=True):
+        if not unit.request.is_stand_in:
+            scale_(part, batch.signature.prescale)
+
+
+def finish_reduction_(flat: torch.Tensor, op: str, ranks: int, postscale: float) -> None:
+    """ranks: that gave something to it."""
     if op == "average":
-        average_(flat, active, postscale)
+        average_(flat, ranks, postscale)
     else:
         scale_(flat, postscale)
 

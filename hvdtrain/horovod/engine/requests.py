@@ -34,7 +34,7 @@ class Signature(NamedTuple):
 class Request:
     """A collective that was asked for, with its result or error once it is done."""
 
-    __slots__ = ("bucket", "done", "error", "inputs", "outputs", "result", "signature", "splits")
+    __slots__ = ("bucket", "done", "error", "inputs", "is_stand_in", "outputs", "polled_s", "result", "signature", "splits")
 
     def __init__(
         self, signature: Signature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = (), splits: Sequence[int] = ()
@@ -45,6 +45,8 @@ class Request:
         """
         self.signature, self.inputs, self.outputs, self.splits = signature, inputs, outputs, splits
         self.bucket = 0  # requests of one bucket may be fused
+        self.is_stand_in = False  # of a rank that has joined: its tensors leave the results to the others
+        self.polled_s: float | None = None  # time.monotonic() of the first poll()
         self.done = False
         self.result: Any = None  # a list: of each tensor
         self.error: BaseException | None = None

@@ -16,4 +16,6 @@ def stand_in(signature: Signature, size: int) -> Request:
         lengths = [0 if length == ANY else length for length in shape]
         value = neutral(signature.op, dtype) if signature.kind in ("allreduce", "reducescatter") else 0
         inputs.append(torch.full(lengths, value, dtype=dtype))
-    return Request(signature, inputs, splits=[0] * size if signature.kind == "alltoall" else ())
+    request = Request(signature, inputs, splits=[0] * size if signature.kind == "alltoall" else ())
+    request.is_stand_in = True
+    return request

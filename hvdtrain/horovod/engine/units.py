@@ -31,6 +31,7 @@ class Batch(NamedTuple):
 
     signature: Signature  # of the first; the others have its kind, op, factors and root
     units: list[Unit]
+    givers: int  # ranks that asked for it: an average is over these, and not over those that have joined
 
 
 def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: int) -> list[Batch]:
@@ -48,13 +49,13 @@ def batches(requests: Sequence[tuple[Request, tuple[int, ...]]], fusion_bytes: i
         for place, source in enumerate(request.inputs):
             unit, size = Unit(request, place, source), 0 if kind in _ANY_ROWS else source.nbytes
             if op == "adasum" or size >= ALONE_BYTES:
-                found.append(Batch(signature, [unit]))
+                found.append(Batch(signature, [unit], len(buckets)))
                 continue
             whole = *key, source.dtype, source.device
             units, so_far = last.get(whole, (None, 0))
             if units is None or so_far + size > fusion_bytes:
                 units, so_far = [], 0
-                found.append(Batch(signature, units))
+                found.append(Batch(signature, units, len(buckets)))
             units.append(unit)
             last[whole] = units, so_far + size
     return found

@@ -1,0 +1,55 @@
+"""The queue of a process set, which several threads use; compression of arrays."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+import hvdtrain.horovod as hvd
+from hvdtrain.comm.exchange.alone import Alone
+from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
+from hvdtrain.horovod.engine.lane import Lane
+from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.settings import Settings
+from hvdtrain.horovod.engine.timeline import Timeline
+
+
+class Interrupted(Request):
+    """While it is looked at, another thread queues a request."""
+
+    __slots__ = ()
+    bucket = property(lambda self: self.result(), lambda self, value: None)
+
+
+def test_a_thread_looks_into_the_queue_while_another_one_fills_it() -> None:
+    lane = Lane(ThreadCommunicator(ThreadRanks(1), 0), Alone(), [0], Settings(), Timeline(), lambda _: None)  # type: ignore[arg-type]
+    later = threading.Thread(target=lane.submit, args=(barrier(Request, "later"),))
+
+    def interrupt() -> int:
+        if not later.ident:
+            later.start()
+            later.join(0.2)
+        return 0
+
+    for name in ("first", "second"):
+        request = barrier(Interrupted, name)
+        request.result = interrupt
+        lane.submit(request)
+    assert not lane.has_shown()
+    later.join()
+
+
+def barrier(kind: type[Request], name: str) -> Request:
+    return kind(Signature(name, "barrier"), list[torch.Tensor]())
+
+
+def test_arrays_of_numpy_are_compressed() -> None:
+    for kind in (hvd.Compression.fp16, hvd.Compression.bf16):
+        wire, ctx = kind.compress(np.array([1.0, 2.5]))
+        assert wire.dtype in (torch.float16, torch.bfloat16)
+        found = kind.decompress(wire, ctx)
+        assert isinstance(found, np.ndarray) and found.dtype == np.float64 and found.tolist() == [1.0, 2.5]
+        whole = np.array([3])
+        assert kind.decompress(*kind.compress(whole)) is whole
