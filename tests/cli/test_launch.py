@@ -281,7 +281,6 @@ def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monke
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads
 def test_srun_brings_a_secret_to_the_ranks(bare: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A new one for each start; one that is set stays. Afterwards the process has the signal handlers that it had."""
     handlers = [signal.getsignal(number) for number in STOPPING]
@@ -297,7 +296,6 @@ def test_srun_brings_a_secret_to_the_ranks(bare: Path, monkeypatch: pytest.Monke
     assert [signal.getsignal(number) for number in STOPPING] == handlers
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")  # of a process that other tests have given threads
 def test_a_signal_while_the_python_of_a_rank_starts_asks_for_another_start(bare: Path) -> None:
     """It kills: Open MPI's mpirun then ends with 140. Nothing is lost, and the code is that of a job to start again."""
     other = "kill -USR2 $PPID; sleep 20"  # to launch, which sends it to its child

@@ -40,10 +40,6 @@ KILLED, TERMINATED, CRASHED = 128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + 
 N1, N2, N3 = Host("n1", 2), Host("n2", 2), Host("n3", 4)
 
 
-# The supervisor starts the launcher by a fork, in a process that never has JAX; another test file of this worker may have started it.
-pytestmark = pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
-
-
 @pytest.mark.parametrize(
     ("ended", "decision"),
     [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_PROGRAM = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ends_with_parent.py"))]
 
 
 def start_child(
@@ -19,17 +21,15 @@ def start_child(
     new_session: bool = False,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Gets the signal `at_our_end` when this process ends, for whatever reason. Call it before there are other threads.
+    """Gets the signal `at_our_end` when this process ends, for whatever reason, and ends with 127 where the command cannot be started.
 
     output: for its standard output and error, in place of ours; it reads nothing then.
     """
-    libc = ctypes.CDLL(None)
     return subprocess.Popen(
-        command,
+        [*_PROGRAM, str(os.getpid()), str(int(at_our_end)), *command],
         env=environ,
         start_new_session=new_session,
         stdin=None if output is None else subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, at_our_end),  # noqa: PLW1509 (safe: one thread)
     )

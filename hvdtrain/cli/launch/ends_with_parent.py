@@ -1,0 +1,29 @@
+"""A program, `python -I -S ends_with_parent.py PARENT SIGNAL COMMAND...`: becomes COMMAND, which gets SIGNAL when its parent process ends.
+
+Only a process itself can ask for that. To do it in a fork of the parent process (`preexec_fn`) may hang where the parent has threads.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def main() -> None:
+    parent, at_its_end, *command = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(at_its_end))
+    if os.getppid() != int(parent):  # it ended before the kernel knew
+        sys.exit(128 + int(at_its_end))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command inherits that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)  # as a shell does
+
+
+if __name__ == "__main__":
+    main()
