@@ -117,6 +117,18 @@ result = hvdtrain.train(
 )
 assert 0 <= result.last < 1, result  # the mean squared error
 """
+OF_HOROVOD = """
+import sys
+import torch
+import hvdtrain.horovod as hvd
+
+hvd.init()
+sum_of_ranks = hvd.allreduce(torch.ones(3) * hvd.rank(), op=hvd.Sum)
+print(sys.argv[1], hvd.cross_rank(), hvd.local_rank(), sum_of_ranks.tolist())
+if sys.argv[1] == "fails" and hvd.rank() == 3:
+    raise ValueError("no more")
+hvd.barrier()
+"""
 
 
 def test_srun_starts_a_script(slurm: Slurm, tmp_path: Path) -> None:
@@ -125,6 +137,18 @@ def test_srun_starts_a_script(slurm: Slurm, tmp_path: Path) -> None:
     said = slurm.must("srun", "--mpi=pmix", *SHARES, f"--chdir={tmp_path}", sys.executable, "mine.py", env={"PYTHONPATH": str(ROOT)})
     assert re.findall(r"^ranks   4 \(n1 x 2, n2 x 2\)", said, re.M), said
     assert [event["kind"] for event in events(tmp_path / "run")][-1] == "end"
+
+
+def test_launch_starts_a_script_through_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """In an allocation. Each line has its rank; where one rank fails, its traceback alone ends the job."""
+    (tmp_path / "mine.py").write_text(OF_HOROVOD)
+    launch = ["salloc", *SHARES, sys.executable, "-m", "hvdtrain", "launch", "--slurm", "-np", "4", "--", str(tmp_path / "mine.py")]
+    said = slurm.must(*launch, "works")
+    assert sorted(re.findall(r"works .*", said)) == [f"works {host} {local} [6.0, 6.0, 6.0]" for host in (0, 1) for local in (0, 1)], said
+    failed = slurm.run(*launch, "fails")
+    assert failed.returncode not in (0, KILLED_BY_TIMEOUT), failed
+    assert failed.stderr.count("Traceback") == 1 and re.search(r"^\[?3.*ValueError: no more$", failed.stderr, re.M), failed.stderr
+    emptied(slurm)
 
 
 def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:

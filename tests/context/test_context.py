@@ -208,6 +208,21 @@ def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
 
 
+def test_a_time_limit_stops_it_to_be_resumed_where_it_was(make: Any, tmp_path: Path) -> None:
+    """guard.max_time counts from the start of the process: 1 s is long over."""
+    steps = []
+    for limit in ("1s", "1h"):
+        ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "log.every_steps=4", f"guard.max_time={limit}")
+        ctx.resume()
+        for batch in ctx.samples(DATA, batch=2, epochs=1):
+            plain_step(ctx, model, optimizer, batch)
+            ctx.checkpoint(model, optimizer)
+            steps.append(batch.step)
+        assert ctx.close() == (75 if limit == "1s" else 0)
+    assert steps == list(range(10))
+    assert [event["reason"] for event in events(tmp_path / "run", "stop")] == ["guard.max_time=1s"]
+
+
 def test_an_error_of_the_script_is_the_last_event(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
     with pytest.raises(ValueError, match="mine"), ctx:
