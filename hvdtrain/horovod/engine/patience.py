@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +11,11 @@ from hvdtrain.horovod.engine.agree import ranks_text
 from hvdtrain.horovod.engine.errors import Stalled
 from hvdtrain.horovod.engine.settings import Settings
 
-SPIN_S = 0.0002  # without giving the core away: the others are about to come
-YIELD_S = 0.01
-SLEEP_S = 0.0005
+SPIN_S = 0.0002  # without a sleep: the others are about to come
+SHARE = (
+    8  # of what it has waited, it sleeps one in so many at once: a rank that looks all the time slows down its neighbour on the same core
+)
+SLEEP_S = 0.0005  # at most
 ANNOUNCE_S = 0.5  # of waiting, until the others are told of it
 NOTICE_S = 1.0  # for the announcements of other ranks to come
 _FIX = "look at what these ranks do instead (py-spy dump); or HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=... (0: wait forever)"
@@ -31,10 +32,7 @@ def wait_for(exchange: Exchange, settings: Settings, ranks: Sequence[int], rank:
         waited_s = time.perf_counter() - start
         if waited_s < SPIN_S:
             continue
-        if waited_s < YIELD_S:
-            os.sched_yield()
-            continue
-        time.sleep(SLEEP_S)
+        time.sleep(min(SLEEP_S, waited_s / SHARE))
         if waited_s > ANNOUNCE_S and not announced:
             announced = True
             exchange.announce()
