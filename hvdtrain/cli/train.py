@@ -6,6 +6,7 @@ import sys
 
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import configure, to_yaml
+from hvdtrain.core.lasting_imports import lasting_imports
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.training.system_limits import check_limits
 
@@ -32,13 +33,14 @@ def train(arguments: list[str]) -> int:
         return _print_config(config_file, [argument for argument in arguments if argument != "--print-config"])
 
     check_limits()
-    from hvdtrain.training.failure import RankFailed
-    from hvdtrain.training.run_rank import run_rank
+    with lasting_imports() as imported:
+        from hvdtrain.training.failure import RankFailed
+        from hvdtrain.training.run_rank import run_rank
 
-    try:
-        return run_rank(config_file, arguments).code
-    except RankFailed as failed:
-        return failed.code
+        try:
+            return run_rank(config_file, arguments, imported=imported).code
+        except RankFailed as failed:
+            return failed.code
 
 
 def _print_config(config_file: str | None, arguments: list[str]) -> int:

@@ -52,19 +52,28 @@ class Rank(NamedTuple):
 
 
 def run_rank(
-    config_file: str | None, arguments: Sequence[str], *, from_script: bool = False, given: Mapping[str, Given] = _NOTHING
+    config_file: str | None,
+    arguments: Sequence[str],
+    *,
+    from_script: bool = False,
+    given: Mapping[str, Given] = _NOTHING,
+    imported: Callable[[], None] = lambda: None,
 ) -> JobResult:
-    """Trains with a YAML file and key=value arguments. given: objects of the script, by section. Raises as on_connected_ranks()."""
-    return on_connected_ranks(_train, config_file, arguments, from_script=from_script, given=given)
+    """Trains with a YAML file and key=value arguments. Raises as on_connected_ranks().
+
+    given: objects of the script, by section. imported: called when the libraries are imported.
+    """
+    return on_connected_ranks(lambda rank: _train(rank, imported), config_file, arguments, from_script=from_script, given=given)
 
 
-def _train(rank: Rank) -> JobResult:
+def _train(rank: Rank, imported: Callable[[], None]) -> JobResult:
     ready_for_losses(rank.config, rank.communicator)
     rank.heartbeat.beat("reading the data", 0, 0)
     datasets = open_datasets(rank.config, rank.communicator)
     config = with_class_names(rank.config, datasets.train)
     config = resolve_micro(config, datasets, rank.communicator)
     with advised(lambda: forecast_of_job(config, datasets, rank.communicator), room_of_rank(config, rank.communicator)):
+        imported()  # the framework too, by room_of_rank()
         return train_job(
             config, datasets, rank.communicator, rank.engine_reason, rank.signals, rank.heartbeat, rank.lock, rank.warnings, rank.watchdog
         )

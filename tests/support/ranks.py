@@ -110,7 +110,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             env=environment({"TMPDIR": self._sessions, **(env or {})}),
             cwd=cwd,
-            start_new_session=True,
+            process_group=0,  # Linux gives a session a whole share of the cores, also where its ranks only wait (sched(7), autogroup)
         )
 
     def __enter__(self) -> Job:

@@ -129,6 +129,25 @@ def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: P
     assert float(of_step) - float(of_mpirun) > 1.5  # three seconds, less what one of four at once may wait
 
 
+def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(tmp_path: Path) -> None:
+    program = f"""
+import gc
+from hvdtrain.cli.train import train
+frozen = []  # objects that are never searched, at each search
+gc.callbacks.append(lambda phase, info: frozen.append(gc.get_freeze_count()))
+assert not train({[*JOB, f"run={tmp_path}"]!r})
+assert gc.isenabled() and frozen and min(frozen) > 50_000, frozen
+"""
+    done = ranks.python(["-c", program])
+    assert done.returncode == 0, done
+
+
+def test_the_end_of_a_command_searches_nothing_for_garbage() -> None:
+    program = "import gc, sys; from hvdtrain.__main__ import main; sys.argv[1:] = ['--version']; main(); print(len(gc.get_objects()))"
+    done = ranks.python(["-c", program])
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) < 100, done  # of some 30,000
+
+
 @needs_mpirun
 def test_a_job_reports_its_start_once(tmp_path: Path) -> None:
     result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"])
