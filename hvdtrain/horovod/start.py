@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.engine.reduce import check_op
+from hvdtrain.horovod.engine.reduce import check_moved, check_op
 from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.ops import op_name
@@ -31,6 +31,8 @@ class Call:
         converted = [as_torch(x, self.where, in_place=in_place) for x in given]
         self.tensors = [tensor for tensor, _ in converted]
         self.backs: list[Back] = [back for _, back in converted]
+        for tensor in self.tensors:
+            check_moved(tensor.dtype, self.where)
         if not given:
             raise BadCall("no tensors", self.where, "a list of at least one tensor")
 
@@ -62,7 +64,7 @@ class Call:
         """A handle. op: hvd.Average and so on. Raises BadCall for a reduction that the dtypes do not have."""
         reduction = op_name(op, self.where)
         for tensor in self.tensors:
-            check_op(reduction, tensor.dtype, self.where)
+            check_op(reduction, tensor.dtype, not prescale == postscale == 1, self.where)
         return self.start(op=reduction, prescale=prescale, postscale=postscale)
 
     def _finish(self, results: list[torch.Tensor]) -> Any:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import Communicator, part_of, point_to_point
+from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.reduce import reduced, start_reduce_
 from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.scale import average_, scale_
+from hvdtrain.horovod.engine.swap import as_bytes, swap
 from hvdtrain.horovod.engine.timeline import Timeline
 from hvdtrain.horovod.engine.units import Batch, Unit, batches, runs
 
-TAG = 22  # of the messages of an alltoall
 Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor) -> what it gets
 
 
@@ -110,7 +110,7 @@ class Performer:
                     target.copy_(unit.source)
         flat, pieces = (targets[0].view(-1), targets) if is_alone else self._packed([unit.source for unit in batch.units])
         if flat.numel():
-            self._communicator.broadcast(_bytes(flat), batch.signature.name, root)
+            self._communicator.broadcast(as_bytes(flat), batch.signature.name, root)
             if not is_alone and not is_root:
                 torch._foreach_copy_(targets, pieces)
         _hand_out(batch.units, targets, results)
@@ -127,7 +127,7 @@ class Performer:
 
     def _gather(self, units: Sequence[Unit], lengths: np.ndarray, results: Results) -> None:
         """lengths: of axis 0, of each rank's units."""
-        flats = [_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
+        flats = [as_bytes(self._placed(unit.source).reshape(-1)) for unit in units]
         is_copy = len(units) == 1 and self._communicator.size > 1  # what one rank gathers from itself is its own memory
         gathered = self._communicator.allgather(_joined(flats), units[0].request.signature.name)
         widths = [_row_bytes(unit.source) for unit in units]
@@ -148,23 +148,9 @@ class Performer:
             received = [int(n) for n in table[:, rank]]
             source = unit.source.cpu()
             rows = source.new_empty((sum(received), *source.shape[1:]))
-            self._swap(source[: sum(splits)].split(splits), rows.split(received), batch.signature.name)
+            swap(self._communicator, source[: sum(splits)].split(splits), rows.split(received), batch.signature.name)
             results[id(unit.request), unit.place] = rows.to(unit.source.device), received
         return lambda: None
-
-    def _swap(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], name: str) -> None:
-        """mine[r] to rank r, theirs[r] from it."""
-        communicator = self._communicator
-        if theirs[communicator.rank].data_ptr() != mine[communicator.rank].data_ptr():
-            theirs[communicator.rank].copy_(mine[communicator.rank])
-        others = [rank for rank in range(communicator.size) if rank != communicator.rank]
-        if not others:
-            return
-        wire = point_to_point(communicator, f"messages of {name!r}")
-        handles = [wire.start_recv(_bytes(theirs[rank].view(-1)), rank, name, TAG) for rank in others if theirs[rank].numel()]
-        handles += [wire.start_send(_bytes(mine[rank].reshape(-1)), rank, name, TAG) for rank in others if mine[rank].numel()]
-        for handle in handles:
-            handle.wait()
 
     def _reducescatter(self, batch: Batch, results: Results) -> Callable[[], None]:
         """Each rank gets its rows from all, and reduces them: the first ranks have one more where they do not split evenly."""
@@ -178,7 +164,7 @@ class Performer:
             for other, part in enumerate(mine):
                 _prescale_(part, batch, [source[part_of(len(source), other, size)].numel() for source in sources])
         theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
-        self._swap(mine, theirs, signature.name)
+        swap(self._communicator, mine, theirs, signature.name)
         total = reduced("sum" if signature.op == "average" else signature.op, theirs, rank)
         finish_reduction_(total, signature.op, batch.givers, signature.postscale)
         own = _pieces(total, [source[part_of(len(source), rank, size)] for source in sources])
@@ -238,11 +224,6 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _hand_out(units: Sequence[Unit], found: Sequence[torch.Tensor], results: Results) -> None:
     for unit, tensor in zip(units, found, strict=True):
         results[id(unit.request), unit.place] = tensor
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A view."""
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:

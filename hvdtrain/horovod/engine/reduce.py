@@ -7,13 +7,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator
+from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of
 from hvdtrain.horovod.engine.adasum import adasum_
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
+from hvdtrain.horovod.engine.swap import swap
 
-GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other: what an engine cannot reduce by itself
+GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
+WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
+PIECE_BYTES = 16 << 20  # of more each rank reduces a part; a part of each piece, which bounds the memory that it takes
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_COMPUTED = frozenset({*_FLOATS, *_WHOLE, *_REAL, torch.bool})
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -22,26 +28,33 @@ _OPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def check_op(op: str, dtype: torch.dtype, where: str) -> None:
-    """Raises BadCall for a reduction that means nothing."""
-    if dtype.is_floating_point:
-        return
+def check_op(op: str, dtype: torch.dtype, has_factors: bool, where: str) -> None:
+    """Raises BadCall for a reduction that means nothing, or that torch does not compute: within a round it would end the job."""
     wrong = ""
-    if dtype.is_complex and op in ("min", "max", "adasum"):
+    if dtype not in _COMPUTED:
+        wrong = "torch does not compute with it"
+    elif dtype == torch.bool and (op == "average" or has_factors):
+        wrong = "an average of bool is no bool" if op == "average" else "bool times a factor is no bool"
+    elif dtype.is_complex and op in ("min", "max", "adasum"):
         wrong = "complex numbers have no order" if op != "adasum" else "Adasum is for real numbers"
-    elif dtype == torch.bool and op == "average":
-        wrong = "an average of bool is no bool"
-    elif op == "adasum":
+    elif op == "adasum" and not dtype.is_floating_point:
         wrong = "Adasum is for floating-point numbers"
     if wrong:
         fix = "hvd.Sum or hvd.Max (or), hvd.Min or hvd.Product (and)" if dtype == torch.bool else "another op, or convert it first"
         raise BadCall(f"no {op} of {name_of(dtype)}: {wrong}", where, fix)
 
 
+def check_moved(dtype: torch.dtype, where: str) -> None:
+    """Raises BadCall for quantized numbers, and for those of less than a byte."""
+    if dtype not in _COMPUTED and not name_of(dtype).startswith("float8_"):
+        raise BadCall(f"{name_of(dtype)} is not sent", where, "tensor.dequantize(), or a view as torch.uint8")
+
+
 def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> Callable[[], None]:
     """Begins to replace a contiguous tensor of one dimension by its reduction over ranks; what it returns waits for the result.
 
-    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or product where all are.
+    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or product where all are. In host memory each
+    number is reduced in the order of ranks, or in one that gives the same bits: they do not depend on the tensors around it.
     """
     if flat.numel() == 0 or communicator.size == 1:
         return lambda: None
@@ -51,12 +64,24 @@ def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name:
         return start_reduce_(communicator, torch.view_as_real(flat).view(-1), op, name)
     if flat.dtype == torch.bool:
         return start_reduce_(communicator, flat.view(torch.uint8), "max" if op in ("sum", "max") else "min", name)
-    dtype = name_of(flat.dtype)
-    sums_half = dtype == "bfloat16" and op == "sum" and "bfloat16_sums" in communicator.features
-    if op != "product" and (dtype in NUMBER_TYPES or sums_half):
+    if _is_free_of_order(communicator, flat, op):
         handle = communicator.start_allreduce(flat, name, op)  # type: ignore[arg-type]  # one of sum, min, max here
         return lambda: _take(flat, handle.wait())
-    return lambda: _reduce_gathered_(communicator, flat, op, name)
+    reduce_ = _reduce_in_order_ if flat.device.type == "cpu" else _reduce_gathered_
+    return lambda: reduce_(communicator, flat, op, name)
+
+
+def _is_free_of_order(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
+    """Whether the engine can reduce it, and has no choice of the result: MPI and Gloo choose the order of a sum by the size of the buffer.
+
+    Minima and maxima of theirs lose a nan. On a device the order is that of NCCL.
+    """
+    dtype = name_of(flat.dtype)
+    if op == "product" or not (dtype in NUMBER_TYPES or (dtype == "bfloat16" and op == "sum" and "bfloat16_sums" in communicator.features)):
+        return False
+    if flat.device.type != "cpu" or not flat.is_floating_point():
+        return True
+    return op == "sum" and communicator.size == 2
 
 
 def _take(flat: torch.Tensor, found: torch.Tensor) -> None:
@@ -64,8 +89,30 @@ def _take(flat: torch.Tensor, found: torch.Tensor) -> None:
         flat.copy_(found)
 
 
+def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
+    """In the order of ranks, with the rounding of the dtype at each step."""
+    size, rank = communicator.size, communicator.rank
+    if flat.nbytes <= WHOLE_BYTES:
+        flat.copy_(_reduced_of_all(communicator, [flat] * size, op, name))
+        return
+    step = max(size, PIECE_BYTES // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
+        parts = [piece[part_of(len(piece), other, size)] for other in range(size)]
+        parts[rank].copy_(_reduced_of_all(communicator, parts, op, name))
+        swap(communicator, [parts[rank]] * size, parts, name)
+
+
+def _reduced_of_all(communicator: Communicator, mine: Sequence[torch.Tensor], op: str, name: str) -> torch.Tensor:
+    """Of what the ranks have for this one. mine: what this one has for each."""
+    rank = communicator.rank
+    theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
+    swap(communicator, mine, theirs, name)
+    return reduced(op, theirs, rank)
+
+
 def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """In the order of ranks, with the rounding of the dtype at each step: the same bits on every rank."""
+    """As _reduce_in_order_(), of what every rank gets whole from every other: there are no messages between devices."""
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]

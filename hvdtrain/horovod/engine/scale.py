@@ -17,9 +17,10 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 def average_(tensor: torch.Tensor, ranks: int, factor: float) -> None:
     """The sum over so many ranks, divided, and multiplied by `factor`, in place. Integers are divided exactly, then truncated."""
-    if tensor.is_floating_point() or tensor.is_complex():
+    if factor != 1.0 or tensor.is_floating_point() or tensor.is_complex():
         scale_(tensor, factor / ranks)
-    elif factor == 1.0:
-        tensor.div_(ranks, rounding_mode="trunc")
+    elif tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # in host memory: torch does not divide them
+        array = tensor.numpy()
+        array //= ranks
     else:
-        scale_(tensor, factor / ranks)
+        tensor.div_(ranks, rounding_mode="trunc")
