@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-from collections import OrderedDict
+import datetime
+import enum
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +19,9 @@ from hvdtrain.comm.signed.objects import pack, unpack
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
 
-_FIX = "numbers, strings, bytes, None, lists, tuples, sets, dicts, arrays, tensors; of an object of your own its __dict__ or state_dict()"
+_FIX = "numbers, strings, bytes, None, paths, containers of Python, arrays, tensors; of an object of your own its __dict__ or state_dict()"
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)}  # of a defaultdict
+_TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
 
 class _Tensor(NamedTuple):
@@ -32,6 +39,7 @@ class _Scalar(NamedTuple):
 
 class _Bytes(NamedTuple):
     text: str
+    is_array: bool  # a bytearray
 
 
 class _Complex(NamedTuple):
@@ -44,14 +52,64 @@ class _Set(NamedTuple):
     is_frozen: bool
 
 
-class _Ordered(NamedTuple):
+class _Dict(NamedTuple):
+    """A dict of another class than dict."""
+
+    kind: str
     items: list[Any]
+    factory: str | None  # of a defaultdict
+
+
+class _Deque(NamedTuple):
+    members: list[Any]
+    most: int | None
+
+
+class _Fields(NamedTuple):
+    """A named tuple, of a class that the receiver has loaded too."""
+
+    module: str
+    name: str
+    fields: tuple[str, ...]
+    values: list[Any]
+
+
+class _Member(NamedTuple):
+    """Of an Enum that the receiver has loaded too."""
+
+    module: str
+    name: str
+    member: str
+
+
+class _Range(NamedTuple):
+    kind: str  # range or slice
+    bounds: list[Any]
+
+
+class _Path(NamedTuple):
+    text: str
+    is_of_files: bool  # Path, not PurePath
+
+
+class _Time(NamedTuple):
+    kind: str
+    text: str
+
+
+class _Span(NamedTuple):
+    """A timedelta."""
+
+    days: int
+    seconds: int
+    microseconds: int
 
 
 class _Namespace(NamedTuple):
-    """Of argparse."""
+    """Of argparse, or types.SimpleNamespace."""
 
     values: dict[Any, Any]
+    is_simple: bool
 
 
 class _Torch(NamedTuple):
@@ -74,32 +132,70 @@ def unpacked(content: bytes) -> Any:
     return _restored(unpack(content, ""))
 
 
-def _plain(thing: Any, where: str) -> Any:  # noqa: PLR0911 (one for each class)
+def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one for each class)
+    """place: of the thing in the object that is sent, as "['optimizer'][0]"."""
     kind = type(thing)
     if thing is None or kind in (bool, int, float, str):
         return thing
     if kind in (list, tuple):
-        return kind(_plain(inner, where) for inner in thing)
-    if kind in (dict, OrderedDict):
-        items = [(_plain(key, where), _plain(value, where)) for key, value in thing.items()]
-        return dict(items) if kind is dict else _Ordered([list(item) for item in items])
+        return kind(_members(thing, where, place))
+    if isinstance(thing, dict):
+        return _of_dict(thing, where, place)
     if kind in (set, frozenset):
-        return _Set([_plain(inner, where) for inner in thing], kind is frozenset)
-    if isinstance(thing, torch.Tensor) and not thing.is_sparse:
+        return _Set(_members(thing, where, place), kind is frozenset)
+    if kind is deque:
+        return _Deque(_members(thing, where, place), thing.maxlen)
+    if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _of_tensor(thing)
-    if kind is np.ndarray and not thing.dtype.hasobject:
+    if kind is np.ndarray and not thing.dtype.hasobject and thing.dtype.names is None:
         return thing
-    if isinstance(thing, np.generic):
+    if isinstance(thing, np.generic) and not thing.dtype.hasobject:
         return _Scalar(np.asarray(thing))
+    if isinstance(thing, PurePath):
+        return _Path(str(thing), isinstance(thing, Path))
+    if isinstance(thing, enum.Enum):
+        return _Member(kind.__module__, kind.__qualname__, thing.name)
+    if isinstance(thing, tuple) and hasattr(kind, "_fields"):
+        return _Fields(kind.__module__, kind.__qualname__, tuple(kind._fields), _members(thing, where, place))
+    return _plain_value(thing, where, place)
+
+
+def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
+    """Of what has no members of any class."""
+    kind = type(thing)
     if kind in (bytes, bytearray):
-        return _Bytes(base64.b64encode(thing).decode())
+        return _Bytes(base64.b64encode(thing).decode(), kind is bytearray)
     if kind is complex:
         return _Complex(thing.real, thing.imag)
-    if kind is argparse.Namespace:
-        return _Namespace(_plain(vars(thing), where))
+    if kind in (argparse.Namespace, SimpleNamespace):
+        return _Namespace(_plain(vars(thing), where, place), kind is SimpleNamespace)
     if kind in (torch.dtype, torch.device, torch.Size):
         return _Torch(kind.__name__, list(thing) if kind is torch.Size else str(thing).removeprefix("torch."))
-    raise BadCall(f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: {thing!r:.100}", where, _FIX)
+    if kind in (range, slice):
+        return _Range(kind.__name__, _members((thing.start, thing.stop, thing.step), where, place))
+    if kind in _TIMES.values():
+        return _Time(kind.__name__, thing.isoformat())
+    if kind is datetime.timedelta:
+        return _Span(thing.days, thing.seconds, thing.microseconds)
+    at = f", at object{place}" if place else ""
+    raise BadCall(f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: {thing!r:.100}{at}", where, _FIX)
+
+
+def _members(things: Any, where: str, place: str) -> list[Any]:
+    return [_plain(inner, where, f"{place}[{index}]") for index, inner in enumerate(things)]
+
+
+def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
+    kind = type(thing)
+    items = [(_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]")) for key, value in thing.items()]
+    if kind is dict:
+        return dict(items)
+    factory = thing.default_factory if isinstance(thing, defaultdict) else None
+    is_known = factory is None or factory in _FACTORIES.values()
+    if kind not in (OrderedDict, Counter, defaultdict) or not is_known:
+        what = f"a dict of {kind.__module__}.{kind.__qualname__}" if is_known else f"a defaultdict of {factory!r}"
+        raise BadCall(f"{what} is not sent to other ranks, at object{place}", where, "dict(...) of it")
+    return _Dict(kind.__name__, [list(item) for item in items], None if factory is None else factory.__name__)
 
 
 def _of_tensor(tensor: torch.Tensor) -> _Tensor:
@@ -107,7 +203,7 @@ def _of_tensor(tensor: torch.Tensor) -> _Tensor:
     return _Tensor(name_of(tensor.dtype), flat.view(torch.uint8).numpy(), tuple(tensor.shape), tensor.requires_grad)
 
 
-def _restored(thing: Any) -> Any:  # noqa: PLR0911
+def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
     match thing:
         case _Tensor():
             dtype = getattr(torch, thing.dtype)
@@ -116,16 +212,31 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911
         case _Scalar():
             return thing.array[()]
         case _Bytes():
-            return base64.b64decode(thing.text)
+            content = base64.b64decode(thing.text)
+            return bytearray(content) if thing.is_array else content
         case _Complex():
             return complex(thing.real, thing.imag)
         case _Set():
             members = [_restored(inner) for inner in thing.members]
             return frozenset(members) if thing.is_frozen else set(members)
-        case _Ordered():
-            return OrderedDict((_restored(key), _restored(value)) for key, value in thing.items)
+        case _Dict():
+            return _restored_dict(thing)
+        case _Deque():
+            return deque((_restored(inner) for inner in thing.members), thing.most)
+        case _Fields():
+            return _restored_fields(thing)
+        case _Member():
+            return _loaded(thing.module, thing.name, enum.Enum).__members__[thing.member]
+        case _Range():
+            return (range if thing.kind == "range" else slice)(*_restored(thing.bounds))
+        case _Path():
+            return (Path if thing.is_of_files else PurePath)(thing.text)
+        case _Time():
+            return _TIMES[thing.kind].fromisoformat(thing.text)
+        case _Span():
+            return datetime.timedelta(*thing)
         case _Namespace():
-            return argparse.Namespace(**_restored(thing.values))
+            return (SimpleNamespace if thing.is_simple else argparse.Namespace)(**_restored(thing.values))
         case _Torch():
             if thing.kind == "Size":
                 return torch.Size(thing.value)
@@ -135,3 +246,27 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911
         case dict():
             return {_restored(key): _restored(value) for key, value in thing.items()}
     return thing
+
+
+def _restored_dict(thing: _Dict) -> dict[Any, Any]:
+    items = {_restored(key): _restored(value) for key, value in thing.items}
+    if thing.kind == "defaultdict":
+        return defaultdict(None if thing.factory is None else _FACTORIES[thing.factory], items)
+    return OrderedDict(items) if thing.kind == "OrderedDict" else Counter(items)
+
+
+def _restored_fields(thing: _Fields) -> Any:
+    kind: Any = _loaded(thing.module, thing.name, tuple)
+    if tuple(getattr(kind, "_fields", ())) != thing.fields:
+        raise BadCall(f"{thing.module}.{thing.name} has other fields than {thing.fields}", "an object of another rank", _FIX)
+    return tuple.__new__(kind, [_restored(value) for value in thing.values])  # no code of the class runs
+
+
+def _loaded(module: str, name: str, base: type) -> Any:
+    """A class that this process has loaded; nothing is imported for it, which would run code."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise BadCall(f"this rank has not loaded the class {module}.{name}", "an object of another rank", "import it on every rank")
+    return found
