@@ -13,7 +13,7 @@ class CommThread:
     """Makes the collectives of one MPI communicator, which nothing else uses. A daemon thread that starts with the first collective."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Future] = SimpleQueue()
+        self._queue: SimpleQueue[Future | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, collective: Callable[[], Buffer]) -> Future:
@@ -25,9 +25,18 @@ class CommThread:
         self._queue.put(future)
         return future
 
+    def stop(self) -> None:
+        """Returns once the thread has ended, behind what was started before; nothing is started after. Not on that thread.
+
+        It may be the last to hold tensors: one that lets go of them while the interpreter ends aborts the process.
+        """
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            self._queue.get().run()
+        while (future := self._queue.get()) is not None:
+            future.run()
 
 
 class Future:

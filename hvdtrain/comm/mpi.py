@@ -265,8 +265,19 @@ class MpiCommunicator:
         if color is None:
             return None
         group = MpiCommunicator(self._mpi, ranks, groups.place(self.rank), None)
+        ranks.Free()  # the group has its own
         self._groups.append(group)
         return group
+
+    def free_group(self, group: MpiCommunicator) -> None:
+        """Ends a group of split(), of which nothing is under way. A collective of its ranks."""
+        self._groups.remove(group)
+        for exchange in group._exchanges:
+            exchange.free()
+        if group._comm_thread:
+            group._comm_thread.stop()
+            group._thread_comm.Free()
+        group._comm.Free()
 
     def be_ready_to_shrink(self) -> None:
         if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):

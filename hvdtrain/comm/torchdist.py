@@ -318,6 +318,10 @@ class TorchDistCommunicator:
                 own._group = group
         return own
 
+    def free_group(self, group: TorchDistCommunicator) -> None:
+        """Ends a group of split(), of which nothing is under way. A collective of its ranks."""
+        dist.destroy_process_group(group._group)
+
     def be_ready_to_shrink(self) -> None:
         if has_nccl():
             what = "a rank that is lost leaves NCCL's collectives hanging"

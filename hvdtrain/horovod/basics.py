@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.process_sets import ProcessSet, begin, end
 
@@ -15,8 +16,20 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     comm: None for all ranks; a list of ranks or an mpi4py communicator for some of them (MPI alone). process_sets: ProcessSets to add;
     "dynamic" is taken too: process sets can always be added. HVDTRAIN_ENGINE selects the engine.
     """
+    process_sets = _checked(process_sets)
     JOB.start(comm)
-    begin([] if process_sets is None or isinstance(process_sets, str) else process_sets)
+    begin(process_sets)
+
+
+def _checked(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
+    if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
+        return []
+    given: list[Any] = [process_sets] if isinstance(process_sets, str) else list(process_sets)
+    wrong = [each for each in given if not isinstance(each, ProcessSet)]
+    if wrong:
+        fix = 'process_sets=[hvd.ProcessSet([0, 1])], or "dynamic"'
+        raise BadCall(f"{wrong[0]!r:.100} is no process set", "hvd.init(process_sets=...)", fix)
+    return given
 
 
 def shutdown() -> None:

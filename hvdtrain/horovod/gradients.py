@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.horovod.compression import Compressor
 from hvdtrain.horovod.handles import synchronize
+from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.parameter_groups import Names
 from hvdtrain.horovod.process_sets import ProcessSet
 from hvdtrain.horovod.reductions import sparse_allreduce_async
@@ -32,6 +33,7 @@ class UnderWay(NamedTuple):
     handle: int | Callable[[], torch.Tensor]  # what waits for a sparse one
     ctxs: Sequence[Any]  # of the compression
     wires: Sequence[torch.Tensor]
+    job: int  # JOB.first_handle then
 
 
 class Gradients:
@@ -59,24 +61,32 @@ class Gradients:
         """A gradient that was not computed counts as zeros: another rank may have computed it."""
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
-            self.under_way[group] = UnderWay(sparse_allreduce_async(grads[0], group.name, self._op, self._process_set), (), ())
+            self.under_way[group] = UnderWay(
+                sparse_allreduce_async(grads[0], group.name, self._op, self._process_set), (), (), JOB.first_handle
+            )
             return
         compressed = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
         wires, ctxs = [wire for wire, _ in compressed], [ctx for _, ctx in compressed]
         given = wires if self._is_grouped else wires[0]
         call = Call("allreduce", given, group.name, self._process_set, grouped=self._is_grouped, in_place=True)
-        self.under_way[group] = UnderWay(call.start_reduction(self._op, *self._factors), ctxs, wires)
+        self.under_way[group] = UnderWay(call.start_reduction(self._op, *self._factors), ctxs, wires, JOB.first_handle)
 
     def finish(self) -> None:
         """The reductions that are under way, in the order in which they were started."""
-        for group, found in self.under_way.items():
+        under_way, self.under_way = self.under_way, {}
+        for group, found in under_way.items():
             if not isinstance(found.handle, int):
                 group.parameters[0].grad = found.handle()
                 continue
             synchronize(found.handle)
             for parameter, wire, ctx in zip(group.parameters, found.wires, found.ctxs, strict=True):
                 self._take(parameter, wire, ctx)
-        self.under_way.clear()
+
+    def forget(self) -> None:
+        """The reductions that are under way. They are waited for, so that their names are free again, where their job still runs."""
+        if any(found.job != JOB.first_handle for found in self.under_way.values()):
+            self.under_way.clear()
+        self.finish()
 
     def _take(self, parameter: torch.Tensor, wire: torch.Tensor, ctx: Any) -> None:
         grad = parameter.grad
@@ -185,7 +195,7 @@ class GradientSteps:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own; a step that was begun is forgotten."""
-        self._gradients.finish()
+        self._gradients.forget()
         self._synchronized, self._should_synchronize = False, True
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         base: Any = super()

@@ -10,7 +10,7 @@ from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 
 def poll(handle: int) -> bool:
     """Whether synchronize() would return at once. Begins and makes what does not need to wait for other ranks."""
-    return JOB.engine.poll(handle)
+    return JOB.poll(handle)
 
 
 def synchronize(handle: int) -> Any:

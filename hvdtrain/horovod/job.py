@@ -30,9 +30,11 @@ class Job:
         self._engine: Engine | None = None
         self._idle: Engine | None = None  # of a job that was shut down
         self._comm: Any = None  # of whose init()
-        self._finish: dict[int, Finish] = {}
+        self._under_way: dict[int, tuple[int, Finish]] = {}  # handle -> that of the engine, and what becomes of its result
+        self._handles = itertools.count(1)  # of this process, whatever the number of its jobs
+        self.first_handle = 1  # of this job: those before are void
         self._numbers: dict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
-        self._has_failed = self._watches_exit = False
+        self._has_failed = self._watches_failure = self._watches_exit = False
 
     @property
     def engine(self) -> Engine:
@@ -49,24 +51,24 @@ class Job:
         """Does nothing where it has started."""
         if self._engine is not None:
             return
-        is_first, self._watches_exit = not self._watches_exit, True
-        if is_first:
-            self._pid, self._hook = os.getpid(), sys.excepthook
+        if not self._watches_failure:
+            self._watches_failure, self._pid, self._hook = True, os.getpid(), sys.excepthook
             sys.excepthook = self._fail
         if self._idle is None or comm != self._comm:
             hook = sys.excepthook
             self._idle, self._comm = connect(comm), comm
             sys.excepthook = hook  # torch.distributed puts its own around it, which keeps the traceback until ours returns: after the abort
         self._engine, self._idle = self._idle, None
-        self._finish.clear()
         self._numbers.clear()
-        if is_first:
+        if not self._watches_exit:
+            self._watches_exit = True
             atexit.register(self._at_exit)  # runs before what connect() has registered
 
     def shutdown(self) -> None:
         """A collective: what is under way is made first."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._forget()
             engine.leave()
             self._idle = engine
 
@@ -76,8 +78,13 @@ class Job:
 
     def recover(self, error: BaseException) -> None:
         """Goes on without the ranks that are lost. Raises the error where none is, or the engine cannot."""
-        self._finish.clear()
+        self._forget()
         self.engine.recover(error)
+
+    def _forget(self) -> None:
+        """The handles so far are void."""
+        self._under_way.clear()
+        self.first_handle = next(self._handles)
 
     def submit(self, set_id: int | None, request: Request, finish: Finish) -> int:
         """A handle for wait(), which gives finish(result)."""
@@ -85,15 +92,32 @@ class Job:
             raise BadCall(
                 "this process set was not added", request.signature.where, "hvd.init(process_sets=[...]) or hvd.add_process_set()"
             )
-        handle = self.engine.submit(set_id, request)
-        self._finish[handle] = finish
+        in_engine = self.engine.submit(set_id, request)
+        handle = next(self._handles)
+        self._under_way[handle] = in_engine, finish
         return handle
 
+    def poll(self, handle: int) -> bool:
+        """Raises BadCall for a handle that there is not."""
+        engine = self.engine
+        self._check(handle, "hvd.poll()")
+        if handle not in self._under_way:
+            raise BadCall(f"handle {handle!r} was not made, or is synchronized already", "hvd.poll()", "a handle of an ..._async() call")
+        return engine.poll(self._under_way[handle][0])
+
     def wait(self, handle: int) -> Any:
-        """None for a handle that there is not."""
-        finish = self._finish.pop(handle, None)
-        result = self.engine.wait(handle)
-        return finish(result) if finish is not None else None
+        """None for a handle that there is not. Raises BadCall for that of a former job."""
+        engine = self.engine
+        if handle not in self._under_way:
+            self._check(handle, "hvd.synchronize()")
+            return None
+        in_engine, finish = self._under_way.pop(handle)
+        return finish(engine.wait(in_engine))
+
+    def _check(self, handle: int, where: str) -> None:
+        if isinstance(handle, int) and handle < self.first_handle:
+            what = f"handle {handle!r} is of a call before hvd.shutdown(), or before a rank was lost: it has no result any more"
+            raise BadCall(what, where, "synchronize() before shutdown()")
 
     def name(self, kind: str, name: str | None, set_id: int | None) -> str:
         """The name of a request: that of the caller, or a number among those of its kind in its process set."""

@@ -10,6 +10,7 @@ import torch
 import hvdtrain.horovod as hvd
 from hvdtrain.comm.exchange.alone import Alone
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
+from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.lane import Lane
 from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
@@ -24,7 +25,7 @@ class Interrupted(Request):
 
 
 def test_a_thread_looks_into_the_queue_while_another_one_fills_it() -> None:
-    lane = Lane(ThreadCommunicator(ThreadRanks(1), 0), Alone(), [0], Settings(), Timeline(), lambda _: None)  # type: ignore[arg-type]
+    lane = Lane(ThreadCommunicator(ThreadRanks(1), 0), Alone(), [0], Settings(), Timeline(), Callers(), lambda _: None)  # type: ignore[arg-type]
     later = threading.Thread(target=lane.submit, args=(barrier(Request, "later"),))
 
     def interrupt() -> int:

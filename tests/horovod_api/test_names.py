@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections import OrderedDict
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import UTC, date, datetime, timedelta
+from enum import Enum
+from itertools import product
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,9 +54,22 @@ def test_calls_before_init_say_so() -> None:
         hvd.rank()
 
 
+class Pair(NamedTuple):
+    one: int
+    other: list[Any]
+
+
+class Colour(Enum):
+    RED = 1
+
+
 THINGS: list[Any] = [
     {"a": [1, 2.5, None, True, "text"], 3: (b"\x00\xff", 1 + 2j), (1, 2): {4, 5}},
     OrderedDict([("z", frozenset({1})), ("a", np.float32(2.5))]),
+    [Counter("aab"), defaultdict(list, a=[1]), deque([1, 2], maxlen=3), bytearray(b"x"), range(1, 9, 2), slice(None, 3)],
+    [Path("/a/b"), PurePosixPath("c"), Pair(1, [Path("d")]), Colour.RED, SimpleNamespace(a=1), np.int64(3), np.bool_(True)],
+    [datetime(2026, 11, 24, 1, 2, 3, 4, UTC), date(2026, 11, 24), timedelta(days=-1, seconds=5)],
+    torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [2, 2, 5]).state_dict(),
     argparse.Namespace(lr=0.1, layers=[1, 2]),
     [torch.float16, torch.Size([2, 3]), torch.device("cpu")],
     np.arange(6).reshape(2, 3),
@@ -82,13 +100,39 @@ def test_an_object_of_ones_own_class_is_refused_with_what_to_send_instead() -> N
     assert "numbers, strings, bytes" in raised.value.fix and raised.value.where == "broadcast_object 'x'"
 
 
+def test_what_is_refused_is_named_with_its_place() -> None:
+    for thing, words in (
+        ({"a": [1, Own()]}, r"Own is not sent .*, at object\['a'\]\[1\]"),
+        ({"a": defaultdict(lambda: 1)}, r"a defaultdict of <function .* is not sent to other ranks, at object\['a'\]"),
+        ([torch.eye(2).to_sparse()], r"(?s:torch.Tensor is not sent .*), at object\[0\]"),
+    ):
+        with pytest.raises(BadCall, match=words):
+            packed(thing, "test")
+
+
+def test_a_class_that_this_process_has_not_loaded_is_an_error() -> None:
+    kind: Any = type("Elsewhere", (Pair,), {"__module__": "elsewhere"})
+    with pytest.raises(BadCall, match="this rank has not loaded the class elsewhere.Elsewhere"):
+        unpacked(packed(kind(1, []), "test"))
+
+
 def test_settings_are_horovods_variables() -> None:
     assert settings_of({}) == Settings()
     found = settings_of({"HOROVOD_FUSION_THRESHOLD": "1000", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"})
     assert found.fusion_bytes == 1000 and found.end_s is None and found.warn_s == 60
     assert settings_of({"HOROVOD_STALL_CHECK_DISABLE": "1"}).warn_s is None
-    with pytest.raises(UserError, match="HOROVOD_FUSION_THRESHOLD='much' is not a number"):
-        settings_of({"HOROVOD_FUSION_THRESHOLD": "much"})
+    for key, value in product(("HOROVOD_FUSION_THRESHOLD", "HOROVOD_STALL_CHECK_TIME_SECONDS"), ("much", "nan", "-1", "")):
+        with pytest.raises(UserError, match=f"{key}='{value}' is not a number of 0 or more\n.*\n  fix: a number; 0 switches it off"):
+            settings_of({key: value})
+    with pytest.raises(UserError, match="HOROVOD_FUSION_THRESHOLD='inf' is not a number of 0 or more\n.*\n  fix: a number of bytes"):
+        settings_of({"HOROVOD_FUSION_THRESHOLD": "inf"})
+
+
+def test_process_sets_that_are_none_are_refused_before_ranks_connect() -> None:
+    for wrong in ("dynamik", [[0, 1]]):
+        with pytest.raises(BadCall, match="is no process set\n.*\n  fix: .*hvd.ProcessSet"):
+            hvd.init(process_sets=wrong)  # type: ignore[arg-type]
+    assert not hvd.is_initialized()
 
 
 def test_an_unknown_engine_is_an_error_with_the_nearest() -> None:

@@ -13,7 +13,7 @@ from ranks import FULL, needs_mpirun
 CASES = {
     "a call is missing on a rank": ("allreduce 'missing'", "rank 1 did not ask for it and cannot", "rank 1 waits for allreduce 'after'"),
     "another shape of many": ("allreduce 'grad 5'", "shape (2000,) on rank 0, (2001,) on rank 1"),
-    "another call": ("'same'", "call allreduce on rank 0, allgather on rank 1"),
+    "another call": ("rank 0 waits for allreduce 'same'", "rank 1 waits for allgather 'same'"),
     "a rank ends without join": ("hvd.join()", "rank 1 ended without it"),
     "a poll of what does not come": ("allreduce 'polled ", "did not ask for it within 2 s"),
     "a rank ends": ("allreduce 'late'", "rank 1 ended without it; rank 0 asked for it"),

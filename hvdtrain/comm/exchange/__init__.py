@@ -23,3 +23,6 @@ class Exchange(Protocol):
 
     def present(self) -> set[int]:
         """The ranks that have announced themselves in this exchange."""
+
+    def free(self) -> None:
+        """Every rank calls it once, last, when no exchange is under way. A collective."""

@@ -21,3 +21,6 @@ class Alone:
 
     def present(self) -> set[int]:
         return {0}
+
+    def free(self) -> None:
+        pass

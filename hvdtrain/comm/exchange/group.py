@@ -36,3 +36,6 @@ class GroupExchange:
 
     def present(self) -> set[int]:
         return {rank for rank in range(self._size) if self._store.check([f"{self._number}/{rank}"])}
+
+    def free(self) -> None:
+        """Nothing: the group is that of a communicator."""

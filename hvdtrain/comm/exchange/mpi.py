@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-NOTICE = 1  # the only tag of its communicator
+NOTICE, LAST = 1, 2  # tags of the messages
 
 
 class MpiExchange:
@@ -42,6 +42,19 @@ class MpiExchange:
             self._notices.Recv(number, status.source, NOTICE)
             self._seen[status.source] = int(number[0])
         return {rank for rank, announced in self._seen.items() if announced >= self._number}
+
+    def free(self) -> None:
+        """A communicator lives until its last message has come: MPI may give its number to another one."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        number = np.zeros(1, np.int64)
+        sends = [self._notices.Isend(number, rank, LAST) for rank in others]
+        for rank in others:
+            self._notices.Recv(number, rank, LAST)  # behind the announcements of this rank
+        self.present()
+        self._mpi.Request.Waitall([*sends, *(request for _, request in self._sent)])
+        self._sent = []
+        self._comm.Free()
+        self._notices.Free()
 
     def revoke(self) -> None:
         """What ranks wait for in it fails on every one."""

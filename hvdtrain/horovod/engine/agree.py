@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvdtrain.horovod.engine.requests import Signature
+from hvdtrain.horovod.engine.requests import Key, Signature
 
 
 class Asked(NamedTuple):
@@ -22,7 +22,7 @@ class Standing(NamedTuple):
     asked: Sequence[Asked]  # in the order of its program
     joined: bool = False  # takes part in everything, with nothing of its own
     leaving: bool = False  # asks for nothing more
-    blocked: bool = False  # waits, and asks for nothing more until it has what it waits for
+    blocked: bool = False  # every thread of it waits, and asks for nothing more until it has what it waits for
     overdue: bool = False  # has waited for long without any progress
 
 
@@ -42,30 +42,30 @@ class Refusal(NamedTuple):
 
 class Decision(NamedTuple):
     ready: list[Ready]  # in the order of the first rank that has not joined
-    refused: dict[str, Refusal]  # by name
-    missing: dict[str, list[int]]  # name -> the ranks that have not asked for it yet; only what is neither ready nor refused
+    refused: dict[Key, Refusal]
+    missing: dict[Key, list[int]]  # the ranks that have not asked for it yet; only what is neither ready nor refused
 
 
 def decide(standings: Sequence[Standing]) -> Decision:
     """standings: in the order of ranks."""
-    by_rank = {standing.rank: {asked.signature.name: asked for asked in standing.asked} for standing in standings}
+    by_rank = {standing.rank: {asked.signature.key: asked for asked in standing.asked} for standing in standings}
     active = [standing.rank for standing in standings if not standing.joined]
     joined = [standing.rank for standing in standings if standing.joined]
     leaving = [standing.rank for standing in standings if standing.leaving]
     ready: list[Ready] = []
-    refused: dict[str, Refusal] = {}
-    missing: dict[str, list[int]] = {}
-    for name in dict.fromkeys(name for standing in standings for name in by_rank[standing.rank]):
-        asked = {rank: by_rank[rank][name] for rank in by_rank if name in by_rank[rank]}
+    refused: dict[Key, Refusal] = {}
+    missing: dict[Key, list[int]] = {}
+    for key in dict.fromkeys(key for standing in standings for key in by_rank[standing.rank]):
+        asked = {rank: by_rank[rank][key] for rank in by_rank if key in by_rank[rank]}
         absent = [rank for rank in active if rank not in asked]
         if gone := [rank for rank in absent if rank in leaving]:
-            refused[name] = Refusal(f"{ranks_text(gone)} ended without it; {ranks_text(list(asked))} asked for it", True)
+            refused[key] = Refusal(f"{ranks_text(gone)} ended without it; {ranks_text(list(asked))} asked for it", True)
         elif absent:
-            missing[name] = absent
+            missing[key] = absent
         elif (root := next(iter(asked.values())).signature.root) in joined:
-            refused[name] = Refusal(f"its root, rank {root}, has joined", True)
+            refused[key] = Refusal(f"its root, rank {root}, has joined", True)
         elif difference := differing({rank: each.signature for rank, each in asked.items()}):
-            refused[name] = Refusal(difference, False)
+            refused[key] = Refusal(difference, False)
         else:
             ready.append(Ready(next(iter(asked.values())).signature, tuple(each.bucket for each in asked.values())))
     if _is_deadlock(standings, ready, refused, missing):
@@ -73,27 +73,26 @@ def decide(standings: Sequence[Standing]) -> Decision:
     return Decision(ready, refused, missing)
 
 
-def _is_deadlock(standings: Sequence[Standing], ready: Sequence[Ready], refused: dict[str, Refusal], missing: dict[str, list[int]]) -> bool:
+def _is_deadlock(standings: Sequence[Standing], ready: Sequence[Ready], refused: dict[Key, Refusal], missing: dict[Key, list[int]]) -> bool:
     if ready or refused or not missing or not any(standing.overdue for standing in standings):
         return False
     return all(standing.blocked or standing.joined or standing.leaving for standing in standings)
 
 
-def _deadlock(standings: Sequence[Standing], missing: dict[str, list[int]]) -> dict[str, Refusal]:
-    """Every name that is asked for, with what each rank waits for."""
-    signatures = {asked.signature.name: asked.signature for standing in standings for asked in standing.asked}
-    text = "; ".join(_waits(standing, signatures) for standing in standings)
-    return {name: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True) for name, absent in missing.items()}
+def _deadlock(standings: Sequence[Standing], missing: dict[Key, list[int]]) -> dict[Key, Refusal]:
+    """Everything that is asked for, with what each rank waits for."""
+    text = "; ".join(_waits(standing) for standing in standings)
+    return {key: Refusal(f"{ranks_text(absent)} did not ask for it and cannot: {text}", True) for key, absent in missing.items()}
 
 
-def _waits(standing: Standing, signatures: dict[str, Signature]) -> str:
+def _waits(standing: Standing) -> str:
     if standing.joined:
         return f"rank {standing.rank} has joined"
-    names = [asked.signature.name for asked in standing.asked]
-    if not names:
+    calls = [asked.signature.where for asked in standing.asked]
+    if not calls:
         return f"rank {standing.rank} asked for nothing"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"rank {standing.rank} waits for {', '.join(signatures[name].where for name in names[:3])}{more}"
+    more = f" and {len(calls) - 3} more" if len(calls) > 3 else ""
+    return f"rank {standing.rank} waits for {', '.join(calls[:3])}{more}"
 
 
 def differing(signatures: dict[int, Signature]) -> str:
@@ -110,7 +109,6 @@ def differing(signatures: dict[int, Signature]) -> str:
 
 
 FIELDS = {
-    "kind": "call",
     "op": "op",
     "dtypes": "dtype",
     "shapes": "shape",

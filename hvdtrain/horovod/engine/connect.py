@@ -22,7 +22,7 @@ ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")
 
 def connect(comm: Any) -> Engine:
     """comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator. A collective."""
-    place = placement(os.environ)
+    place, settings = placement(os.environ), settings_of(os.environ)
     name = engine_name(os.environ, place)
     if _means_some(comm, place):
         if name != "mpi":
@@ -34,7 +34,7 @@ def connect(comm: Any) -> Engine:
         return HorovodEngine(place)
     else:
         communicator = cast(Communicator, plugins.load("comm", name, VARIABLE).connect(place))
-    return OwnEngine(communicator, settings_of(os.environ))
+    return OwnEngine(communicator, settings)
 
 
 def engine_name(environ: Mapping[str, str], place: Placement) -> str:

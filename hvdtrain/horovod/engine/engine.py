@@ -26,10 +26,10 @@ class Engine(Protocol):
         """A handle. Raises BadCall where this rank is not in the set, or a request of this name is under way."""
 
     def poll(self, handle: int) -> bool:
-        """Whether wait() would return at once. Raises BadCall for a handle that there is not."""
+        """Whether wait() would return at once."""
 
     def wait(self, handle: int) -> Any:
-        """The result of a request; None for a handle that there is not. Raises the error of the request."""
+        """The result of a request, once for each handle. Raises the error of the request."""
 
     def join(self) -> int:
         """Takes part in what other ranks ask for until all have joined; returns the rank that came last."""

@@ -16,16 +16,18 @@ from hvdtrain.comm.signed.objects import pack, unpack
 from hvdtrain.errors import UserError
 from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
 from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
+from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
 from hvdtrain.horovod.engine.inline import finish_inline
 from hvdtrain.horovod.engine.patience import wait_for
 from hvdtrain.horovod.engine.perform import Performer
-from hvdtrain.horovod.engine.requests import Request, Signature
+from hvdtrain.horovod.engine.requests import Key, Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
 from hvdtrain.horovod.engine.stand_in import stand_in
 from hvdtrain.horovod.engine.timeline import Timeline, now_us
 
 IDLE_S = 0.005  # between two rounds in which nothing could be made
+LOOK_S = 0.001  # between two looks of a thread whether another one, which makes the rounds, has made its request
 _FIX_NAMES = "the same calls, with the same names, on every rank of the process set"
 
 
@@ -43,40 +45,44 @@ class Lane:
         ranks: Sequence[int],
         settings: Settings,
         timeline: Timeline,
+        callers: Callers,
         change: Callable[[Signature], Any],
     ) -> None:
-        """ranks: of the job, those of the communicator. change: makes or removes a process set that all ranks have agreed on."""
-        self.ranks, self._settings, self._timeline, self._change = list(ranks), settings, timeline, change
+        """ranks: of the job, those of the communicator. callers: threads of this process.
+
+        change: makes or removes a process set that all ranks have agreed on.
+        """
+        self.ranks, self._settings, self._timeline = list(ranks), settings, timeline
+        self._callers, self._change = callers, change
         self.communicator, self._exchange = communicator, exchange
         self._performer = Performer(communicator, ranks, settings.fusion_bytes, timeline)
         self._block = Block(len(self.ranks))
-        self._queue: dict[str, Request] = {}  # by name, in the order of the program
+        self._queue: dict[Key, Request] = {}  # in the order of the program
         self._lock = threading.Lock()  # of the queue
         self._rounds = threading.Lock()  # held by the thread that makes rounds
         self._bucket, self._bucket_bytes, self._bucket_is_empty = 0, 0, True
         self._asked: list[Request] | None = None  # of a round that has begun
         self._own_flags, self._special = 0, 0
-        self._waiting = 0  # threads in finish()
         self._last_joined, self._joined_before = -1, set[int]()
         self._all_joined = self._all_leaving = False
         self._ended_meanwhile: list[int] = []  # ranks, where the others have joined: they will not join any more
         self._idle_since: float | None = None  # of rounds without progress
-        self._missing: dict[str, list[int]] = {}
+        self._missing: dict[Key, list[int]] = {}
         self._thread: CommThread | None = None
         self._wanted = False  # by another thread: rounds until nothing is asked for
         self._broken: BaseException | None = None
+        self.has_left = False  # once every rank has
 
     def submit(self, request: Request) -> bool:
         """Queues a request; True where enough are queued. Raises BadCall where one of this name is under way."""
         if self._broken is not None:
             raise self._broken
         with self._lock:
-            name = request.signature.name
-            if name in self._queue:
-                what = "a request of the same name is under way"
+            if request.key in self._queue:
+                what = "a call of the same name is under way"
                 raise BadCall(what, request.signature.where, "another name, or synchronize() the first one before")
             request.bucket = self._bucket
-            self._queue[name] = request
+            self._queue[request.key] = request
             self._bucket_bytes += request.size_bytes
             self._bucket_is_empty = False
             if self._timeline.is_on:
@@ -90,17 +96,21 @@ class Lane:
                 self._bucket, self._bucket_bytes, self._bucket_is_empty = self._bucket + 1, 0, True
 
     def finish(self, request: Request) -> None:
-        """Returns once it is done. Raises Stalled where it is not done in time."""
+        """Returns once it is done, by rounds of this thread or of another one. Raises Stalled where it is not done in time."""
         start = time.monotonic()
-        self._waiting += 1
+        self._callers.wait(self)
         try:
             while not request.done:
-                with self._rounds:
-                    if not request.done:
-                        self._round()
+                if self._rounds.acquire(timeout=LOOK_S):
+                    try:
+                        if not request.done:
+                            self._round()
+                    finally:
+                        self._rounds.release()
+                    self._pause()
                 self._check_patience(request, start)
         finally:
-            self._waiting -= 1
+            self._callers.go_on()
 
     def step(self, request: Request) -> bool:
         """Whether it is done; makes what can be made without waiting for a rank that has not come. Raises Stalled as finish() does."""
@@ -113,6 +123,7 @@ class Lane:
                     self._end()
             finally:
                 self._rounds.release()
+            self._pause()
             self._check_patience(request, request.polled_s)
         return request.done
 
@@ -138,6 +149,7 @@ class Lane:
             try:
                 while not self._all_joined:
                     self._round()
+                    self._pause()
                     if self._ended_meanwhile:
                         raise Missing(f"{ranks_text(self._ended_meanwhile)} ended without it", "hvd.join()", _FIX_NAMES)
             finally:
@@ -147,13 +159,22 @@ class Lane:
 
     def leave(self) -> None:
         """Makes what is asked for until every rank leaves; they may come back. It waits without end for a rank that still works alone."""
+        self._wanted = False  # so that the thread of this set leaves the rounds to this one
         self.show()
         with self._rounds:
             self._special |= LEAVING
             self._all_leaving = False
             while not self._all_leaving:
                 self._round()
+                self._pause()
             self._special &= ~LEAVING
+        self.has_left = True
+
+    def close(self) -> None:
+        """Ends its thread. After leave(): nothing is asked for any more."""
+        self._broken = self._broken or HorovodInternalError("this process set was removed")
+        if self._thread is not None:
+            self._thread.stop()
 
     def _work(self) -> None:
         with self._rounds:
@@ -161,11 +182,12 @@ class Lane:
                 self._round()
                 if not self._wanted:
                     return
+                self._pause()
 
     def _check_patience(self, request: Request, start: float) -> None:
         if request.done or not self._has_waited(start):
             return
-        missing = self._missing.get(request.signature.name, [])
+        missing = self._missing.get(request.key, [])
         what = f"ranks {missing} did not ask for it within {self._settings.end_s:g} s"
         raise Stalled(what, request.signature.where, _FIX_NAMES)
 
@@ -185,8 +207,10 @@ class Lane:
             return
         with self._lock:
             asked = [request for request in self._queue.values() if request.bucket < self._bucket]
-        overdue = self._idle_since is not None and time.monotonic() - self._idle_since > self._settings.deadlock_s
-        self._own_flags = BLOCKED * (self._waiting > 0) + OVERDUE * overdue
+        self._own_flags = 0
+        if self._idle_since is not None:
+            overdue = time.monotonic() - self._idle_since > self._settings.deadlock_s
+            self._own_flags = BLOCKED * self._callers.all_wait(self) + OVERDUE * overdue
         self._block.fill(asked, self._special, self._own_flags)
         if asked and self._timeline.is_on:
             self._timeline.round_begins()
@@ -237,9 +261,9 @@ class Lane:
         """Where ranks ask for different things: each tells all, and all decide the same."""
         standings = self._standings(asked)
         decision = decide(standings)
-        own = {request.signature.name: request for request in asked}
+        own = {request.key: request for request in asked}
         self._missing = decision.missing
-        ready = [(own.get(each.signature.name) or stand_in(each.signature, len(self.ranks)), each.buckets) for each in decision.ready]
+        ready = [(own.get(each.signature.key) or stand_in(each.signature, len(self.ranks)), each.buckets) for each in decision.ready]
         if ready:
             self._make(ready)
         self._refuse(decision, own)
@@ -267,10 +291,10 @@ class Lane:
             request.finish(self._change(request.signature) if kind in ("add_process_set", "remove_process_set") else [])
         self._forget([request for request, _ in requests])
 
-    def _refuse(self, decision: Decision, own: dict[str, Request]) -> None:
-        for name, refusal in decision.refused.items():
-            if name in own:
-                request, kind = own[name], Missing if refusal.of_missing else Mismatch
+    def _refuse(self, decision: Decision, own: dict[Key, Request]) -> None:
+        for key, refusal in decision.refused.items():
+            if key in own:
+                request, kind = own[key], Missing if refusal.of_missing else Mismatch
                 if self._timeline.is_on:
                     self._timeline.negotiated([request])
                 request.fail(kind(refusal.what, request.signature.where, _FIX_NAMES))
@@ -279,8 +303,8 @@ class Lane:
     def _forget(self, requests: Sequence[Request]) -> None:
         with self._lock:
             for request in requests:
-                if self._queue.get(request.signature.name) is request:
-                    del self._queue[request.signature.name]
+                if self._queue.get(request.key) is request:
+                    del self._queue[request.key]
         self._note_progress(progress=True)
 
     def _note_joined(self, standings: Sequence[Standing]) -> None:
@@ -299,7 +323,11 @@ class Lane:
             return
         if self._idle_since is None:
             self._idle_since = time.monotonic()
-        time.sleep(IDLE_S)
+
+    def _pause(self) -> None:
+        """After a round in which nothing could be made. Not within the rounds' lock where another thread may be waiting for it."""
+        if self._idle_since is not None:
+            time.sleep(IDLE_S)
 
     def _break(self, error: BaseException) -> BaseException:
         """No round is possible any more: what is asked for fails, and so does every later call, with the error that this returns."""

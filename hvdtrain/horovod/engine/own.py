@@ -16,6 +16,7 @@ from hvdtrain.comm.exchange import Exchange
 from hvdtrain.comm.exchange.alone import Alone
 from hvdtrain.comm.split import split_groups
 from hvdtrain.errors import UserError
+from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.engine import GLOBAL
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError
 from hvdtrain.horovod.engine.lane import Lane
@@ -33,7 +34,7 @@ class OwnEngine:
         self._numbers = itertools.count(1)
         self._waiting, self._lock = 0, threading.Lock()
         self._is_asynchronous = "asynchronous" in communicator.features
-        self._can_shrink, self._timeline = False, Timeline()
+        self._can_shrink, self._timeline, self._callers = False, Timeline(), Callers()
         self._begin()
         if settings.timeline is not None:
             self.start_timeline(settings.timeline, mark_cycles=settings.marks_cycles)
@@ -59,6 +60,7 @@ class OwnEngine:
             ranks = self.ranks_of(set_id)
             what = f"rank {self.rank} is not a member of the process set of ranks {ranks}"
             raise BadCall(what, request.signature.where, "call it on these ranks alone: process_set.included()")
+        self._callers.ask()
         if lane.submit(request) and (self._is_asynchronous or len(self._lanes) > 1):
             lane.show()
             lane.start()
@@ -67,16 +69,12 @@ class OwnEngine:
         return handle
 
     def poll(self, handle: int) -> bool:
-        if handle not in self._handles:
-            raise BadCall(f"handle {handle!r} was not made, or is synchronized already", "hvd.poll()", "a handle of an ..._async() call")
         lane, request = self._handles[handle]
         self._show()
         return lane.step(request)
 
     def wait(self, handle: int) -> Any:
-        if handle not in self._handles:
-            return None
-        lane, request = self._handles[handle]
+        lane, request = self._handles.pop(handle)
         if not request.done:
             if len(self._lanes) == 1:
                 lane.show()
@@ -84,7 +82,6 @@ class OwnEngine:
             else:
                 with self._others_going_on(lane):
                     lane.finish(request)
-        del self._handles[handle]
         if request.error is not None:
             raise request.error
         return request.result
@@ -105,8 +102,18 @@ class OwnEngine:
     def remove_set(self, set_id: int) -> bool:
         if set_id == GLOBAL or set_id not in self._sets:
             return False
+        lane = self._lanes.get(set_id)
         self._agree_on("remove_process_set", self._sets[set_id])
+        if lane is not None:
+            lane.leave()
+            self._free(lane)
         return True
+
+    def _free(self, lane: Lane) -> None:
+        """Of a process set that every rank of it has left. A collective of these ranks."""
+        lane.close()
+        if lane.communicator is not self._communicator:  # as that of the single engine is
+            cast(Any, self._communicator).free_group(lane.communicator)
 
     def ranks_of(self, set_id: int) -> list[int]:
         if set_id not in self._sets:
@@ -160,6 +167,10 @@ class OwnEngine:
         for thread in leaving:
             thread.join()
         self._timeline.stop()
+        for lane in others:
+            if lane.has_left:
+                self._free(lane)
+        self._handles.clear()
         self._sets, self._lanes = {GLOBAL: self._sets[GLOBAL]}, {GLOBAL: self._lanes[GLOBAL]}
         self._last_id = GLOBAL
 
@@ -169,7 +180,7 @@ class OwnEngine:
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
         exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
         self._has_threads = exchange.threads
-        return Lane(communicator, exchange, ranks, self._settings, self._timeline, self._change)
+        return Lane(communicator, exchange, ranks, self._settings, self._timeline, self._callers, self._change)
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
         signature = Signature(f"{kind} {list(ranks)}", kind, ranks=tuple(ranks))
@@ -214,5 +225,5 @@ class OwnEngine:
             with self._lock:
                 self._waiting -= 1
                 if not self._waiting:
-                    for other in others:
+                    for other in list(self._lanes.values()):
                         other.want(False)

@@ -11,6 +11,7 @@ import xxhash
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "add_process_set", "remove_process_set"]
 ReduceOp = Literal["average", "sum", "adasum", "min", "max", "product"]
 ANY = -1  # a length that may differ over ranks
+Key = tuple[str, str, bool]  # what a request is known by among those under way: kind, name, whether it has several tensors
 
 
 class Signature(NamedTuple):
@@ -30,11 +31,16 @@ class Signature(NamedTuple):
     def where(self) -> str:
         return f"{self.kind} {self.name!r}"
 
+    @property
+    def key(self) -> Key:
+        """Calls of several kinds may share a name, as in Horovod."""
+        return self.kind, self.name, len(self.shapes) > 1
+
 
 class Request:
     """A collective that was asked for, with its result or error once it is done."""
 
-    __slots__ = ("bucket", "done", "error", "inputs", "is_stand_in", "outputs", "polled_s", "result", "signature", "splits")
+    __slots__ = ("bucket", "done", "error", "inputs", "is_stand_in", "key", "outputs", "polled_s", "result", "signature", "splits")
 
     def __init__(
         self, signature: Signature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] = (), splits: Sequence[int] = ()
@@ -44,6 +50,7 @@ class Request:
         splits: of alltoall, the rows for each rank of the set.
         """
         self.signature, self.inputs, self.outputs, self.splits = signature, inputs, outputs, splits
+        self.key = signature.key
         self.bucket = 0  # requests of one bucket may be fused
         self.is_stand_in = False  # of a rank that has joined: its tensors leave the results to the others
         self.polled_s: float | None = None  # time.monotonic() of the first poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ class Settings(NamedTuple):
 
 
 def settings_of(environ: Mapping[str, str]) -> Settings:
-    """Raises UserError for a value that is no number."""
-    path = environ.get("HOROVOD_TIMELINE")
+    """Raises UserError for a value that is no number, or one that means nothing."""
+    path = environ.get("HOROVOD_TIMELINE") or None
     default = Settings(
         timeline=None if path == "DYNAMIC" else path,  # Horovod's word for: not from the beginning
         marks_cycles=bool(_number(environ, "HOROVOD_TIMELINE_MARK_CYCLES", 0.0)),
@@ -38,7 +39,10 @@ def settings_of(environ: Mapping[str, str]) -> Settings:
 
 
 def _fusion_bytes(environ: Mapping[str, str]) -> int:
-    return int(_number(environ, "HOROVOD_FUSION_THRESHOLD", FUSION_BYTES) or 0)
+    number = _number(environ, "HOROVOD_FUSION_THRESHOLD", FUSION_BYTES) or 0
+    if math.isinf(number):
+        raise _unusable(environ, "HOROVOD_FUSION_THRESHOLD", "a number of bytes, as 67108864; 0: nothing is fused")
+    return int(number)
 
 
 def _number(environ: Mapping[str, str], name: str, default: float | None) -> float | None:
@@ -47,6 +51,13 @@ def _number(environ: Mapping[str, str], name: str, default: float | None) -> flo
     if text is None:
         return default
     try:
-        return float(text) or None
+        number = float(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is not a number", "the environment", "a number; 0 switches it off") from None
+        number = math.nan
+    if not number >= 0:
+        raise _unusable(environ, name, "a number; 0 switches it off")
+    return number or None
+
+
+def _unusable(environ: Mapping[str, str], name: str, fix: str) -> UserError:
+    return UserError(f"{name}={environ[name]!r} is not a number of 0 or more", "the environment", fix)

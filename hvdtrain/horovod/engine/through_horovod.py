@@ -49,13 +49,9 @@ class HorovodEngine:
         return handle
 
     def poll(self, handle: int) -> bool:
-        if handle not in self._handles:
-            raise BadCall(f"handle {handle!r} was not made, or is synchronized already", "hvd.poll()", "a handle of an ..._async() call")
         return bool(self._handles[handle][1].is_done())
 
     def wait(self, handle: int) -> Any:
-        if handle not in self._handles:
-            return None
         request, under_way = self._handles.pop(handle)
         try:
             return under_way.results()

@@ -1,0 +1,142 @@
+"""What legal programs may do at the edges of Horovod's API, as one program for 3 ranks: python tests/support/horovod_edges.py"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import reduce
+
+import pytest
+import torch
+
+import hvdtrain.horovod as hvd
+
+SIZES = (1, 50, 113, 1000, 10_000, 30_000, 262_144)
+NUMBERS = torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+OPS = "Average", "Sum", "Min", "Max", "Product", "Adasum"
+
+
+def given(length: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.Generator().manual_seed(length * 10 + rank)
+    return (torch.randn(length, generator=made) * 10.0 ** torch.randint(-3, 3, (length,), generator=made)).to(dtype)
+
+
+def bits_do_not_depend_on_the_tensors_around() -> None:
+    """Every sum is that in the order of ranks: alone, in groups, beside others."""
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = {n: reduce(torch.add, [given(n, rank, dtype) for rank in range(hvd.size())]) for n in SIZES}
+        mine = {n: given(n, hvd.rank(), dtype) for n in SIZES}
+        handles = [(n, hvd.allreduce_async(mine[n], op=hvd.Sum)) for n in reversed(SIZES)]
+        found = [*zip(SIZES, hvd.grouped_allreduce(list(mine.values()), op=hvd.Sum), strict=True)]
+        found += [*zip(SIZES[:4], hvd.grouped_allreduce([mine[n] for n in SIZES[:4]], op=hvd.Sum), strict=True)]
+        found += [(n, hvd.synchronize(handle)) for n, handle in handles]
+        found += [(n, hvd.allreduce(mine[n], op=hvd.Sum)) for n in SIZES]
+        assert [n for n, x in found if not torch.equal(x, expected[n])] == []
+
+
+def minima_keep_a_nan() -> None:
+    for length in (4, 4000):
+        x = torch.arange(length, dtype=torch.float32)
+        x[hvd.rank()] = torch.nan
+        for op in (hvd.Min, hvd.Max):
+            assert hvd.allreduce(x, op=op)[:3].isnan().all()
+
+
+def threads_ask_in_other_orders() -> None:
+    """Each rank waits in its main thread for what a thread of another one asks for later than a deadlock would be told."""
+    found: list[float] = []
+
+    def call(name: str) -> None:
+        found.append(hvd.allreduce(torch.ones(3), op=hvd.Sum, name=name)[0].item())
+
+    first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
+    thread = threading.Thread(target=lambda: (time.sleep(2.5), call(second)))
+    thread.start()
+    call(first)
+    thread.join()
+    assert found == [3.0, 3.0]
+
+
+def kinds_share_a_name() -> None:
+    x = torch.ones(2)
+    starts: list[Callable[[], int]] = [
+        lambda: hvd.allreduce_async(x, name="x", op=hvd.Sum),
+        lambda: hvd.allgather_async(x, name="x"),
+        lambda: hvd.broadcast_async(x, 0, name="x"),
+        lambda: hvd.grouped_allreduce_async([x, x], name="x", op=hvd.Sum),
+    ]
+    order = starts if hvd.rank() else starts[::-1]
+    found = [hvd.synchronize(handle) for handle in [start() for start in order]]
+    summed, gathered, sent, grouped = found if hvd.rank() else found[::-1]
+    assert summed[0] == 3 and len(gathered) == 6 and sent[0] == 1 and grouped[1][0] == 3
+
+
+def removed_sets_leave_no_threads() -> None:
+    """But that of the set of all ranks, which the first turn may start."""
+    counts = []
+    for _turn in range(4):
+        pair = hvd.add_process_set([0, 1])
+        handle = hvd.allreduce_async(torch.ones(5000), op=hvd.Sum, process_set=pair) if pair.included() else None
+        hvd.allreduce(torch.ones(2_000_000))  # while the thread of the set makes its rounds
+        assert hvd.remove_process_set(pair)
+        if handle is not None:
+            assert hvd.synchronize(handle)[0] == 2
+        hvd.barrier()
+        time.sleep(0.05)
+        counts.append(threading.active_count())
+    assert counts[-1] <= counts[0], counts
+
+
+def every_dtype_leaves_the_queue_whole() -> None:
+    """A reduction is right, or an error of its caller; the next one works."""
+    for dtype in (*NUMBERS, *FLOATS, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        for op in OPS:
+            for factors in ({}, {"prescale_factor": 2.0, "postscale_factor": 3.0}):
+                x = (torch.tensor([1, 2, 3]) + hvd.rank()).to(dtype)
+                try:
+                    found = hvd.allreduce(x, op=getattr(hvd, op), **factors)
+                except ValueError:
+                    assert dtype in (torch.bool, torch.complex64, torch.float8_e4m3fn) or op == "Adasum", (dtype, op)
+                    continue
+                if dtype in NUMBERS and op == "Average":
+                    assert found.tolist() == [value * (6 if factors else 1) for value in (2, 3, 4)], (dtype, found)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
+
+
+def an_object_that_is_no_data_is_an_error_everywhere() -> None:
+    with pytest.raises(ValueError, match="rank 0: an object of builtins.object is not sent to other ranks"):
+        hvd.broadcast_object({"a": object()} if hvd.rank() == 0 else None)
+    with pytest.raises(ValueError, match="rank 2: an object of builtins.object is not sent to other ranks"):
+        hvd.allgather_object(object() if hvd.rank() == 2 else 1)
+    assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]
+
+
+def a_handle_ends_with_its_job() -> None:
+    handle = hvd.allreduce_async(torch.ones(2))
+    hvd.shutdown()
+    hvd.init()
+    for use in (hvd.synchronize, hvd.poll):
+        with pytest.raises(ValueError, match=r"is of a call before hvd.shutdown\(\)"):
+            use(handle)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
+
+
+CHECKS = (
+    bits_do_not_depend_on_the_tensors_around,
+    minima_keep_a_nan,
+    threads_ask_in_other_orders,
+    kinds_share_a_name,
+    removed_sets_leave_no_threads,
+    every_dtype_leaves_the_queue_whole,
+    an_object_that_is_no_data_is_an_error_everywhere,
+    a_handle_ends_with_its_job,
+)
+
+
+if __name__ == "__main__":
+    hvd.init()
+    for check in CHECKS:
+        check()
+    print("whole", hvd.rank())
