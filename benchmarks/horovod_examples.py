@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
 
 MNIST = "--data-dir ../digits --epochs 2 --batch-size 32 --lr 0.02"
-PICTURES = "--train-dir ../pictures/train --val-dir ../pictures/val --batch-size 2 --val-batch-size 4"
+PICTURES = "--base-lr 0.001 --train-dir ../pictures/train --val-dir ../pictures/val --batch-size 2 --val-batch-size 4"
 SYNTHETIC = "--model resnet18 --batch-size 2 --num-warmup-batches 2 --num-iters 2 --num-batches-per-iter 2"
 EXAMPLES = {
     "mnist": Example("pytorch_mnist.py", (MNIST,)),

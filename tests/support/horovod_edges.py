@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,17 +24,33 @@ def given(length: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(length, generator=made) * 10.0 ** torch.randint(-3, 3, (length,), generator=made)).to(dtype)
 
 
-def bits_do_not_depend_on_the_tensors_around() -> None:
-    """Every sum is that in the order of ranks: alone, in groups, beside others."""
+def bits_are_the_programs() -> None:
+    """The same on every rank and each time, whatever rank is late. Small sums are those in the order of ranks, in the block of a round and,
+    where ranks ask for different calls, out of it."""
     for dtype in (torch.float32, torch.bfloat16):
-        expected = {n: reduce(torch.add, [given(n, rank, dtype) for rank in range(hvd.size())]) for n in SIZES}
         mine = {n: given(n, hvd.rank(), dtype) for n in SIZES}
-        handles = [(n, hvd.allreduce_async(mine[n], op=hvd.Sum)) for n in reversed(SIZES)]
-        found = [*zip(SIZES, hvd.grouped_allreduce(list(mine.values()), op=hvd.Sum), strict=True)]
-        found += [*zip(SIZES[:4], hvd.grouped_allreduce([mine[n] for n in SIZES[:4]], op=hvd.Sum), strict=True)]
-        found += [(n, hvd.synchronize(handle)) for n, handle in handles]
-        found += [(n, hvd.allreduce(mine[n], op=hvd.Sum)) for n in SIZES]
-        assert [n for n, x in found if not torch.equal(x, expected[n])] == []
+        found = [sums_of(mine, late) for late in range(3)]
+        assert hvd.allgather_object(found) == [[found[0]] * 3] * hvd.size()
+        small = reduce(torch.add, [given(50, rank, dtype) for rank in range(hvd.size())])
+        for ahead in range(hvd.size()):
+            names = [f"first, then {ahead}", f"second, then {ahead}"]
+            if hvd.rank() == ahead:
+                handles = [hvd.allreduce_async(mine[50], op=hvd.Sum, name=name) for name in names]
+                sums = [hvd.synchronize(handle) for handle in handles]
+            else:
+                sums = [hvd.allreduce(mine[50], op=hvd.Sum, name=name) for name in names]
+            assert all(torch.equal(found, small) for found in sums)
+
+
+def sums_of(mine: dict[int, torch.Tensor], late: int) -> str:
+    """A digest of sums alone, in groups and beside others, one rank being late."""
+    handles = [hvd.allreduce_async(mine[n], op=hvd.Sum) for n in reversed(SIZES)]
+    if hvd.rank() == late:
+        time.sleep(0.01)
+    found = [*hvd.grouped_allreduce(list(mine.values()), op=hvd.Sum), *hvd.grouped_allreduce([mine[n] for n in SIZES[:4]], op=hvd.Sum)]
+    found += [hvd.synchronize(handle) for handle in handles]
+    found += [hvd.allreduce(x, op=hvd.Sum) for x in mine.values()]
+    return hashlib.sha256(torch.cat(found).float().numpy().tobytes()).hexdigest()
 
 
 def minima_keep_a_nan() -> None:
@@ -124,7 +141,7 @@ def a_handle_ends_with_its_job() -> None:
 
 
 CHECKS = (
-    bits_do_not_depend_on_the_tensors_around,
+    bits_are_the_programs,
     minima_keep_a_nan,
     threads_ask_in_other_orders,
     kinds_share_a_name,

@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, part_of
 from hvdtrain.horovod.engine.adasum import adasum_
+from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
 from hvdtrain.horovod.engine.swap import swap
@@ -53,8 +54,7 @@ def check_moved(dtype: torch.dtype, where: str) -> None:
 def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> Callable[[], None]:
     """Begins to replace a contiguous tensor of one dimension by its reduction over ranks; what it returns waits for the result.
 
-    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or product where all are. In host memory each
-    number is reduced in the order of ranks, or in one that gives the same bits: they do not depend on the tensors around it.
+    op: sum, min, max, product, adasum. A bool is a sum or maximum where any is, a minimum or product where all are.
     """
     if flat.numel() == 0 or communicator.size == 1:
         return lambda: None
@@ -64,24 +64,25 @@ def start_reduce_(communicator: Communicator, flat: torch.Tensor, op: str, name:
         return start_reduce_(communicator, torch.view_as_real(flat).view(-1), op, name)
     if flat.dtype == torch.bool:
         return start_reduce_(communicator, flat.view(torch.uint8), "max" if op in ("sum", "max") else "min", name)
-    if _is_free_of_order(communicator, flat, op):
+    if _is_for_engine(communicator, flat, op):
         handle = communicator.start_allreduce(flat, name, op)  # type: ignore[arg-type]  # one of sum, min, max here
         return lambda: _take(flat, handle.wait())
     reduce_ = _reduce_in_order_ if flat.device.type == "cpu" else _reduce_gathered_
     return lambda: reduce_(communicator, flat, op, name)
 
 
-def _is_free_of_order(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
-    """Whether the engine can reduce it, and has no choice of the result: MPI and Gloo choose the order of a sum by the size of the buffer.
+def _is_for_engine(communicator: Communicator, flat: torch.Tensor, op: str) -> bool:
+    """Whether the engine reduces it, in an order of its own, which the size of the buffer decides.
 
-    Minima and maxima of theirs lose a nan. On a device the order is that of NCCL.
+    Not minima and maxima of floating-point numbers: MPI's and Gloo's lose a nan. Nor sums that are small enough for the blocks of a round,
+    where they are made in the order of ranks: whether they travel there is a matter of time, and their bits are not.
     """
     dtype = name_of(flat.dtype)
     if op == "product" or not (dtype in NUMBER_TYPES or (dtype == "bfloat16" and op == "sum" and "bfloat16_sums" in communicator.features)):
         return False
     if flat.device.type != "cpu" or not flat.is_floating_point():
         return True
-    return op == "sum" and communicator.size == 2
+    return op == "sum" and (flat.nbytes > INLINE_BYTES or communicator.size == 2 or communicator.size > INLINE_RANKS)
 
 
 def _take(flat: torch.Tensor, found: torch.Tensor) -> None:
