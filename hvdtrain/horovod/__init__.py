@@ -65,11 +65,11 @@ from hvdtrain.horovod.reductions import grouped_allreduce as grouped_allreduce
 from hvdtrain.horovod.reductions import grouped_allreduce_ as grouped_allreduce_
 from hvdtrain.horovod.reductions import grouped_allreduce_async as grouped_allreduce_async
 from hvdtrain.horovod.reductions import grouped_allreduce_async_ as grouped_allreduce_async_
-from hvdtrain.horovod.reductions import sparse_allreduce_async as sparse_allreduce_async
 from hvdtrain.horovod.scatters import grouped_reducescatter as grouped_reducescatter
 from hvdtrain.horovod.scatters import grouped_reducescatter_async as grouped_reducescatter_async
 from hvdtrain.horovod.scatters import reducescatter as reducescatter
 from hvdtrain.horovod.scatters import reducescatter_async as reducescatter_async
+from hvdtrain.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async
 from hvdtrain.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from hvdtrain.horovod.tracing import start_timeline as start_timeline
 from hvdtrain.horovod.tracing import stop_timeline as stop_timeline

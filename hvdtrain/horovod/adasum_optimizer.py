@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from hvdtrain.horovod.compression import Compressor
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.ops import Adasum
-from hvdtrain.horovod.parameter_groups import Names
+from hvdtrain.horovod.parameter_groups import Names, load_in_place
 from hvdtrain.horovod.process_sets import ProcessSet
 from hvdtrain.horovod.reductions import allreduce_async_
 
@@ -33,6 +34,13 @@ class AdasumSteps:
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own."""
+        base: Any = super()
+        load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
+        optimizer: Any = self
+        load_in_place(optimizer, load)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hvdtrain.horovod.engine.perform import check_splits
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.start import Call
+from hvdtrain.horovod.tensors import own
 
 Splits = torch.Tensor | Sequence[int] | None
 
@@ -30,7 +32,10 @@ def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, 
             raise BadCall(what, call.where, "splits=[...], a number of rows for each rank")
         numbers = [rows // size] * size
     else:
-        numbers = [int(n) for n in (splits.tolist() if hasattr(splits, "tolist") else splits)]
+        listed = splits.tolist() if hasattr(splits, "tolist") else list(splits)
+        if any(not isinstance(n, Integral) for n in listed):
+            raise BadCall(f"splits of {type(listed[0]).__name__}", call.where, "splits=[...], a whole number of rows for each rank")
+        numbers = [int(n) for n in listed]
     check_splits(numbers, rows, size, call.where)
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
     (back,) = call.backs
@@ -58,10 +63,10 @@ class _Alltoall(torch.autograd.Function):
         sent = len(tensor) if splits is None else sum(int(n) for n in splits)
         ctx.received, ctx.process_set, ctx.kept = received, process_set, len(tensor) - sent
         ctx.mark_non_differentiable(received)
-        return found, received
+        return own(found), received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found, _ = synchronize(alltoall_async(grads[0], ctx.received, None, ctx.process_set))
+        found, _ = alltoall(grads[0], ctx.received, None, ctx.process_set)
         rest = found.new_zeros((ctx.kept, *found.shape[1:]))  # of rows that were sent to nobody
         return (torch.cat([found, rest]) if ctx.kept else found), None, None, None

@@ -9,9 +9,11 @@ import torch
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.ops import Average, op_name
+from hvdtrain.horovod.ops import Average
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.reductions import allreduce
 from hvdtrain.horovod.start import Call
+from hvdtrain.horovod.tensors import own
 
 
 def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -49,10 +51,10 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return own(synchronize(broadcast_async(tensor, root_rank, name, process_set)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        call = Call("allreduce", grads[0], None, ctx.process_set)
-        found = synchronize(call.start(op=op_name(Average, call.where)))
-        return (found if JOB.engine.rank == ctx.root_rank else torch.zeros_like(found)), None, None, None
+        found = allreduce(grads[0], op=Average, process_set=ctx.process_set)
+        is_root = torch.tensor(JOB.engine.rank == ctx.root_rank, device=found.device)
+        return torch.where(is_root, found, torch.zeros_like(found)), None, None, None  # with a gradient of its own on every rank

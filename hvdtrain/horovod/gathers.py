@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import Average, op_name
+from hvdtrain.horovod.ops import Average
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.horovod.reductions import grouped_allreduce
 from hvdtrain.horovod.start import Call
+from hvdtrain.horovod.tensors import own
 
 
 def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -19,7 +21,7 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSe
 
 
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As allgather_async(), of several tensors as one request. synchronize() gives a list."""
+    """As allgather_async(), of several tensors as one request. synchronize() gives a tuple."""
     return _start(Call("allgather", tensors, name, process_set, grouped=True))
 
 
@@ -35,11 +37,11 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     return synchronize(allgather_async(tensor, name, process_set))
 
 
-def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> tuple[Any, ...]:
     """As allgather(), of several tensors as one request."""
     if torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
-        return list(_Allgather.apply(name, process_set, True, *tensors))
-    found: list[Any] = synchronize(grouped_allgather_async(tensors, name, process_set))
+        return _Allgather.apply(name, process_set, True, *tensors)
+    found: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))
     return found
 
 
@@ -50,13 +52,12 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor) -> Any:
         found = synchronize(_start(Call("allgather", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)))
         ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
-        return tuple(found) if grouped else (found,)
+        return tuple(map(own, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set, rows = ctx.process_set, ctx.rows
         lengths = synchronize(allgather_async(torch.tensor([rows]), None, process_set))  # (ranks, tensors)
         before = lengths[: process_set.rank()].sum(0).tolist()
-        call = Call("allreduce", list(grads), None, process_set, grouped=True)
-        reduced = synchronize(call.start(op=op_name(Average, call.where)))
+        reduced = grouped_allreduce(list(grads), op=Average, process_set=process_set)
         return (None, None, None, *(grad[start : start + own] for grad, start, own in zip(reduced, before, rows, strict=True)))

@@ -13,9 +13,9 @@ import torch
 from hvdtrain.horovod.compression import Compressor
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.job import JOB
-from hvdtrain.horovod.parameter_groups import Names
+from hvdtrain.horovod.parameter_groups import Names, load_in_place
 from hvdtrain.horovod.process_sets import ProcessSet
-from hvdtrain.horovod.reductions import sparse_allreduce_async
+from hvdtrain.horovod.sparse import sparse_allreduce_async
 from hvdtrain.horovod.start import Call
 
 
@@ -184,8 +184,9 @@ class GradientSteps:
         return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own. Raises AssertionError while gradients are under way."""
-        if self._gradients.under_way:
+        """As the optimizer's own. Raises AssertionError between backward and step()."""
+        passes = self.backward_passes_per_step
+        if self._gradients.under_way or any(left < passes for group in self._gradients.groups for left in group.passes_left):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
                 "This is prohibited as it can cause a race condition."
@@ -199,4 +200,6 @@ class GradientSteps:
         self._synchronized, self._should_synchronize = False, True
         self.set_backward_passes_per_step(self.backward_passes_per_step)
         base: Any = super()
-        base.load_state_dict(*args, **kwargs)
+        load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
+        optimizer: Any = self
+        load_in_place(optimizer, load)

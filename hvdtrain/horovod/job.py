@@ -148,8 +148,18 @@ class Job:
             engine.abort(exit_code_of(error))
 
     def _at_exit(self) -> None:
-        if not self._has_failed and os.getpid() == self._pid:
+        engine = self._engine
+        if self._has_failed or os.getpid() != self._pid or engine is None:
+            return
+        try:
             self.shutdown()
+        except Exception as error:  # of a collective before, which the script has caught: the others may be within it
+            if engine.size == 1:
+                raise
+            print(
+                f"hvdtrain.horovod: rank {engine.rank} cannot end with the others, so it ends the job\n{error}", file=sys.stderr, flush=True
+            )
+            engine.abort(exit_code_of(error))
 
 
 JOB = Job()

@@ -24,7 +24,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, proc
         raise BadCall(f"invalid root rank {root_rank} for the process set of ranks {ranks[:16]}", where, "one of these ranks")
     is_root = JOB.engine.rank == root_rank
     content = _as_bytes(_content(obj, where) if is_root else b"")
-    found = allgather(content, JOB.name("broadcast_object", name, process_set.process_set_id), process_set)
+    of_root = f"{JOB.name('broadcast_object', name, process_set.process_set_id)} of rank {root_rank}"  # roots that differ are told
+    found = allgather(content, of_root, process_set)
     sent = _received(found, where)
     return obj if is_root else sent
 

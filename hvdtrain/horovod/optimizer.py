@@ -50,6 +50,8 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise BadCall("backward_passes_per_step must be > 0", _WHERE, "1 or more")
+    if isinstance(optimizer, (GradientSteps, AdasumSteps)):
+        raise BadCall("this optimizer is a DistributedOptimizer already", _WHERE, "wrap the optimizer of torch, once")
     names = named(optimizer, named_parameters)
     if op == Adasum and JOB.engine.size > 1:
         found = _below(optimizer, AdasumSteps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -37,6 +37,22 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str
     return {parameter: names[parameter] for parameter in own}
 
 
+def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
+    """Calls load(), which makes new groups and a new state for the optimizer, and moves what they have into the former ones.
+
+    The optimizer that was wrapped has those too, and with it a schedule that was made of it before.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    load()
+    for former, loaded in zip(groups, optimizer.param_groups, strict=True):
+        former.clear()
+        former.update(loaded)
+    loaded_state = dict(optimizer.state)
+    state.clear()
+    state.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state
+
+
 def parameter_groups(
     names: Names, groups: int | Sequence[Sequence[torch.Tensor]] | None, process_set: ProcessSet
 ) -> list[tuple[torch.Tensor, ...]]:
@@ -45,6 +61,10 @@ def parameter_groups(
         return []
     trained = [parameter for parameter in names if parameter.requires_grad]
     order = broadcast_object([names[parameter] for parameter in trained], (process_set.ranks or [0])[0], None, process_set)
+    strange = [names[parameter] for parameter in trained if names[parameter] not in order] or ([] if len(order) == len(trained) else order)
+    if strange:
+        what = f"ranks do not train the same parameters: {len(trained)} here, {len(order)} on the first rank; {', '.join(strange[:3])}"
+        raise BadCall(what, _WHERE, "the same model, with the same requires_grad, on every rank")
     trained.sort(key=lambda parameter: order.index(names[parameter]))
     if isinstance(groups, int):
         if groups < 0:

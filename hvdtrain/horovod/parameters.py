@@ -13,6 +13,7 @@ from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.object_forms import packed
 from hvdtrain.horovod.objects import broadcast_object
+from hvdtrain.horovod.parameter_groups import load_in_place
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 
 
@@ -57,9 +58,13 @@ def broadcast_optimizer_state(
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
     broadcast_parameters({f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set)
     if not is_root:
+        own, sent = ([len(group["params"]) for group in each["param_groups"]] for each in (state, frame))
+        if own != sent:
+            what = f"the optimizer has groups of {own[:8]} parameters here, of {sent[:8]} on rank {root_rank}"
+            raise BadCall(what, "hvd.broadcast_optimizer_state()", "the same groups on every rank")
         groups = [{**own, **sent} for own, sent in zip(state["param_groups"], frame["param_groups"], strict=True)]
         filled = {"state": _with_tensors(frame["state"], wire), "param_groups": groups}
-        torch.optim.Optimizer.load_state_dict(optimizer, filled)
+        load_in_place(optimizer, lambda: torch.optim.Optimizer.load_state_dict(optimizer, filled))
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

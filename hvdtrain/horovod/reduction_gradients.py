@@ -11,6 +11,11 @@ from hvdtrain.horovod.ops import Max, Min, Product, Sum
 Reduce = Callable[[list[torch.Tensor], int, float, float], list[torch.Tensor]]  # tensors, op, prescale, postscale
 
 
+def needs_values(op: int) -> bool:
+    """Whether gradients() needs inputs and results."""
+    return op in (Min, Max, Product)
+
+
 def gradients(
     op: int,
     factors: tuple[float, float],
@@ -19,13 +24,14 @@ def gradients(
     results: Sequence[torch.Tensor],
     reduce: Reduce,
 ) -> list[torch.Tensor]:
-    """factors: of before and after. Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod.
+    """factors: of before and after. inputs, results: empty where needs_values() is False.
 
-    Of Min and Max the gradient goes to the ranks that have the extreme, in equal parts; of Product to each as the product of the others.
-    Horovod reduces these gradients by the same op, which is no derivative.
+    Sums and averages are their own gradient, and Adasum is taken for it, as in Horovod. Of Min and Max the gradient goes to the ranks that
+    have the extreme, in equal parts; of Product to each as the product of the others. Horovod reduces these gradients by the same op, which
+    is no derivative.
     """
     before, after = factors
-    if op not in (Min, Max, Product):
+    if not needs_values(op):
         return reduce(list(grads), op, before, after)
     summed = reduce(list(grads), Sum, 1.0, 1.0)
     if op == Product:

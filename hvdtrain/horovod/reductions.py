@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
-from hvdtrain.horovod.gathers import allgather_async
 from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import Average, given_op
+from hvdtrain.horovod.ops import given_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_gradients import gradients
+from hvdtrain.horovod.reduction_gradients import gradients, needs_values
 from hvdtrain.horovod.start import Call
+from hvdtrain.horovod.tensors import own
 
 
 def allreduce_async(
@@ -57,7 +57,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As allreduce_async(), of several tensors as one request; their dtypes may differ. synchronize() gives a list."""
+    """As allreduce_async(), of several tensors as one request; their dtypes may differ. synchronize() gives a tuple."""
     call = Call("allreduce", tensors, name, process_set, grouped=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -97,10 +97,10 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """As grouped_allreduce(), into the tensors themselves."""
     op = given_op(op, average)
-    found: list[Any] = synchronize(grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
+    found: tuple[Any, ...] = synchronize(grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
     return found
 
 
@@ -152,9 +152,10 @@ class _Allreduce(torch.autograd.Function):
     ) -> Any:
         call = Call("allreduce", list(tensors) if grouped else tensors[0], name, process_set, grouped=grouped)
         found = synchronize(call.start_reduction(op, pre, post))
-        results = tuple(found) if grouped else (found,)
+        results = tuple(map(own, found if grouped else [found]))
         ctx.op, ctx.factors, ctx.process_set, ctx.grouped = op, (pre, post), process_set, grouped
-        ctx.save_for_backward(*tensors, *results)
+        if needs_values(op):
+            ctx.save_for_backward(*tensors, *results)
         return results
 
     @staticmethod
@@ -163,29 +164,8 @@ class _Allreduce(torch.autograd.Function):
         inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
 
         def reduce(tensors: list[torch.Tensor], op: int, pre: float, post: float) -> list[torch.Tensor]:
-            call = Call("allreduce", tensors if ctx.grouped else tensors[0], None, ctx.process_set, grouped=ctx.grouped)
-            found = synchronize(call.start_reduction(op, pre, post))
-            return list(found) if ctx.grouped else [found]
+            factors: dict[str, Any] = {"op": op, "prescale_factor": pre, "postscale_factor": post, "process_set": ctx.process_set}
+            return grouped_allreduce(tensors, **factors) if ctx.grouped else [allreduce(tensors[0], **factors)]
 
         found = gradients(ctx.op, ctx.factors, list(grads), list(inputs), list(results), reduce)
         return (None, None, None, None, None, None, *found)
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
-) -> Callable[[], torch.Tensor]:
-    """Begins a sum or an average of sparse tensors, as gathers of their indices and values; what it returns waits for the result."""
-    sparse = tensor if tensor.is_coalesced() else tensor.coalesce()
-    names = (None, None, None) if name is None else (f"{name}.indices", f"{name}.values", f"{name}.ranks")
-    indices = allgather_async(sparse.indices().t().contiguous(), names[0], process_set)
-    values = allgather_async(sparse.values(), names[1], process_set)
-    givers = allgather_async(torch.ones(1, dtype=torch.int64, device=tensor.device), names[2], process_set)  # ranks that have not joined
-    shape = tensor.shape
-
-    def wait() -> torch.Tensor:
-        found_values, found_indices, ranks = synchronize(values), synchronize(indices), len(synchronize(givers))
-        if op == Average:
-            found_values = found_values / ranks
-        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, check_invariants=False)
-
-    return wait

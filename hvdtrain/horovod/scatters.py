@@ -9,11 +9,12 @@ import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.engine.errors import BadCall
-from hvdtrain.horovod.gathers import grouped_allgather_async
+from hvdtrain.horovod.gathers import grouped_allgather
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.ops import Adasum, Average, Sum
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.start import Call
+from hvdtrain.horovod.tensors import own
 
 
 def reducescatter_async(
@@ -36,7 +37,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As reducescatter_async(), of several tensors as one request. synchronize() gives a list."""
+    """As reducescatter_async(), of several tensors as one request. synchronize() gives a tuple."""
     return _start(Call("reducescatter", tensors, name, process_set, grouped=True), op, prescale_factor, postscale_factor)
 
 
@@ -99,9 +100,9 @@ class _Reducescatter(torch.autograd.Function):
         found = synchronize(_start(call, op, pre, post))
         ctx.factor = pre * post * ((process_set.size() or 1) if op == Sum else 1)
         ctx.process_set = process_set
-        return tuple(found) if grouped else (found,)
+        return tuple(map(own, found if grouped else [found]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         scaled = [grad * ctx.factor if ctx.factor != 1 else grad for grad in grads]
-        return (None, None, None, None, None, None, *synchronize(grouped_allgather_async(scaled, None, ctx.process_set)))
+        return (None, None, None, None, None, None, *grouped_allgather(scaled, None, ctx.process_set))

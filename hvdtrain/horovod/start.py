@@ -70,4 +70,4 @@ class Call:
     def _finish(self, results: list[torch.Tensor]) -> Any:
         """As tensors of the caller's libraries; in place, what was given."""
         found = self._given if self._in_place else [back(result) for back, result in zip(self.backs, results, strict=True)]
-        return found if self._grouped else found[0]
+        return tuple(found) if self._grouped else found[0]

@@ -106,10 +106,6 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
 
-    def reset(self) -> None:
-        for handler in self._handlers.values():
-            handler.restore()
-
 
 class _Stateful(Protocol):
     """What has a state_dict."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.horovod.gathers import allgather
@@ -67,6 +68,7 @@ class _Normalize(torch.autograd.Function):
         return out.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         normal, scale, weight, count = ctx.saved_tensors
         grad, axes = grads[0].to(normal.dtype), [0, *range(2, normal.dim())]

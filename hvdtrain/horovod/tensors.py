@@ -32,6 +32,13 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
     raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, "a tensor of torch, an array of NumPy or JAX")
 
 
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that is no view: what an autograd function returns may be changed in place only then."""
+    if not tensor._is_view():
+        return tensor
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

@@ -16,6 +16,9 @@ CASES = {
     "another call": ("rank 0 waits for allreduce 'same'", "rank 1 waits for allgather 'same'"),
     "a rank ends without join": ("hvd.join()", "rank 1 ended without it"),
     "a poll of what does not come": ("allreduce 'polled ", "did not ask for it within 2 s"),
+    "poll() in a loop": ("allreduce 'polled ", "did not ask for it and cannot"),
+    "a failure that the script catches": ("rank 1 cannot end with the others", "no memory for it"),
+    "roots differ": ("rank 0 waits for allgather 'broadcast_object.noname.0 of rank 0'",),
     "a rank ends": ("allreduce 'late'", "rank 1 ended without it; rank 0 asked for it"),
     "a rank fails": ("ValueError: its own reason",),
     "a rank does not come": ("allreduce 'late'", "rank 1 did not come within 2 s"),
@@ -27,7 +30,10 @@ ENDS_WITHIN_S = 25  # most of it starts Python and MPI; a hang would last 60
 
 FAST = ("a call is missing on a rank", "another shape of many", "a rank ends", "a rank ends without join")
 SLOW = {  # what ranks decide does not depend on the engine, and test_agree.py has each kind of refusal
-    "mpi": ("a rank fails", "a rank does not come", "a poll of what does not come", "a process set without threads", "no barrier"),
+    "mpi": (
+        *("a rank fails", "a rank does not come", "a poll of what does not come", "a process set without threads", "no barrier"),
+        *("poll() in a loop", "a failure that the script catches", "roots differ"),
+    ),
     "torchdist": ("a call is missing on a rank", "a rank fails", "a rank does not come"),
 }
 if FULL:

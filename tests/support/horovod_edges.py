@@ -122,6 +122,83 @@ def every_dtype_leaves_the_queue_whole() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
 
 
+def sparse_gradients_are_trained() -> None:
+    """The rows that a rank touches differ, and one row alone is a view of an odd stride."""
+    for rows in ([hvd.rank(), hvd.rank(), 4], [5]):
+        net = torch.nn.Embedding(6, 3, sparse=True)
+        torch.nn.init.ones_(net.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.3), named_parameters=net.named_parameters())
+        net(torch.tensor(rows)).sum().backward()
+        optimizer.step()
+        touched = [sum(rows.count(row) for rows in every) for every in [hvd.allgather_object(rows)] for row in range(6)]
+        assert torch.allclose(net.weight[:, 0], 1 - 0.1 * torch.tensor(touched, dtype=torch.float32)), (touched, net.weight)
+
+
+def results_may_be_changed_in_place() -> None:
+    x = torch.ones(6, 2, requires_grad=True)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        hvd.allreduce,
+        hvd.allgather,
+        lambda y: hvd.broadcast(y, 0),
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda y: hvd.grouped_allreduce([y])[0],
+        lambda y: hvd.grouped_allgather([y])[0],
+        lambda y: hvd.grouped_reducescatter([y])[0],
+    ]
+    for call in calls:
+        y = x * 1
+        found = torch.nn.functional.relu(call(y).mul_(3), inplace=True)
+        y.mul_(2)  # nothing keeps what it was
+        found.sum().backward()
+    assert x.grad is not None
+
+
+def second_derivatives_go_through_collectives() -> None:
+    """Of the sum over ranks of L, the sum of y^2 of each: y = x^2 summed over ranks r with x = 1 + r there, or gathered."""
+    size, mine = hvd.size(), 1.0 + hvd.rank()
+    total = sum((1.0 + rank) ** 2 for rank in range(size))
+    for call, first, second in (
+        (lambda y: hvd.allreduce(y, op=hvd.Sum), 4 * size * total * mine, None),
+        (hvd.allgather, 4 * mine**3, (4 + 8 / size) * mine**2),  # its gradient is the average over ranks, as Horovod's is
+    ):
+        x = torch.full((1,), mine, dtype=torch.float64, requires_grad=True)
+        (grad,) = torch.autograd.grad(call(x**2).square().sum(), x, create_graph=True)
+        assert torch.allclose(grad, torch.tensor([first], dtype=torch.float64)), (grad, first)
+        (curvature,) = torch.autograd.grad(grad.sum(), x)
+        # the derivative of the sum over ranks of grad: of rank s it has 4 size (2 x_r) x_s, and of this one 4 size total
+        expected = second if second is not None else 4 * size * total + 8 * size * mine * sum(1.0 + rank for rank in range(size))
+        assert torch.allclose(curvature, torch.tensor([expected], dtype=torch.float64)), (curvature, expected)
+
+
+def a_schedule_of_the_optimizer_before_it_was_wrapped_goes_on() -> None:
+    net = torch.nn.Linear(3, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1 * (1 + hvd.rank()), momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05, optimizer.param_groups[0]["lr"]
+
+
+def misuse_of_an_optimizer_is_an_error() -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2)
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(AssertionError, match="before optimizer.step"):
+        optimizer.zero_grad()
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="is a DistributedOptimizer already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="splits of float"):
+        hvd.alltoall(torch.ones(3, 1), torch.ones(3))
+
+
 def an_object_that_is_no_data_is_an_error_everywhere() -> None:
     with pytest.raises(ValueError, match="rank 0: an object of builtins.object is not sent to other ranks"):
         hvd.broadcast_object({"a": object()} if hvd.rank() == 0 else None)
@@ -147,6 +224,11 @@ CHECKS = (
     kinds_share_a_name,
     removed_sets_leave_no_threads,
     every_dtype_leaves_the_queue_whole,
+    sparse_gradients_are_trained,
+    results_may_be_changed_in_place,
+    second_derivatives_go_through_collectives,
+    a_schedule_of_the_optimizer_before_it_was_wrapped_goes_on,
+    misuse_of_an_optimizer_is_an_error,
     an_object_that_is_no_data_is_an_error_everywhere,
     a_handle_ends_with_its_job,
 )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
+from typing import Any
 
 import mpi4py
 import torch
 
 import hvdtrain.horovod as hvd
+from hvdtrain.horovod.engine.perform import Performer
 
 
-def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
+def fail(*_: Any) -> None:
+    raise RuntimeError("no memory for it")
+
+
+def main(case: str) -> None:  # noqa: PLR0912, PLR0915 (a branch for each case)
     if case == "a process set without threads":
         mpi4py.rc.thread_level = "funneled"
         importlib.import_module("mpi4py.MPI")
@@ -50,6 +57,18 @@ def main(case: str) -> None:  # noqa: PLR0912 (a branch for each case)
             handle = hvd.allreduce_async(one, name=f"polled {rank}")
             while not hvd.poll(handle):
                 time.sleep(0.01)
+        case "poll() in a loop":
+            handle = hvd.allreduce_async(one, name=f"polled {rank}")
+            while not hvd.poll(handle):
+                time.sleep(0.01)
+            hvd.synchronize(handle)
+        case "a failure that the script catches":
+            if rank == 1:
+                Performer.perform = fail  # type: ignore[method-assign]
+            with contextlib.suppress(hvd.HorovodInternalError if rank else ()):
+                hvd.allreduce(torch.ones(5000), name="half made")
+        case "roots differ":
+            hvd.broadcast_object({"a": 1}, root_rank=rank)
         case "no barrier":
             if rank != 1:
                 hvd.barrier()

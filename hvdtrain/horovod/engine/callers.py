@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from typing import NamedTuple
+
+POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
+_PAUSE_S = 1.0  # a longer one between two of them is work of its own
+
+
+class Polling(NamedTuple):
+    """Of a thread that has asked for nothing meanwhile."""
+
+    place: object
+    first_s: float
+    last_s: float
 
 
 class Callers:
@@ -11,10 +24,20 @@ class Callers:
     def __init__(self) -> None:
         self._known: set[int] = set()  # threads that have asked for something
         self._waiting: dict[int, object] = {}  # thread -> where it waits
+        self._polling: dict[int, Polling] = {}
 
     def ask(self) -> None:
         """Of the thread that calls it."""
-        self._known.add(threading.get_ident())
+        thread = threading.get_ident()
+        self._known.add(thread)
+        self._polling.pop(thread, None)
+
+    def poll(self, place: object) -> None:
+        """Of the thread that calls it: what it polls is not there yet."""
+        now, thread = time.monotonic(), threading.get_ident()
+        known = self._polling.get(thread)
+        goes_on = known is not None and known.place is place and now - known.last_s < _PAUSE_S
+        self._polling[thread] = Polling(place, known.first_s if known is not None and goes_on else now, now)
 
     def wait(self, place: object) -> None:
         self._waiting[threading.get_ident()] = place
@@ -23,13 +46,19 @@ class Callers:
         self._waiting.pop(threading.get_ident(), None)
 
     def all_wait(self, place: object) -> bool:
-        """Whether every thread that may ask for something waits at `place`.
+        """Whether every thread that may ask for something waits at `place`, or has done nothing but poll there for POLLING_S.
 
         One may that has asked before, or that is no daemon: those of libraries are, and call nothing here. Threads that Python has not
         started are those of autograd, which ask within a backward() that another thread waits for.
         """
         return all(
-            self._waiting.get(thread.ident or 0) is place
+            self._waiting.get(thread.ident or 0) is place or self._only_polls(thread.ident or 0, place)
             for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread) and (not thread.daemon or thread.ident in self._known)
         )
+
+    def _only_polls(self, thread: int, place: object) -> bool:
+        found = self._polling.get(thread)
+        if found is None or found.place is not place or thread in self._waiting:
+            return False
+        return found.last_s - found.first_s > POLLING_S and time.monotonic() - found.last_s < _PAUSE_S

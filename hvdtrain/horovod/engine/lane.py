@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,7 +80,10 @@ class Lane:
             raise self._broken
         with self._lock:
             if request.key in self._queue:
-                what = "a call of the same name is under way"
+                what = (
+                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
+                    "being processed."
+                )
                 raise BadCall(what, request.signature.where, "another name, or synchronize() the first one before")
             request.bucket = self._bucket
             self._queue[request.key] = request
@@ -297,7 +301,9 @@ class Lane:
                 request, kind = own[key], Missing if refusal.of_missing else Mismatch
                 if self._timeline.is_on:
                     self._timeline.negotiated([request])
-                request.fail(kind(refusal.what, request.signature.where, _FIX_NAMES))
+                request.fail(error := kind(refusal.what, request.signature.where, _FIX_NAMES))
+                if self._special & LEAVING:  # nobody will ask for its result
+                    print(f"hvdtrain.horovod: never synchronized: {error}", file=sys.stderr, flush=True)
                 self._forget([request])
 
     def _forget(self, requests: Sequence[Request]) -> None:

@@ -71,7 +71,10 @@ class OwnEngine:
     def poll(self, handle: int) -> bool:
         lane, request = self._handles[handle]
         self._show()
-        return lane.step(request)
+        if is_done := lane.step(request):
+            return is_done
+        self._callers.poll(lane)
+        return False
 
     def wait(self, handle: int) -> Any:
         lane, request = self._handles.pop(handle)

@@ -12,7 +12,7 @@ from hvdtrain.horovod.engine.adasum import adasum_
 from hvdtrain.horovod.engine.block import INLINE_BYTES, INLINE_RANKS
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
-from hvdtrain.horovod.engine.swap import swap
+from hvdtrain.horovod.engine.swap import as_bytes, swap
 
 GATHER_BYTES = 4 << 20  # of one piece that every rank gets from every other, on a device
 WHOLE_BYTES = 64 << 10  # so much is sent whole to every rank: one exchange in place of two
@@ -117,7 +117,7 @@ def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, n
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        parts = communicator.allgather(piece.view(torch.uint8), name).view(flat.dtype).view(communicator.size, -1)
+        parts = communicator.allgather(as_bytes(piece), name).view(flat.dtype).view(communicator.size, -1)
         total = parts[0].clone()
         for part in parts[1:]:
             combine(op, total, part, total)

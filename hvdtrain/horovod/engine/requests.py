@@ -29,7 +29,7 @@ class Signature(NamedTuple):
 
     @property
     def where(self) -> str:
-        return f"{self.kind} {self.name!r}"
+        return f"{self.kind} {self.name!r}" + f" of {len(self.shapes)} tensors" * (len(self.shapes) > 1)
 
     @property
     def key(self) -> Key:

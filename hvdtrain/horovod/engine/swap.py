@@ -27,5 +27,9 @@ def swap(communicator: Communicator, mine: Sequence[torch.Tensor], theirs: Seque
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A view."""
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+    """A view, of a contiguous tensor of one dimension."""
+    if not flat.numel():
+        return flat.new_empty(0, dtype=torch.uint8)
+    if flat.stride(0) != 1:  # of one number, as of a row of a transposed tensor: any stride is contiguous then
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
