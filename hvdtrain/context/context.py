@@ -15,7 +15,8 @@ from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.rank_0 import on_rank_0
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.context import own_events
-from hvdtrain.context.logged import check_same_names, names_fingerprint, quotient, scalar
+from hvdtrain.context.different_calls import different_calls
+from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import Order, SampleStream, check_batch, rows_of
@@ -76,6 +77,8 @@ class Context:
         self._samples: Any = None  # the batch that the script has
         self._resumed = self._checked_extra = self._closed = False
         self._failure = ""  # why the last checkpoint is not written
+        self._extra: dict[str, Any] = {}  # what the script has given for its checkpoints the last time
+        self._written_step = -1  # of the newest checkpoint of this loop
 
     def _open_run(self) -> tuple[Path | None, Path | None, list[str]]:
         """On rank 0: the run folder, locked; the one to go on from; lines for the user."""
@@ -143,6 +146,7 @@ class Context:
             saver = make_saver(config, IDENTITY, self._log, beginning, run, self._limit_bytes, record, self._lock.open)
         checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
         health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self._hosts)
+        health.fix = "a lower learning rate, a warm-up or optim.clip_norm; or guard.nonfinite=skip"
         self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning)
         return learner.forward, learner.optimizer
 
@@ -158,7 +162,12 @@ class Context:
             raise UserError("there is no run folder", "ctx.resume()", "hvdtrain.init({'run': 'DIR'})")
         self._resumed = True
         self._heartbeat.beat("reading the checkpoint", 0, 0)
-        found = restore(self._communicator, self._learner, self._former, self._limit_bytes)
+        try:
+            found = restore(self._communicator, self._learner, self._former, self._limit_bytes)
+        except UserError as error:
+            if error.where in ("state of the model", "state of the optimizer"):
+                error.where, error.fix = f"{self._former}", "the model and the optimizer that the checkpoint was made with; or another run="
+            raise
         return {} if found is None else self._go_on_from(found)
 
     def _go_on_from(self, found: Restored) -> dict[str, Any]:
@@ -211,7 +220,7 @@ class Context:
             samples = stream.take(p)
             self._heartbeat.beat("step", p.epoch, p.step)
             self._samples = samples
-            self._learner.begin_step(samples, stream.batch)
+            self._learner.begin_step(samples, stream.batch, stream.order.seed)
             yield samples
             if not self._learner.has_stepped:
                 what = f"the batch of step {p.step + 1} is over, and optimizer.step() was not called"
@@ -260,8 +269,11 @@ class Context:
         """Means over all ranks of this rank's means, by name, the same on every rank. A collective.
 
         count: samples that this rank's values are means of; without it those of the batch, or 1. NaN where no rank has any. Raises
-        UserError on every rank where they give different names.
+        UserError where they give different names, on every rank, and for what is no mean.
         """
+        if self._closed:
+            self._need("ctx.mean()")
+        check_mean(metrics, count)
         own = self._batch_count() if count is None else count
         fingerprints = allreduce_sums(self._communicator, names_fingerprint(metrics), "context.names")
         check_same_names(self._communicator, metrics, fingerprints, "ctx.mean()", "gives")
@@ -286,7 +298,8 @@ class Context:
 
         model, optimizer: those of prepare(). extra: what resume() is to return: plain values, arrays, tensors, objects with state_dict();
         rank 0's count. now: in any case, at this step. Returns whether one is written; at a stop and at the end once it is on the disk.
-        It is complete or absent. Every rank calls it, after optimizer.step().
+        It is complete or absent. Every rank calls it, after optimizer.step(): in every step, before should_stop. Where a loop stops without
+        it close() writes the checkpoint, unless extra has plain values, which are then older than the step.
         """
         self._need("ctx.checkpoint()")
         if not self._learner.is_prepared(model) or optimizer is not self._learner.optimizer:
@@ -299,6 +312,7 @@ class Context:
         if not self._learner.has_stepped:
             raise UserError("the step of this batch is not made yet", "ctx.checkpoint()", "after ctx.backward(loss); optimizer.step()")
         values = {"order": list(self._order or ()), "extra": extra}
+        self._extra = extra
         if not self._checked_extra:  # at the first call, not when a checkpoint is due at last
             importlib.import_module(_EXTRA).to_arrays(values)
             self._checked_extra = True
@@ -308,13 +322,31 @@ class Context:
         if not (now or is_last or self._points.save_due):
             return False
         self._points.save_due = False
-        self._saved.extra = importlib.import_module(_EXTRA).to_arrays(values)
+        self._saved.extra, self._written_step = importlib.import_module(_EXTRA).to_arrays(values), self.step
         if not is_last:
             self._points.checkpoints.save(self._points.now)
             return True
+        self._write_last_checkpoint()
+        return not self._failure
+
+    def _write_last_checkpoint(self) -> None:
         is_over = self._points.now.progress.done
         self._failure = write_last_checkpoint(self._points, self._points.now, self._why_over, is_over=is_over)
-        return not self._failure
+
+    def _save_at_stop(self) -> None:
+        """The checkpoint to be resumed from, where the script has not written it at the step at which the loop stops.
+
+        Not where the script keeps values of that step which only it knows: then the end says that there is none.
+        """
+        if self.run is None or not self._points.health.stop_request or self._written_step == self.step:
+            return
+        own = [name for name, value in self._extra.items() if not hasattr(value, "state_dict")]
+        if own or not self._learner.has_stepped:
+            which = f"it keeps {', '.join(own[:3])}, which only the script knows" if own else "its step is not made"
+            self._failure = f"{which}; call ctx.checkpoint() in every step, before ctx.should_stop"
+            return
+        self._saved.extra = importlib.import_module(_EXTRA).to_arrays({"order": list(self._order or ()), "extra": self._extra})
+        self._write_last_checkpoint()
 
     @property
     def should_stop(self) -> bool:
@@ -347,6 +379,7 @@ class Context:
             return self._code()
         if self._stream is not None:
             self._points.sync(force=True)
+            self._save_at_stop()
         self._end_event()
         self._release(failed=False)
         self._closing.close()
@@ -388,6 +421,7 @@ class Context:
         """The loop ended by an exception: on several ranks it is reported and all end; on one it is the script's again."""
         if self._closed:
             return
+        error = different_calls(error) or error
         if self._stream is not None:
             fail(self._points, self.step, error)
         self._release(failed=True)

@@ -67,6 +67,15 @@ def check_same_names(communicator: Communicator, own: Collection[str], fingerpri
     raise UserError(what, where, "the same names on every rank, never under `if ctx.rank == 0`")
 
 
+def check_mean(metrics: object, count: object) -> None:
+    """Raises UserError for what ctx.mean() does not take."""
+    where, fix = "ctx.mean()", 'ctx.mean({"accuracy": accuracy}, count=batch.count)'
+    if not isinstance(metrics, Mapping) or any(not isinstance(name, str) for name in metrics):
+        raise UserError(f"{metrics!r:.60} is no mapping of names to numbers", where, fix)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0):
+        raise UserError(f"count={count!r:.40} is no number of samples", where, fix)
+
+
 def quotient(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
@@ -76,5 +85,7 @@ def scalar(name: str, value: Any, where: str) -> Any:
     value = value.detach() if hasattr(value, "detach") else value
     if isinstance(value, (int, float, np.number)) or (hasattr(value, "shape") and math.prod(value.shape) == 1):
         return value.reshape(()).double() if hasattr(value, "double") else float(value)
-    found = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
-    raise UserError(f"{name} is {found}, not one number", where, f"the mean over this rank's samples: {name}={name}.mean()")
+    if not hasattr(value, "shape"):
+        raise UserError(f"{name} is a {type(value).__name__}, not a number", where, "a number, or a tensor of one")
+    what = f"{name} is of shape {tuple(value.shape)}, not one number"
+    raise UserError(what, where, f"the mean over this rank's samples: {name}={name}.mean()")

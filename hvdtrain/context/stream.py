@@ -40,6 +40,8 @@ class SampleStream:
         self.source = as_source(dataset, "the data set", WHERE, config.data.workers)
         if not len(self.source):
             raise UserError("the data set is empty", WHERE, "one with samples")
+        if batch > len(self.source):
+            raise UserError(f"batch={batch} is more than the {len(self.source)} samples", WHERE, f"{len(self.source)} or less")
         self.order = Order(len(self.source), seed, config.data.sampling)
         self.batch, self.total = batch, math.ceil(Fraction(repr(epochs)) * len(self.source))
         self.config = config.replace(seed=seed, epochs=epochs, batch=config.batch.replace(size=batch))

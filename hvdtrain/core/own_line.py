@@ -8,11 +8,14 @@ from pathlib import Path
 
 _OTHERS = (f"{Path(__file__).parents[1]}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
+_MADE = ("<frozen", "<string")  # by Python itself, as of a dataclass
+_COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was compiled
+
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code, of the exception or of the one that it was raised from; None where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, "<frozen"))]
+    own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, *_MADE)) and not frame.filename.endswith(_COMPILED)]
     if own:
         return own[-1]
     return None if error.__cause__ is None else own_frame(error.__cause__)

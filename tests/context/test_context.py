@@ -208,6 +208,32 @@ def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
 
 
+@pytest.mark.parametrize("kept", ["nothing", "an object", "a value"])
+def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_that_there_is_nothing(
+    make: Any, tmp_path: Path, kept: str
+) -> None:
+    """The script calls it at the end of an epoch alone."""
+    run, steps = tmp_path / "run", []
+    for turn in range(2):
+        ctx, model, optimizer = make(f"run={run}", "log.every_steps=4", "resume=auto")
+        extra = {"nothing": {}, "an object": {"other": torch.nn.Linear(1, 1)}, "a value": {"best": 1}}[kept]
+        ctx.resume()
+        for batch in ctx.samples(DATA, batch=2, epochs=2):
+            plain_step(ctx, model, optimizer, batch)
+            steps.append(batch.step)
+            if batch.step == 14 and turn == 0:
+                signal.raise_signal(signal.SIGUSR2)
+            if batch.ends_epoch:
+                ctx.checkpoint(model, optimizer, now=True, **extra)
+        assert ctx.close() == (75 if turn == 0 else 0)
+    (stop,) = events(run, "stop")
+    if kept == "a value":  # goes on from the end of the first epoch
+        assert steps == [*range(16), *range(10, 20)]
+        assert "no checkpoint of step 16: it keeps best, which only the script knows" in stop["lines"][1]
+    else:
+        assert steps == list(range(20)) and len(stop["lines"]) == 2
+
+
 def test_a_time_limit_stops_it_to_be_resumed_where_it_was(make: Any, tmp_path: Path) -> None:
     """guard.max_time counts from the start of the process: 1 s is long over."""
     steps = []
@@ -425,10 +451,10 @@ def test_a_data_loader_gives_its_data_set(make: Any) -> None:
 
 
 def test_layers_that_drop_are_seeded_by_step(make: Any) -> None:
-    def drawn(until: int, skip: int) -> list[float]:
+    def drawn(seed: int, skip: int) -> list[float]:
         ctx, model, optimizer = make("seed=9")
         found = []
-        for batch in ctx.samples(DATA, batch=5, epochs=1):
+        for batch in ctx.samples(DATA, batch=5, epochs=1, seed=seed):
             torch.rand(skip)  # what else the script draws
             found.append(torch.rand(()).item())
             ctx.backward(loss_of(model, batch))
@@ -437,7 +463,7 @@ def test_layers_that_drop_are_seeded_by_step(make: Any) -> None:
         return found
 
     first = drawn(4, 0)
-    assert first == drawn(4, 0) and len(set(first)) == 4 and first != drawn(4, 1)
+    assert first == drawn(4, 0) and len(set(first)) == 4 and first != drawn(4, 1) and first != drawn(5, 0)
 
 
 def mistakes() -> list[Any]:
@@ -483,7 +509,7 @@ def mistakes() -> list[Any]:
         (after_step(lambda c, m, o, b: o.step()), "optimizer.step() without a new batch", "one step for each batch"),
         (after_step(lambda c, m, o, b: c.checkpoint(m, None)), "is not what ctx.prepare() returned", "model, optimizer = ctx.prepare"),
         (after_step(lambda c, m, o, b: c.log(loss=m.weight)), "loss is of shape (1, 2), not one number", "loss=loss.mean()"),
-        (after_step(lambda c, m, o, b: c.log(loss="a")), "loss is a str, not one number", "the mean over this rank's samples"),
+        (after_step(lambda c, m, o, b: c.log(loss="a")), "loss is a str, not a number", "a number, or a tensor of one"),
         (after_step(lambda c, m, o, b: c.samples(DATA, batch=2)), "a second ctx.samples()", "ctx.each(dataset, batch=...)"),
         (after_step(lambda c, m, o, b: c.resume()), "ctx.resume() after ctx.samples()", "right after ctx.prepare()"),
         (lambda c, m, o: c.backward(torch.zeros(())), "no batch of ctx.samples() is under way", "a DataLoader is not needed"),
@@ -496,6 +522,10 @@ def mistakes() -> list[Any]:
         (lambda c, m, o: c.samples(iter([1]), batch=2), "is a list_iterator, whose samples come in an order of its own", "docs"),
         (lambda c, m, o: list(c.each(DATA, batch=True)), "batch=True is no number of samples", "batch=256"),
         (lambda c, m, o: c.mean({"a": torch.ones(2)}), "a is of shape (2,), not one number", "a=a.mean()"),
+        (lambda c, m, o: c.mean({1: 2.0}), "{1: 2.0} is no mapping of names to numbers", "count=batch.count"),
+        (lambda c, m, o: c.mean({"a": 1}, count=1.5), "count=1.5 is no number of samples", "count=batch.count"),
+        (lambda c, m, o: (c.close(), c.mean({"a": 1})), "the context is closed", "ctx = hvdtrain.init(...) again"),
+        (lambda c, m, o: c.samples(DATA, batch=21), "batch=21 is more than the 20 samples", "20 or less"),
         (lambda c, m, o: o.add_param_group({"params": []}), "a parameter group after ctx.prepare()", "all groups before it"),
         (lambda c, m, o: o.load_state_dict({}), "comes from a checkpoint", "state = ctx.resume(), after prepare()"),
     ]

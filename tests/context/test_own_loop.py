@@ -154,6 +154,36 @@ def test_an_exception_outside_of_a_with_block_ends_all_ranks(tmp_path: Path) -> 
     assert "ValueError: mine" in done.stderr and f"{script}:4, in <module>" in done.stderr and done.seconds < 40
 
 
+ON_RANK_0_ALONE = """
+import sys
+import torch
+import hvdtrain as ht
+if sys.argv[1] == "key":
+    ht.init("comm.engin=mpi")
+net = torch.nn.Linear(1, 1)
+ctx = ht.init("comm.engine=mpi", "run=" + sys.argv[2])
+model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+for batch in ctx.samples({"x": torch.ones(40, 1)}, batch=4):
+    ctx.backward(model(batch["x"]).sum())
+    optimizer.step()
+    if ctx.rank == 0 and ctx.step == 3:
+        ctx.checkpoint(model, optimizer, now=True)
+"""
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ON_RANK_0_ALONE)
+    done = mpirun(2, [str(script), "checkpoint", str(tmp_path / "run")], timeout_s=240)
+    assert done.returncode == 2 and "hvdtrain: ranks make different calls" in done.stderr, done.stderr
+    assert f"where: {script}:" in done.stderr and "Traceback" not in done.stderr
+    done = mpirun(2, [str(script), "key", ""], timeout_s=240)
+    assert done.returncode == 2 and "there is no key comm.engin\n  where: comm.engin, hvdtrain.init()" in done.stderr, done.stderr
+    assert f"{script}:6, in <module>" in done.stderr and "Traceback" not in done.stderr
+
+
 @needs_mpirun
 @pytest.mark.slow
 def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ class HealthMonitor:
     updated_s: float | None = None  # time.monotonic() of the last update
     stop_request: str = ""  # why the job stops now, to be resumed; empty while it goes on. The same on every rank
     stop_code: int = REQUEUE  # the exit code then
+    fix: str = "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or guard.nonfinite=skip or rollback"  # of such numbers
 
     def flags(self, step: int | None = None) -> Sums:
         """Of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
@@ -88,8 +89,7 @@ class HealthMonitor:
         policy, limit = self.guard.nonfinite, self.guard.nonfinite_limit
         what = f"{bad_steps} of the steps up to {now.progress.step} had a loss or gradient that is not finite"
         if policy == "stop":
-            fix = "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or guard.nonfinite=skip or rollback"
-            raise Diverged(what, "guard.nonfinite=stop", f"{fix}; the newest checkpoint is from before")
+            raise Diverged(what, "guard.nonfinite=stop", f"{self.fix}; the newest checkpoint is from before")
         count = now.nonfinite + (bad_steps if policy == "skip" else 1)
         if count > limit:
             what += f"; {count} times in all, {limit} are allowed (guard.nonfinite_limit)"

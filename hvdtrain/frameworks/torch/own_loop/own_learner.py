@@ -115,11 +115,11 @@ class OwnLearner:
         fields = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self.device) for name, array in batch.items()}
         return Samples(fields, len(next(iter(batch.values()))))
 
-    def begin_step(self, batch: Samples, global_batch: int) -> None:
-        """The script gets this batch. Layers that draw random numbers draw those of the seed and the step."""
+    def begin_step(self, batch: Samples, global_batch: int, seed: int) -> None:
+        """The script gets this batch. seed: of the samples. Layers that draw random numbers draw those of the seed and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
-        seed_dropout(fold(fold(self.config.seed, batch.step), self.data.rank) & (2**63 - 1), self.device)
+        seed_dropout(fold(fold(seed, batch.step), self.data.rank) & (2**63 - 1), self.device)
         if self.config.guard.nonfinite == "skip":
             self.buffers.save()
 
