@@ -119,6 +119,9 @@ def abort_world(code: int) -> None:
     sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
 
 
+_HALF_SUMS: dict[str, Any] = {}  # dtype -> MPI operation, of which mpi4py has 32 places in a process
+
+
 class MpiCommunicator:
     """Works in place on the memory of x where it can. Sums of float16 and bfloat16, which MPI does not have, are those of half_sums.py.
 
@@ -131,7 +134,6 @@ class MpiCommunicator:
         """ranks: an MPI communicator, in which `place` is this rank's."""
         self._mpi, self._comm = mpi, ranks.Dup()  # a communicator of our own: its messages are apart from those of other users of MPI
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX}
-        self._half_sums: dict[str, Any] = {}  # dtype -> MPI operation
         self._side_channel = side_channel
         self.rank, self.size = ranks.rank, ranks.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
@@ -361,10 +363,10 @@ class MpiCommunicator:
         x = writable(self._checked(x, collective, name))
         dtype = str(x.dtype).removeprefix("torch.")
         if op == "sum" and dtype in HALF_TYPES:
-            if dtype not in self._half_sums:
-                self._half_sums[dtype] = self._mpi.Op.Create(sum_function(dtype), commute=True)
+            if dtype not in _HALF_SUMS:
+                _HALF_SUMS[dtype] = self._mpi.Op.Create(sum_function(dtype), commute=True)
             bits = _as_unsigned(x)
-            return Reduction(x, bits, bits, self._half_sums[dtype])
+            return Reduction(x, bits, bits, _HALF_SUMS[dtype])
         array = _as_array(x)
         return Reduction(x, array, _without_float16(array), self._ops[op])
 

@@ -77,7 +77,7 @@ class Context:
         self._samples: Any = None  # the batch that the script has
         self._resumed = self._checked_extra = self._closed = False
         self._failure = ""  # why the last checkpoint is not written
-        self._extra: dict[str, Any] = {}  # what the script has given for its checkpoints the last time
+        self._extra: dict[str, Any] | None = None  # what the script has given for its checkpoints the last time
         self._written_step = -1  # of the newest checkpoint of this loop
 
     def _open_run(self) -> tuple[Path | None, Path | None, list[str]]:
@@ -299,7 +299,7 @@ class Context:
         model, optimizer: those of prepare(). extra: what resume() is to return: plain values, arrays, tensors, objects with state_dict();
         rank 0's count. now: in any case, at this step. Returns whether one is written; at a stop and at the end once it is on the disk.
         It is complete or absent. Every rank calls it, after optimizer.step(): in every step, before should_stop. Where a loop stops without
-        it close() writes the checkpoint, unless extra has plain values, which are then older than the step.
+        it close() writes the checkpoint with the objects of the last call, unless that had plain values too.
         """
         self._need("ctx.checkpoint()")
         if not self._learner.is_prepared(model) or optimizer is not self._learner.optimizer:
@@ -331,7 +331,8 @@ class Context:
 
     def _write_last_checkpoint(self) -> None:
         is_over = self._points.now.progress.done
-        self._failure = write_last_checkpoint(self._points, self._points.now, self._why_over, is_over=is_over)
+        failure = write_last_checkpoint(self._points, self._points.now, self._why_over, is_over=is_over)
+        self._failure = failure and f"{failure}; older ones are there"
 
     def _save_at_stop(self) -> None:
         """The checkpoint to be resumed from, where the script has not written it at the step at which the loop stops.
@@ -340,13 +341,26 @@ class Context:
         """
         if self.run is None or not self._points.health.stop_request or self._written_step == self.step:
             return
-        own = [name for name, value in self._extra.items() if not hasattr(value, "state_dict")]
-        if own or not self._learner.has_stepped:
-            which = f"it keeps {', '.join(own[:3])}, which only the script knows" if own else "its step is not made"
-            self._failure = f"{which}; call ctx.checkpoint() in every step, before ctx.should_stop"
+        self._failure = on_rank_0(self._communicator, self._why_not_saved)
+        if self._failure:
             return
-        self._saved.extra = importlib.import_module(_EXTRA).to_arrays({"order": list(self._order or ()), "extra": self._extra})
+        self._saved.extra = importlib.import_module(_EXTRA).to_arrays({"order": list(self._order or ()), "extra": self._extra or {}})
         self._write_last_checkpoint()
+
+    def _why_not_saved(self) -> str:
+        """Of rank 0, whose values count; empty where all that the script keeps is known at this step."""
+        own = [name for name, value in (self._extra or {}).items() if not hasattr(value, "state_dict")]
+        if own:
+            why = f"it keeps {', '.join(own[:3])}, which only the script knows"
+        elif self._extra is None:
+            why = "ctx.checkpoint() was not called, so what the script keeps is not known"
+        elif not self._learner.has_stepped:
+            why = "its step is not made"
+        else:
+            return ""
+        assert self.run is not None
+        older = "older ones are there" if any((self.run / "checkpoints").glob("step-*")) else "there is no older one"
+        return f"{why}: call it in every step, before ctx.should_stop; {older}"
 
     @property
     def should_stop(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -68,7 +69,10 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
         exit_now(exit_code_of(error))
 
     def close_at_exit() -> None:
-        context.close()
+        try:
+            context.close()
+        except Exception as error:
+            hook(type(error), error, error.__traceback__)
 
     def forget() -> None:
         _OPEN.contexts.clear()
@@ -88,10 +92,10 @@ def _report_user_errors() -> None:
     if _OPEN.reports or hasattr(sys, "ps1") or sys.flags.interactive:
         return
     _OPEN.reports = True
-    former = sys.excepthook
+    former, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError) or os.getpid() != process:
             former(kind, error, trace)
             return
         frame = own_frame(error)

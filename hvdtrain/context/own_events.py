@@ -77,7 +77,7 @@ def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failur
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
     if failure:
-        lines.append(f"no checkpoint of step {p.step}: {failure}; older ones are there")
+        lines.append(f"no checkpoint of step {p.step}: {failure}")
     if run is not None:
         lines.append(f"run folder: {run}")
     rate = p.samples / now.seconds if now.seconds else math.nan

@@ -84,9 +84,14 @@ class Gradients:
 
     def forget(self) -> None:
         """The reductions that are under way. They are waited for, so that their names are free again, where their job still runs."""
-        if any(found.job != JOB.first_handle for found in self.under_way.values()):
-            self.under_way.clear()
-        self.finish()
+        under_way, self.under_way = self.under_way, {}
+        if any(found.job != JOB.first_handle for found in under_way.values()):
+            return
+        for found in under_way.values():
+            if isinstance(found.handle, int):
+                synchronize(found.handle)
+            else:
+                found.handle()
 
     def _take(self, parameter: torch.Tensor, wire: torch.Tensor, ctx: Any) -> None:
         grad = parameter.grad

@@ -66,11 +66,11 @@ class Job:
 
     def shutdown(self) -> None:
         """A collective: what is under way is made first."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is not None:
             self._forget()
             engine.leave()
-            self._idle = engine
+            self._engine, self._idle = None, engine
 
     def be_elastic(self) -> None:
         """Before a loss, where the engine can go on after one. A collective."""
@@ -80,6 +80,7 @@ class Job:
         """Goes on without the ranks that are lost. Raises the error where none is, or the engine cannot."""
         self._forget()
         self.engine.recover(error)
+        self._numbers.clear()  # ranks may have made different numbers of calls until then
 
     def _forget(self) -> None:
         """The handles so far are void."""
@@ -153,7 +154,7 @@ class Job:
             return
         try:
             self.shutdown()
-        except Exception as error:  # of a collective before, which the script has caught: the others may be within it
+        except BaseException as error:  # of a collective before, which the script has caught: the others may be within it
             if engine.size == 1:
                 raise
             print(

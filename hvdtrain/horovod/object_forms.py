@@ -53,7 +53,7 @@ class _Set(NamedTuple):
 
 
 class _Dict(NamedTuple):
-    """A dict of another class than dict."""
+    """A dict of another class than dict, or with keys that are no plain values."""
 
     kind: str
     items: list[Any]
@@ -80,6 +80,14 @@ class _Member(NamedTuple):
     module: str
     name: str
     member: str
+
+
+class _Flags(NamedTuple):
+    """Several members of a Flag that the receiver has loaded too."""
+
+    module: str
+    name: str
+    value: Any
 
 
 class _Range(NamedTuple):
@@ -154,7 +162,9 @@ def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (on
     if isinstance(thing, PurePath):
         return _Path(str(thing), isinstance(thing, Path))
     if isinstance(thing, enum.Enum):
-        return _Member(kind.__module__, kind.__qualname__, thing.name)
+        if thing.name not in kind.__members__:  # flags together
+            return _Flags(kind.__module__, kind.__qualname__, _plain(thing.value, where, place))
+        return _Member(kind.__module__, kind.__qualname__, str(thing.name))
     if isinstance(thing, tuple) and hasattr(kind, "_fields"):
         return _Fields(kind.__module__, kind.__qualname__, tuple(kind._fields), _members(thing, where, place))
     return _plain_value(thing, where, place)
@@ -188,11 +198,11 @@ def _members(things: Any, where: str, place: str) -> list[Any]:
 def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
     kind = type(thing)
     items = [(_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]")) for key, value in thing.items()]
-    if kind is dict:
+    if kind is dict and all(key is None or type(key) in (bool, int, float, str) for key in thing):
         return dict(items)
     factory = thing.default_factory if isinstance(thing, defaultdict) else None
     is_known = factory is None or factory in _FACTORIES.values()
-    if kind not in (OrderedDict, Counter, defaultdict) or not is_known:
+    if kind not in (dict, OrderedDict, Counter, defaultdict) or not is_known:
         what = f"a dict of {kind.__module__}.{kind.__qualname__}" if is_known else f"a defaultdict of {factory!r}"
         raise BadCall(f"{what} is not sent to other ranks, at object{place}", where, "dict(...) of it")
     return _Dict(kind.__name__, [list(item) for item in items], None if factory is None else factory.__name__)
@@ -227,6 +237,8 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
             return _restored_fields(thing)
         case _Member():
             return _loaded(thing.module, thing.name, enum.Enum).__members__[thing.member]
+        case _Flags():
+            return _loaded(thing.module, thing.name, enum.Flag)(thing.value)
         case _Range():
             return (range if thing.kind == "range" else slice)(*_restored(thing.bounds))
         case _Path():
@@ -252,7 +264,7 @@ def _restored_dict(thing: _Dict) -> dict[Any, Any]:
     items = {_restored(key): _restored(value) for key, value in thing.items}
     if thing.kind == "defaultdict":
         return defaultdict(None if thing.factory is None else _FACTORIES[thing.factory], items)
-    return OrderedDict(items) if thing.kind == "OrderedDict" else Counter(items)
+    return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[thing.kind](items)
 
 
 def _restored_fields(thing: _Fields) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hvdtrain.errors import first_line
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.gathers import allgather
 from hvdtrain.horovod.job import JOB
@@ -46,6 +47,9 @@ def _content(obj: Any, where: str) -> bytes:
         return b"+" + packed(obj, where)
     except BadCall as error:
         return b"-" + packed((f"rank {JOB.engine.rank}: {error.what}", error.fix), where)
+    except Exception as error:  # as the RecursionError of a list that contains itself
+        what = f"rank {JOB.engine.rank}: {type(obj).__name__} cannot be sent: {type(error).__name__}: {first_line(error)}"
+        return b"-" + packed((what, "plain values, arrays and tensors in containers"), where)
 
 
 def _received(content: torch.Tensor, where: str) -> Any:

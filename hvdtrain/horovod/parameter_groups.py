@@ -38,19 +38,14 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, load: Callable[[], None]) -> None:
-    """Calls load(), which makes new groups and a new state for the optimizer, and moves what they have into the former ones.
+    """Calls load(), which makes new groups for the optimizer, and puts them into the list that it has.
 
-    The optimizer that was wrapped has those too, and with it a schedule that was made of it before.
+    The optimizer that was wrapped has the same list, and by it a schedule that was made of it before.
     """
-    groups, state = optimizer.param_groups, optimizer.state
+    groups = optimizer.param_groups
     load()
-    for former, loaded in zip(groups, optimizer.param_groups, strict=True):
-        former.clear()
-        former.update(loaded)
-    loaded_state = dict(optimizer.state)
-    state.clear()
-    state.update(loaded_state)
-    optimizer.param_groups, optimizer.state = groups, state
+    groups[:] = list(optimizer.param_groups)
+    optimizer.param_groups = groups
 
 
 def parameter_groups(

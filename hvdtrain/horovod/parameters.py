@@ -90,7 +90,7 @@ def _is_data(value: Any) -> bool:
     """Not a function, which a group may have: each rank has its own."""
     try:
         packed(value, "")
-    except BadCall:
+    except Exception:
         return False
     return True
 

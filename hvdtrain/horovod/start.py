@@ -55,7 +55,8 @@ class Call:
         """A handle. any_rows: the lengths of axis 0 may differ. finish: of the result, or the list of them where the call is grouped."""
         shapes = tuple((ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape) for tensor in self.tensors)
         dtypes = tuple(name_of(tensor.dtype) for tensor in self.tensors)
-        signature = Signature(self.name, self._kind, op, dtypes, shapes, root, float(prescale), float(postscale))
+        devices = tuple([tensor.device.type for tensor in self.tensors])
+        signature = Signature(self.name, self._kind, op, dtypes, shapes, root, float(prescale), float(postscale), (), devices)
         inputs = [tensor.contiguous() for tensor in self.tensors]
         request = Request(signature, inputs, self.tensors if self._in_place else (), splits)
         return JOB.submit(self.set_id, request, finish or self._finish)

@@ -208,7 +208,7 @@ def test_a_signal_stops_at_the_next_sync_point_with_a_checkpoint(make: Any, tmp_
     assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
 
 
-@pytest.mark.parametrize("kept", ["nothing", "an object", "a value"])
+@pytest.mark.parametrize("kept", ["nothing", "an object", "a value", "no call"])
 def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_that_there_is_nothing(
     make: Any, tmp_path: Path, kept: str
 ) -> None:
@@ -216,12 +216,12 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
     run, steps = tmp_path / "run", []
     for turn in range(2):
         ctx, model, optimizer = make(f"run={run}", "log.every_steps=4", "resume=auto")
-        extra = {"nothing": {}, "an object": {"other": torch.nn.Linear(1, 1)}, "a value": {"best": 1}}[kept]
+        extra: dict[str, Any] = {"an object": {"other": torch.nn.Linear(1, 1)}, "a value": {"best": 1}}.get(kept, {})
         ctx.resume()
         for batch in ctx.samples(DATA, batch=2, epochs=2):
             plain_step(ctx, model, optimizer, batch)
             steps.append(batch.step)
-            if batch.step == 14 and turn == 0:
+            if batch.step == (14 if kept != "no call" else 5) and turn == 0:
                 signal.raise_signal(signal.SIGUSR2)
             if batch.ends_epoch:
                 ctx.checkpoint(model, optimizer, now=True, **extra)
@@ -230,6 +230,9 @@ def test_a_stop_without_a_call_of_checkpoint_writes_what_can_be_resumed_or_says_
     if kept == "a value":  # goes on from the end of the first epoch
         assert steps == [*range(16), *range(10, 20)]
         assert "no checkpoint of step 16: it keeps best, which only the script knows" in stop["lines"][1]
+    elif kept == "no call":  # in the first epoch
+        assert steps == [*range(8), *range(20)]
+        assert "ctx.checkpoint() was not called" in stop["lines"][1] and stop["lines"][1].endswith("there is no older one")
     else:
         assert steps == list(range(20)) and len(stop["lines"]) == 2
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable
 from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +124,26 @@ def every_dtype_leaves_the_queue_whole() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
 
 
+def a_poll_goes_on_with_other_process_sets() -> None:
+    """Rank 0 polls what the others make after they have waited for its call in a process set."""
+    every = [hvd.add_process_set([0, 1]), hvd.add_process_set([0, 2])]
+    if hvd.rank() == 0:
+        inner = [hvd.allreduce_async(torch.ones(3), op=hvd.Sum, process_set=each) for each in every]
+        outer = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="outer")
+        while not hvd.poll(outer):
+            time.sleep(0.001)
+        assert [hvd.synchronize(handle)[0].item() for handle in (*inner, outer)] == [2, 2, 3]
+    else:
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=every[hvd.rank() - 1])[0] == 2
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="outer")[0] == 3
+    assert all(hvd.remove_process_set(each) for each in every)
+
+
+def small_tensors_of_all_dtypes_travel_together() -> None:
+    given = [torch.ones(1, dtype=dtype) for dtype in (torch.float32, torch.complex128, torch.int8, torch.complex64, torch.float64)]
+    assert [x.item() for x in hvd.grouped_allreduce(given, op=hvd.Sum)] == [hvd.size()] * len(given)
+
+
 def sparse_gradients_are_trained() -> None:
     """The rows that a rank touches differ, and one row alone is a view of an odd stride."""
     for rows in ([hvd.rank(), hvd.rank(), 4], [5]):
@@ -204,7 +226,13 @@ def an_object_that_is_no_data_is_an_error_everywhere() -> None:
         hvd.broadcast_object({"a": object()} if hvd.rank() == 0 else None)
     with pytest.raises(ValueError, match="rank 2: an object of builtins.object is not sent to other ranks"):
         hvd.allgather_object(object() if hvd.rank() == 2 else 1)
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="rank 1: list cannot be sent: RecursionError"):
+        hvd.broadcast_object(endless if hvd.rank() == 1 else None, root_rank=1)
     assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]
+    keys = {np.int64(1): 5, frozenset({1, 2}): [re.M | re.I], (1, "a"): {None: 2}}
+    assert hvd.broadcast_object(keys if hvd.rank() == 0 else None) == keys
 
 
 def a_handle_ends_with_its_job() -> None:
@@ -224,6 +252,8 @@ CHECKS = (
     kinds_share_a_name,
     removed_sets_leave_no_threads,
     every_dtype_leaves_the_queue_whole,
+    a_poll_goes_on_with_other_process_sets,
+    small_tensors_of_all_dtypes_travel_together,
     sparse_gradients_are_trained,
     results_may_be_changed_in_place,
     second_derivatives_go_through_collectives,

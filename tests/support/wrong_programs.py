@@ -67,6 +67,12 @@ def main(case: str) -> None:  # noqa: PLR0912, PLR0915 (a branch for each case)
                 Performer.perform = fail  # type: ignore[method-assign]
             with contextlib.suppress(hvd.HorovodInternalError if rank else ()):
                 hvd.allreduce(torch.ones(5000), name="half made")
+        case "a failure in a process set that the script catches":
+            pair = hvd.add_process_set([0])
+            if rank == 0:
+                Performer.perform = fail  # type: ignore[method-assign]
+                with contextlib.suppress(hvd.HorovodInternalError):
+                    hvd.allreduce(torch.ones(5000), process_set=pair)
         case "roots differ":
             hvd.broadcast_object({"a": 1}, root_rank=rank)
         case "no barrier":

@@ -116,13 +116,14 @@ FIELDS = {
     "prescale": "prescale_factor",
     "postscale": "postscale_factor",
     "ranks": "ranks",
+    "devices": "device",
 }
 
 
 def _value(signature: Signature, field: str) -> str:
     """As a message shows it: the tensor itself where there is one alone, "any" for a length that may differ."""
     value = getattr(signature, field)
-    if field in ("dtypes", "shapes") and len(value) == 1:
+    if field in ("dtypes", "shapes", "devices") and len(value) == 1:
         value = value[0]
     return str(value).replace("-1", "any") if field == "shapes" else str(value)
 

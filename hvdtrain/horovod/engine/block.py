@@ -15,6 +15,7 @@ JOINED, LEAVING = 1, 2  # special flags: ranks do not only make what all of them
 BLOCKED, OVERDUE = 1, 2  # own flags
 _COMPARED = 4  # numbers at the beginning that are equal where nothing needs a second exchange
 _BYTES = 8  # of a number
+_PLACES = 16  # bytes, of which the place of a tensor is a multiple: a view as complex128 begins there
 INLINE_BYTES = 448  # of small tensors: with the header 496 bytes of every rank, which take no longer than the header alone
 INLINE_RANKS = 8  # sets of more ranks exchange headers alone
 INLINE_REQUESTS = 16
@@ -102,5 +103,5 @@ def _inline_bytes(request: Request) -> int:
 
 
 def _rounded(tensor: torch.Tensor) -> int:
-    """Its bytes, in whole numbers of the block."""
-    return -(-tensor.numel() * tensor.element_size() // _BYTES) * _BYTES
+    """Its bytes, in whole places of the block."""
+    return -(-tensor.numel() * tensor.element_size() // _PLACES) * _PLACES

@@ -70,6 +70,7 @@ class Lane:
         self._idle_since: float | None = None  # of rounds without progress
         self._missing: dict[Key, list[int]] = {}
         self._thread: CommThread | None = None
+        self._is_queued = False  # start() was called, and its rounds have not begun
         self._wanted = False  # by another thread: rounds until nothing is asked for
         self._broken: BaseException | None = None
         self.has_left = False  # once every rank has
@@ -133,8 +134,12 @@ class Lane:
 
     def start(self) -> None:
         """Begins rounds on a thread of this set, which go on while want() is True and something is asked for."""
-        if self._thread is None:
-            self._thread = CommThread()
+        with self._lock:
+            if self._is_queued:
+                return
+            self._is_queued = True
+            if self._thread is None:
+                self._thread = CommThread()
         self._thread.start(self._work)
 
     def want(self, wanted: bool) -> None:
@@ -158,7 +163,7 @@ class Lane:
                         raise Missing(f"{ranks_text(self._ended_meanwhile)} ended without it", "hvd.join()", _FIX_NAMES)
             finally:
                 self._special &= ~JOINED
-                self._joined_before = set()
+                self._joined_before, self._idle_since = set(), None
         return self._last_joined
 
     def leave(self) -> None:
@@ -172,6 +177,7 @@ class Lane:
                 self._round()
                 self._pause()
             self._special &= ~LEAVING
+            self._idle_since = None
         self.has_left = True
 
     def close(self) -> None:
@@ -182,6 +188,7 @@ class Lane:
 
     def _work(self) -> None:
         with self._rounds:
+            self._is_queued = False
             while self.has_shown() and self._broken is None:
                 self._round()
                 if not self._wanted:
@@ -209,13 +216,17 @@ class Lane:
             raise self._broken
         if self._asked is not None:
             return
-        with self._lock:
-            asked = [request for request in self._queue.values() if request.bucket < self._bucket]
         self._own_flags = 0
         if self._idle_since is not None:
             overdue = time.monotonic() - self._idle_since > self._settings.deadlock_s
             self._own_flags = BLOCKED * self._callers.all_wait(self) + OVERDUE * overdue
-        self._block.fill(asked, self._special, self._own_flags)
+        with self._lock:  # after that: a thread that waits has shown what it asks for before
+            asked = [request for request in self._queue.values() if request.bucket < self._bucket]
+        try:
+            self._block.fill(asked, self._special, self._own_flags)
+        except Exception as error:
+            broken = self._break(error)
+            raise broken from (None if broken is error else error)
         if asked and self._timeline.is_on:
             self._timeline.round_begins()
         self._exchange.start(self._block.own, self._block.rows)
@@ -336,14 +347,14 @@ class Lane:
             time.sleep(IDLE_S)
 
     def _break(self, error: BaseException) -> BaseException:
-        """No round is possible any more: what is asked for fails, and so does every later call, with the error that this returns."""
-        is_own = isinstance(error, (UserError, HorovodInternalError)) or not isinstance(error, Exception)
-        broken = error if is_own else HorovodInternalError(f"{type(error).__name__}: {error}")
-        if not is_own:
+        """No round is possible any more: what is asked for fails, and so does every later call. Returns what this one raises."""
+        broken = error
+        if not isinstance(error, (UserError, HorovodInternalError)):
+            broken = HorovodInternalError(f"{type(error).__name__}: {error}")
             broken.__cause__ = error
         self._broken = broken
         with self._lock:
             for request in self._queue.values():
                 request.fail(broken)
             self._queue.clear()
-        return broken
+        return broken if isinstance(error, Exception) else error

@@ -71,6 +71,9 @@ class OwnEngine:
     def poll(self, handle: int) -> bool:
         lane, request = self._handles[handle]
         self._show()
+        for other in list(self._lanes.values()):  # another rank may wait for what this one has asked there
+            if other is not lane and other.has_shown():
+                other.start()
         if is_done := lane.step(request):
             return is_done
         self._callers.poll(lane)
@@ -163,13 +166,23 @@ class OwnEngine:
     def leave(self) -> None:
         self._show()
         others = [lane for set_id, lane in self._lanes.items() if set_id != GLOBAL]
-        leaving = [threading.Thread(target=lane.leave, daemon=True) for lane in others]
+        failed: list[BaseException] = []
+
+        def leave_set(lane: Lane) -> None:
+            try:
+                lane.leave()
+            except BaseException as error:
+                failed.append(error)
+
+        leaving = [threading.Thread(target=leave_set, args=(lane,), daemon=True) for lane in others]
         for thread in leaving:
             thread.start()
         self._lanes[GLOBAL].leave()
         for thread in leaving:
             thread.join()
         self._timeline.stop()
+        if failed:
+            raise failed[0]
         for lane in others:
             if lane.has_left:
                 self._free(lane)

@@ -26,6 +26,7 @@ class Signature(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
     ranks: tuple[int, ...] = ()  # of a process set that is added or removed
+    devices: tuple[str, ...] = ()  # of each tensor: "cpu"
 
     @property
     def where(self) -> str:
