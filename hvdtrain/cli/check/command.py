@@ -39,6 +39,7 @@ mpirun -np 8 ... hvdtrain check [--config FILE] [--json [FILE]] [--limit 180] [k
   --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500   without a launcher: on each host, with its --node-id
   --json FILE                write the result as JSON too; --json or --json - prints it instead of the text
   --limit 180                seconds that one phase of the check may take, on any rank"""
+PASS_ON_S = 0.5  # a launcher that ends the job at the first exit code above 0 may drop what it has not passed on of the report
 OWN_ERROR_WAIT_S = 1.5  # rank 0 prints first: where the launcher ends the job at the first exit, an error of all ranks is printed once
 SAME_ERROR_WAIT_S = 5.0  # an error that is the same on all ranks is for rank 0 to print, even where rank 0 is late
 
@@ -79,6 +80,8 @@ def check(arguments: Sequence[str]) -> int:
         run_folder = inspect_job(rank, config, communicator)
         report = compare_ranks(rank, config, run_folder, communicator, engine_reason, place, time_limit)
         exit_code = _print(options, report) if communicator.rank == 0 else report.exit_code
+        if exit_code and communicator.rank == 0 and communicator.size > 1:
+            time.sleep(PASS_ON_S)
         exit_code = int(communicator.allgather_object(exit_code)[0])
         time_limit.cancel()
         communicator.close()
