@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
+import hashlib
 import os
 import signal
 import socket
@@ -24,6 +26,10 @@ ECHO_S = 1.5  # most errors of one rank happen on all: the other ranks wait this
 UNCONNECTED_ECHO_S = 5.0  # before they are connected only the launcher ends the other ranks, once the process of rank 0 is gone
 FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
+NEXT_S = 10.0  # a rank of a host where another one reports an error waits this long to be ended by that one
+# What all processes of a job have on a host, and no other job's have.
+_JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+_held: list[socket.socket] = []  # until the process ends, by one that has an error to report
 
 
 def report_crashes() -> None:
@@ -62,6 +68,7 @@ def end_every_rank(
         time.sleep(echo_s)
     elif rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
+    wait_for_the_report_of_another()
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
         message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
     print_stderr(message)
@@ -75,6 +82,30 @@ def _of_user_error(error: UserError) -> str:
     if error.__cause__ is not None and own_frame(error.__cause__) is not None:
         lines.insert(0, "".join(traceback.format_exception(error.__cause__)).rstrip())
     return "\n".join(lines)
+
+
+def wait_for_the_report_of_another() -> None:
+    """Until no other process of the job on this host reports an error, but NEXT_S at most.
+
+    Who reports it holds an abstract Unix address (unix(7)), to which nobody can connect; it is free again when the process has ended.
+    """
+    if _held or not any(key in os.environ for key in _JOB):
+        return
+    job = "/".join(os.environ.get(key, "") for key in _JOB)
+    _held.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    waited = False
+    until_s = time.monotonic() + NEXT_S
+    while time.monotonic() < until_s:
+        try:
+            _held[0].bind("\0hvdtrain/" + hashlib.sha256(job.encode()).hexdigest())
+            if waited:
+                time.sleep(ECHO_S)  # the other one has just ended: so does this one, unless nothing connects the two
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return  # a system without such addresses
+        waited = True
+        time.sleep(0.05)
 
 
 def discard_unwritten_output() -> None:

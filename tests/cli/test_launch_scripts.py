@@ -38,14 +38,16 @@ os.system("echo from a child")
 print("no end", end="")
 """
 FAILS = """
-import sys
+import sys, time
 from mpi4py import MPI
 
 def learn(rank):
-    if rank == 1 or sys.argv[1] == "all":
+    if rank == 1 or sys.argv[1] != "one":
         raise ValueError(f"no more on {rank}")
 
 rank = MPI.COMM_WORLD.rank
+if rank == 0 and sys.argv[1] == "slow":
+    sys.excepthook = lambda *error: (sys.__excepthook__(*error), time.sleep(4))
 MPI.COMM_WORLD.Barrier()
 learn(rank)
 MPI.COMM_WORLD.allreduce(rank)  # never ends without rank 1
@@ -193,7 +195,7 @@ def test_lines_have_the_rank_and_logs_the_bytes(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("which", "rank"), [("one", 1), ("all", 0)])
+@pytest.mark.parametrize(("which", "rank"), [("one", 1), ("all", 0), ("slow", 0)])
 def test_the_rank_that_fails_first_has_the_only_traceback(tmp_path: Path, which: str, rank: int) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     code, out, err, seconds = run_launch(["-np", "3", "--", "fails.py", which], tmp_path)
@@ -202,7 +204,7 @@ def test_the_rank_that_fails_first_has_the_only_traceback(tmp_path: Path, which:
     told = re.findall(rf"^\[{rank}\] (.*)", err, re.MULTILINE)
     assert told[0].startswith("Traceback") and f"ValueError: no more on {rank}" in told, err
     assert [line.strip().split(", ")[1:] for line in told if line.startswith("  File")] == [
-        ["line 11", "in <module>"],
+        ["line 13", "in <module>"],
         ["line 7", "in learn"],
     ]
     assert re.fullmatch(rf"rank {rank} on .*: the error above ends the script", told[-1]) or rank == 0

@@ -34,7 +34,7 @@ from faults import (
     wait_for,
 )
 from PIL import Image
-from ranks import FULL, Job, environment, mpirun_path, needs_horovod, needs_mpirun, python
+from ranks import FULL, Job, Result, environment, mpirun_path, needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import DONE, REQUEUE, USER
 
@@ -315,6 +315,16 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
     assert equal
 
 
+def _cut_off_while_it_is_read(words: list[str], folder: Path) -> Result:
+    run = folder / f"run-{len(list(folder.iterdir()))}"
+    events = run / "events.jsonl"
+    with Job(0, [*words, "epochs=1000000", f"run={run}"], timeout_s=LIMIT_S, env=ENV) as job:
+        wait_for(job, lambda: events.exists() and '"epoch"' in events.read_text())
+        for path in folder.glob("cache/*/images.npy"):
+            os.truncate(path, 0)
+        return job.wait()
+
+
 def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path) -> None:
     """The system ends the process; what it was reading is printed, and the same command decodes the file again."""
     for split, label in product(("train", "val"), ("a", "b")):
@@ -324,11 +334,9 @@ def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path
             Image.effect_noise((32, 32), 60 + number).save(folder / f"{number}.png")
     words = ["framework=numpy", "model.name=linear", "batch.size=4", "data.name=folder", "data.channels=1"]
     words = ["-m", "hvdtrain", *words, f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}"]
-    with Job(0, [*words, "epochs=1000000", f"run={tmp_path / 'run'}"], timeout_s=LIMIT_S, env=ENV) as job:
-        wait_for(job, lambda: (tmp_path / "run/events.jsonl").exists() and '"epoch"' in (tmp_path / "run/events.jsonl").read_text())
-        for path in tmp_path.glob("cache/*/images.npy"):
-            os.truncate(path, 0)
-        result = job.wait()
+    result = _cut_off_while_it_is_read(words, tmp_path)
+    if result.returncode == -signal.SIGSEGV:  # CPython's report itself fails, where another thread runs at that moment: once in 50 times
+        result = _cut_off_while_it_is_read(words, tmp_path)
     assert result.returncode in (-signal.SIGBUS, 128 + signal.SIGBUS), result
     assert "Fatal Python error: Bus error" in result.stderr and 'source.py", line ' in result.stderr, result.stderr
     again = python([*words, "max_steps=5", f"run={tmp_path / 'again'}"], timeout_s=LIMIT_S, env=ENV)

@@ -16,7 +16,7 @@ from hvdtrain.cli.launch.rank.watched import CALLS
 from hvdtrain.core.early_signals import EarlySignals
 from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import LOST, USER, exit_code_of
-from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes
+from hvdtrain.training.failure import ECHO_S, abort_every_rank, end_every_rank, report_crashes, wait_for_the_report_of_another
 
 APART_S, APART_RANKS = 0.25, 8  # ranks that fail at the same moment report one after the other: the first one ends the others
 CONSEQUENCE_S = 4.0  # what a lost connection, or a request to stop, raises waits for the rank that was the cause
@@ -72,6 +72,7 @@ def _run(code: Callable[[], object], rank: int, tell: Tell) -> int:
         echo_s += CONSEQUENCE_S if exit_code_of(error) == LOST else ECHO_S if rank else 0.0
         if sys.excepthook is not sys.__excepthook__:  # the script's own, or that of its open hvdtrain.init()
             time.sleep(echo_s)
+            wait_for_the_report_of_another()
             sys.excepthook(type(error), error, error.__traceback__)
             abort_every_rank(exit_code_of(error), None)
             exit_now(exit_code_of(error))
