@@ -54,3 +54,20 @@ def test_arrays_of_numpy_are_compressed() -> None:
         assert isinstance(found, np.ndarray) and found.dtype == np.float64 and found.tolist() == [1.0, 2.5]
         whole = np.array([3])
         assert kind.decompress(*kind.compress(whole)) is whole
+
+
+def test_a_daemon_that_gets_the_number_of_a_caller_is_no_caller() -> None:
+    callers, place, ends = Callers(), object(), threading.Event()
+    caller = threading.Thread(target=callers.ask)
+    caller.start()
+    caller.join()
+    daemons = []
+    while not daemons or (daemons[-1].ident != caller.ident and len(daemons) < 100):
+        daemons.append(threading.Thread(target=ends.wait, daemon=True))
+        daemons[-1].start()
+    try:
+        assert daemons[-1].ident == caller.ident, "no thread got the number of one that has ended"
+        callers.wait(place)
+        assert callers.all_wait(place)
+    finally:
+        ends.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import NamedTuple
+from weakref import WeakSet
 
 POLLING_S = 5.0  # of poll() after poll() of a thread, until it is taken for one that waits
 _PAUSE_S = 1.0  # a longer one between two of them is work of its own
@@ -22,15 +23,14 @@ class Callers:
     """Of one engine. A waiting thread waits in one place: a process set's lane."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()  # threads that have asked for something
+        self._known = WeakSet[threading.Thread]()  # that have asked for something; a thread's number may become that of another one
         self._waiting: dict[int, object] = {}  # thread -> where it waits
         self._polling: dict[int, Polling] = {}
 
     def ask(self) -> None:
         """Of the thread that calls it."""
-        thread = threading.get_ident()
-        self._known.add(thread)
-        self._polling.pop(thread, None)
+        self._known.add(threading.current_thread())
+        self._polling.pop(threading.get_ident(), None)
 
     def poll(self, place: object) -> None:
         """Of the thread that calls it: what it polls is not there yet."""
@@ -54,7 +54,7 @@ class Callers:
         return all(
             self._waiting.get(thread.ident or 0) is place or self._only_polls(thread.ident or 0, place)
             for thread in threading.enumerate()
-            if not isinstance(thread, threading._DummyThread) and (not thread.daemon or thread.ident in self._known)
+            if not isinstance(thread, threading._DummyThread) and (not thread.daemon or thread in self._known)
         )
 
     def _only_polls(self, thread: int, place: object) -> bool:
