@@ -27,7 +27,7 @@ UNCONNECTED_ECHO_S = 5.0  # before they are connected only the launcher ends the
 FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that it has not passed on yet
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 NEXT_S = 10.0  # a rank of a host where another one reports an error waits this long to be ended by that one
-# What all processes of a job have on a host, and no other job's have.
+# What the ranks of a job have in common; where other jobs of one SLURM step have the same, they wait for each other's reports, too.
 _JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
 _held: list[socket.socket] = []  # until the process ends, by one that has an error to report
 
@@ -68,7 +68,7 @@ def end_every_rank(
         time.sleep(echo_s)
     elif rank:
         time.sleep(ECHO_S if communicator is not None else UNCONNECTED_ECHO_S)
-    wait_for_the_report_of_another()
+    wait_for_the_report_of_another(communicator)
     if rank or code not in (USER, DIVERGED):  # of those two rank 0's message is that of all ranks
         message += f"\nrank {rank} on {socket.gethostname()}{doing}: the error above ends the {what}"
     print_stderr(message)
@@ -84,28 +84,33 @@ def _of_user_error(error: UserError) -> str:
     return "\n".join(lines)
 
 
-def wait_for_the_report_of_another() -> None:
-    """Until no other process of the job on this host reports an error, but NEXT_S at most.
+def wait_for_the_report_of_another(communicator: Communicator | None = None) -> None:
+    """Until no other rank of the job on this host reports an error, but NEXT_S at most: the one that reports ends the others.
 
-    Who reports it holds an abstract Unix address (unix(7)), to which nobody can connect; it is free again when the process has ended.
+    It holds an abstract Unix address (unix(7)), to which nobody can connect, and which is free again when its process has ended.
     """
+    with contextlib.suppress(UserError):  # of a launcher's variables: it may be what is reported
+        if is_only_process(communicator):
+            return
     if _held or not any(key in os.environ for key in _JOB):
         return
     job = "/".join(os.environ.get(key, "") for key in _JOB)
+    address = "\0hvdtrain/" + hashlib.sha256(job.encode()).hexdigest()
     _held.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     waited = False
     until_s = time.monotonic() + NEXT_S
     while time.monotonic() < until_s:
         try:
-            _held[0].bind("\0hvdtrain/" + hashlib.sha256(job.encode()).hexdigest())
+            _held[0].bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return  # a system without such addresses: ECHO_S alone keeps the reports apart
+            waited = True
+            time.sleep(0.05)
+        else:
             if waited:
                 time.sleep(ECHO_S)  # the other one has just ended: so does this one, unless nothing connects the two
             return
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                return  # a system without such addresses
-        waited = True
-        time.sleep(0.05)
 
 
 def discard_unwritten_output() -> None:

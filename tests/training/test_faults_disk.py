@@ -336,6 +336,7 @@ def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path
     words = ["-m", "hvdtrain", *words, f"data.root={tmp_path / 'images'}", f"data.cache={tmp_path / 'cache'}"]
     result = _cut_off_while_it_is_read(words, tmp_path)
     if result.returncode == -signal.SIGSEGV:  # CPython's report itself fails, where another thread runs at that moment: once in 50 times
+        assert "Fatal Python error: Bus error" in result.stderr, result.stderr
         result = _cut_off_while_it_is_read(words, tmp_path)
     assert result.returncode in (-signal.SIGBUS, 128 + signal.SIGBUS), result
     assert "Fatal Python error: Bus error" in result.stderr and 'source.py", line ' in result.stderr, result.stderr
