@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -134,9 +135,17 @@ def _model(study: Study) -> list[str]:
         f" beside other ranks {1 + model.contention:.2f} x as long,",
         f"        plus {model.exposed:.2f} x the communication of {gradients}",
         f"link    {_link_text(link)}",
+        *_latency_warning(link),
         _errors_line("steps", study.step_errors),
         _errors_line("allreduces", study.link_errors),
     ]
+
+
+def _latency_warning(link: Link) -> list[str]:
+    """Times so noisy that the latency of least errors would be negative; a link of one rank has no bytes to move."""
+    if link.latency_s or math.isinf(link.bytes_per_s):
+        return []
+    return ["        too noisy for a latency, which counts as 0: many ranks look better than they are; measure on an idle machine"]
 
 
 def _errors_line(what: str, errors: Sequence[float]) -> str:
