@@ -1,12 +1,12 @@
 """Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same network by hand in plain torch.
 
-    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
+    python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
 
 FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
 hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
-and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea. A row is appended to
-benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of training steps alone;
-`seconds` has the start and evaluations in it.
+and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea; `added` with one more.
+A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of
+training steps alone; `seconds` has the start and evaluations in it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ LEFT_OUT: dict[str, list[str]] = {
     "reflection (black border instead)": ["augment.pad=zeros"],
     "label smoothing": ["model.label_smoothing=0"],
     "falling rate": ["recipe.schedule=constant"],
+    "bf16 (fp32 instead)": ["speed.precision=fp32"],
 }
+ADDED: dict[str, list[str]] = {"average of the weights": ["optim.ema=0.9"]}  # ideas that the record does without
 
 
 def main() -> None:
@@ -76,7 +78,9 @@ def planned(options: argparse.Namespace) -> list[tuple[str, str, int, list[str]]
     seeds, parts = [int(seed) for seed in options.seeds.split(",")], options.parts.split(",")
     jobs = [("record", "all", seed, WORDS) for seed in seeds if "record" in parts]
     jobs += [("by-hand", "plain torch", seed, []) for seed in seeds if "by-hand" in parts]
-    return jobs + [("left-out", name, seeds[0], [*WORDS, *SHORT, *keys]) for name, keys in LEFT_OUT.items() if "left-out" in parts]
+    for part, ideas in (("left-out", LEFT_OUT), ("added", ADDED)):
+        jobs += [(part, name, seeds[0], [*WORDS, *SHORT, *keys]) for name, keys in ideas.items() if part in parts]
+    return jobs
 
 
 def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,9 +142,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else float("nan")
                 lines.append(f"{part:8} {key:9} {form.format(statistics.mean(values))} (sd {spread:.2f}, n={len(values)})")
-    short = [row for row in rows if row["part"] == "left-out" and not row["extra"]]
+    words = {"left-out": "without", "added": "with"}
+    short = [row for row in rows if row["part"] in words and not row["extra"]]
     whole = next((row["accuracy"] for row in short if row["name"] == "nothing"), float("nan"))
-    lines += [f"without {row['name']}: {row['accuracy']:.4f} ({100 * (row['accuracy'] - whole):+.2f} points)" for row in short]
+    lines += [f"{words[row['part']]} {row['name']}: {row['accuracy']:.4f} ({100 * (row['accuracy'] - whole):+.2f} points)" for row in short]
     return "\n".join(lines)
 
 
@@ -151,7 +156,7 @@ def today() -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", default="record,left-out,by-hand")
+    parser.add_argument("--parts", default="record,left-out,added,by-hand")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mpirun", default="mpirun")
