@@ -14,7 +14,7 @@ KEYS = (
     *("run", "resume", "seed"),
     *(f"comm.{name}" for name in ("engine", "address", "timeout_s", "reduce", "bucket_mb", "compression", "op", "tune")),
     *(f"comm.{name}" for name in ("hierarchical", "cycle_ms", "fusion_mb")),
-    *(f"shard.{name}" for name in ("stage", "group", "offload")),
+    *(f"shard.{name}" for name in ("stage", "group", "offload", "reshard")),
     *("optim.clip_norm", "optim.clip_value"),
     *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),
     "speed.device",
@@ -47,9 +47,6 @@ def refuse_other_keys(config_file: str | None, arguments: Sequence[str]) -> None
             raise UserError(f"{key} is not of an own loop", f"{key}, {origin}", fix)
         if key not in KEYS:
             raise UserError(f"there is no key {short(key)}", f"{key}, {origin}", nearest(key, KEYS))
-        if (key, value) == ("shard.stage", 3):
-            fix = "shard.stage=1 or 2; or hvdtrain.train(), which makes a model layer by layer"
-            raise UserError("shard.stage=3 cuts the weights while the model is made, and this model is made", f"{key}, {origin}", fix)
         if (key, value) == ("guard.nonfinite", "rollback"):
             fix = "guard.nonfinite=stop or skip"
             raise UserError("guard.nonfinite=rollback would go back behind the script's back", f"{key}, {origin}", fix)

@@ -355,7 +355,8 @@ def test_parts_of_a_batch_make_its_step(make: Any) -> None:
     torch.testing.assert_close(found, stepped(make, plain_step), rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any, stage: int) -> None:
     def clipped(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
         ctx.backward(loss_of(model, batch))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -366,7 +367,7 @@ def test_gradients_are_clipped_by_the_key_or_by_torch(make: Any) -> None:
     with pytest.raises(
         UserError, match="with shard.stage each rank has a part of the gradients, and p.grad has none\n.*\n.*optim.clip_norm=1"
     ):
-        stepped(make, clipped, "shard.stage=1")
+        stepped(make, clipped, f"shard.stage={stage}")
 
 
 def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
@@ -399,8 +400,94 @@ def test_a_grad_scaler(make: Any, tmp_path: Path) -> None:
             endless.step(optimizer)
             endless.update()
     ctx.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_grad_scaler_with_gradients_in_parts(make: Any, stage: int) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scaled(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
+        ctx.backward(scaler.scale(loss_of(model, batch)))
+        scaler.step(optimizer)
+
     with pytest.raises(UserError, match="a GradScaler sees this rank's part of the gradients alone"):
-        stepped(make, scaled, "shard.stage=1")
+        stepped(make, scaled, f"shard.stage={stage}")
+
+
+def of_one_number() -> torch.nn.Module:
+    net = torch.nn.Linear(2, 1).double()
+    net.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    return net
+
+
+def of_two_types() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2).double(), torch.nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("net", "what"),
+    [
+        (lambda: torch.compile(torch.nn.Linear(2, 1), backend="eager"), "a compiled model would keep whole weights"),
+        (of_two_types, "the model's parameters are of torch.float32, torch.float64: shard.stage=3 gathers those of one type"),
+        (of_one_number, "the parameter scale is a single number: shard.stage=3 gives each rank rows of each parameter"),
+    ],
+)
+def test_a_model_that_stage_3_cannot_cut(opened: list[ht.Context], net: Any, what: str) -> None:
+    opened.append(ht.init("shard.stage=3"))
+    model = net()
+    with pytest.raises(UserError, match=what):
+        opened[0].prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Tower(torch.nn.Module):
+    """Layers that stage 3 gathers one at a time, and one weight that two parts share."""
+
+    blocks = property(lambda self: self.layers)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 4)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)])
+        self.last = torch.nn.Linear(4, 4)
+        self.last.weight = self.first.weight = torch.nn.Parameter(torch.rand(4, 2))
+        self.frozen = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = x + layer(x) * self.frozen
+        return x @ self.last.weight
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
+def test_a_model_of_blocks_that_stage_3_gathers_one_at_a_time(opened: list[ht.Context], tmp_path: Path, kind: str) -> None:
+    """Two parameter groups, a frozen weight, a shared one, batch norm, a resume and an evaluation; equal to the loop without stage 3."""
+
+    def train(epochs: int, run: str, *arguments: str) -> list[float]:
+        ctx = ht.init(f"run={run}", "log.every_steps=1", *arguments)
+        opened.append(ctx)
+        torch.manual_seed(0)
+        net = Tower().double()
+        rest = [p for name, p in net.named_parameters() if name.startswith("layers") and p.requires_grad]
+        groups = [{"params": [net.first.weight, net.first.bias, net.last.bias]}, {"params": rest, "lr": 3e-3}]
+        model, optimizer = ctx.prepare(net, getattr(torch.optim, kind)(groups, lr=1e-3))
+        ctx.resume()
+        for batch in ctx.samples(DATA, batch=8, epochs=epochs):
+            ctx.backward(model(batch["x"] / 40).pow(2).sum(1).mean())
+            optimizer.step()
+            ctx.checkpoint(model, optimizer)
+        model.eval()
+        with torch.no_grad():
+            found = [model(batch["x"] / 40).sum().item() for batch in ctx.each(DATA, batch=10)]
+        ctx.close()
+        return found
+
+    expected = train(4, f"{tmp_path / 'plain'}")
+    assert train(4, f"{tmp_path / 'cut'}", "shard.stage=3") == pytest.approx(expected, rel=1e-12)
+    train(2, f"{tmp_path / 'resumed'}", "shard.stage=3")
+    assert train(4, f"{tmp_path / 'resumed'}") == pytest.approx(expected, rel=1e-12), "stage 3, and on without"
+    start = events(tmp_path / "cut", "start")[0]
+    assert start["model"].startswith("Tower, ") and "in 3 blocks and the rest (ZeRO stage 3)" in start["model"]
 
 
 def test_torch_compile_before_and_after_prepare(make: Any, tmp_path: Path) -> None:
@@ -580,7 +667,6 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together(make: Any, model: 
         (["augment.flip=true"], "augment.flip is not of an own loop", "hvdtrain.train() has it; an own loop has checkpoint, comm"),
         (["guard.lost=shrink"], "guard.lost is not of an own loop", "launch --elastic"),
         (["cheque.every=3"], "there is no key cheque.every", "did you mean checkpoint.every?"),
-        (["shard.stage=3"], "shard.stage=3 cuts the weights while the model is made", "shard.stage=1 or 2"),
         (["guard.nonfinite=rollback"], "would go back behind the script's back", "stop or skip"),
         (["resume=somewhere"], "resume= needs run=", "run=DIR"),
     ],

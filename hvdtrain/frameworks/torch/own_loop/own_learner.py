@@ -32,6 +32,7 @@ from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE, take_optim
 from hvdtrain.frameworks.torch.own_loop.grad_scaler import Overflows, Scaled
 from hvdtrain.frameworks.torch.own_loop.prepared_optimizer import PreparedOptimizer
 from hvdtrain.frameworks.torch.parallel.select_strategy import select_strategy
+from hvdtrain.frameworks.torch.parallel.strategy import Strategy
 from hvdtrain.frameworks.torch.precision import NoScale
 from hvdtrain.frameworks.torch.state import LearnerState
 
@@ -84,13 +85,18 @@ class OwnLearner:
         self.device = device_of_rank(config, mesh.world)
         take_optimizer(model, optimizer)
         on = {p.device.type for p in model.parameters()}
-        if on != {self.device.type}:
+        if on != {self.device.type} and not (on == {"cpu"} and config.shard.stage == 3):  # which moves a part of it at a time
             what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
         if config.shard.stage:
             check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage"))
+        sharded: Strategy | None = None
+        if config.shard.stage == 3:
+            from hvdtrain.frameworks.torch.own_loop.sharded import shard_given  # half a second
+
+            sharded = shard_given(model, optimizer, config, mesh, self.device)
         self._named = [(name, p) for name, p in uncompiled(model).named_parameters() if p.requires_grad]
-        self.strategy = select_strategy(config, mesh, self._named, optimizer, ReplaceableStopwatch(HostStopwatch()))
+        self.strategy = sharded or select_strategy(config, mesh, self._named, optimizer, ReplaceableStopwatch(HostStopwatch()))
         wrapped = self.strategy.wrap(model, optimizer)
         self.model, self.forward, self._inner = uncompiled(model), wrapped.forward, wrapped.optimizer
         self.optimizer = PreparedOptimizer(self._inner, self._update)
@@ -238,7 +244,8 @@ class OwnLearner:
     def describe(self) -> str:
         count = sum(p.numel() for _, p in self._named)
         precision = str(self.dtype).removeprefix("torch.")
-        return f"{type(self.model).__name__}, {count:,} parameters, {precision} on {self.device}, {self.strategy.summary}"
+        name = type(self.model).__name__.removeprefix("FSDP" if self.config.shard.stage == 3 else "")  # fully_shard() has made a class
+        return f"{name}, {count:,} parameters, {precision} on {self.device}, {self.strategy.summary}"
 
 
 def uncompiled(model: Any) -> Any:

@@ -48,7 +48,10 @@ def make_sharded(make: Callable[[], torch.nn.Module], config: Config, mesh: Mesh
     if "ddp" not in mesh.world.features:
         start_process_group(mesh.world)
     model, deferred = make_deferred(make)
-    return shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype)
+    sharded = shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype)
+    if deferred is None:
+        return sharded._replace(summary=f"{sharded.summary}, made whole first: its constructor reads its own numbers")
+    return sharded
 
 
 def shard_model(
@@ -60,7 +63,7 @@ def shard_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> ShardedModel:
-    """The same for a model that is there; `deferred` has the numbers of its meta tensors."""
+    """The same for a model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors."""
     for name, p in model.named_parameters():
         if not p.ndim:
             what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
@@ -92,7 +95,6 @@ def shard_model(
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # it is an FSDPModule now
     model.register_forward_hook(functools.partial(_after_evaluation, sharded))
     parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
-    parts = parts if deferred else f"{parts}, made whole first: its constructor reads its own numbers"
     cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
     return ShardedModel(model, mesh, parts, cuts)
 
