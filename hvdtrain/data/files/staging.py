@@ -215,7 +215,7 @@ class StagedCopy:
             self._print(f"checking: {files:,} / {len(doubtful):,} files, {format_bytes(size)}")
 
         for_each_file(doubtful, read_back, self._partial, show_progress)
-        changed = [path for path in current if path not in intact]
+        changed = sorted(current.keys() - intact.keys())  # the manifest has them as they were completed
         if changed:
             more = ", ..." if len(changed) > 1 else ""
             self._print(f"{len(changed):,} staged files differ from what was copied, and are copied again: {changed[0]}{more}")
