@@ -86,7 +86,7 @@ def test_the_fuzzer_reports(fault: str) -> None:
 @pytest.mark.timeout(SECONDS + 300)
 def test_every_reader_refuses_or_reads(capsys: pytest.CaptureFixture[str]) -> None:
     seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32) if "FUZZ_SECONDS" in os.environ else 1))
-    report = fuzzing.fuzz(SUPPORT / "fuzz_readers.py", tuple(READERS), seed, SECONDS)
+    report = fuzzing.fuzz(SUPPORT / "fuzz_readers.py", tuple(READERS), seed, SECONDS, least=40)
     with capsys.disabled():
         print(f"\nseed {seed}, {SECONDS:.0f} s\n{report}")
     assert not report.findings, "\n\n".join(report.findings)

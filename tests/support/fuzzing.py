@@ -163,7 +163,7 @@ def child(order: Mapping[str, Any], readers: Mapping[str, Reader]) -> None:
     limit_memory(order["limit_bytes"])
     now = (scratch / "now").open("r+")
     for name, tally in report.items():
-        while tally.spent_s < order["share_s"]:
+        while tally.spent_s < order["share_s"] or tally.tried < order["least"]:
             number = tally.tried
             tally.tried += 1
             now.seek(0)
@@ -195,8 +195,12 @@ def limit_memory(more: int) -> None:
         resource.setrlimit(what, (limit, limit))
 
 
-def fuzz(script: Path, names: tuple[str, ...], seed: int, seconds: float, limit_s: float = LIMIT_S, most: int = 20) -> Report:
-    """Gives each reader of `script` its equal share of the seconds; a child that dies is a finding, and another one goes on."""
+def fuzz(
+    script: Path, names: tuple[str, ...], seed: int, seconds: float, limit_s: float = LIMIT_S, most: int = 20, least: int = 0
+) -> Report:
+    """Gives each reader of `script` its equal share of the seconds, and `least` inputs on a machine however slow; a child that dies is a
+    finding, and another one goes on, up to `most`.
+    """
     report = Report({name: Tally() for name in names})
     environment = {**os.environ, "SECRET": CANARY, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
     environment["PYTHONPATH"] = os.pathsep.join([str(PROJECT), str(Path(__file__).parent)])
@@ -205,7 +209,14 @@ def fuzz(script: Path, names: tuple[str, ...], seed: int, seconds: float, limit_
         while len(report.findings) < most:
             (Path(scratch) / "now").touch()
             tallies = {name: asdict(tally) for name, tally in report.tallies.items()}
-            order = {"scratch": scratch, "seed": seed, "share_s": seconds / len(names), "limit_s": limit_s, "tallies": tallies}
+            order = {
+                "scratch": scratch,
+                "seed": seed,
+                "share_s": seconds / len(names),
+                "limit_s": limit_s,
+                "tallies": tallies,
+                "least": least,
+            }
             order |= {"limit_bytes": LIMIT_BYTES}
             command = [sys.executable, str(script), json.dumps(order)]
             ended = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, errors="replace", check=False)
