@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.horovod.basics import recover
+from hvdtrain.horovod.basics import init, recover, shutdown
 from hvdtrain.horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.sampler import ElasticSampler
@@ -41,4 +41,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]

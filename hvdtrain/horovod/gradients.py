@@ -50,8 +50,9 @@ class Gradients:
         process_set: ProcessSet,
     ) -> None:
         """groups: of all parameters that are trained, or none. factors: prescale, postscale of an average."""
-        self._compression, self._op, self._factors = compression, op, factors
-        self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
+        self.op, self.process_set = op, process_set
+        self._compression, self._factors = compression, factors
+        self._sparse_as_dense = sparse_as_dense
         trained = [(parameter,) for parameter in names if parameter.requires_grad]
         self.groups = [Group(parameters, names[parameters[0]]) for parameters in groups or trained]
         self._is_grouped = bool(groups)
@@ -62,14 +63,14 @@ class Gradients:
         grads = [_gradient(parameter) for parameter in group.parameters]
         if grads[0].is_sparse and not self._sparse_as_dense and not self._is_grouped:
             self.under_way[group] = UnderWay(
-                sparse_allreduce_async(grads[0], group.name, self._op, self._process_set), (), (), JOB.first_handle
+                sparse_allreduce_async(grads[0], group.name, self.op, self.process_set), (), (), JOB.first_handle
             )
             return
         compressed = [self._compression.compress(grad.to_dense() if grad.is_sparse else grad) for grad in grads]
         wires, ctxs = [wire for wire, _ in compressed], [ctx for _, ctx in compressed]
         given = wires if self._is_grouped else wires[0]
-        call = Call("allreduce", given, group.name, self._process_set, grouped=self._is_grouped, in_place=True)
-        self.under_way[group] = UnderWay(call.start_reduction(self._op, *self._factors), ctxs, wires, JOB.first_handle)
+        call = Call("allreduce", given, group.name, self.process_set, grouped=self._is_grouped, in_place=True)
+        self.under_way[group] = UnderWay(call.start_reduction(self.op, *self._factors), ctxs, wires, JOB.first_handle)
 
     def finish(self) -> None:
         """The reductions that are under way, in the order in which they were started."""
@@ -186,7 +187,13 @@ class GradientSteps:
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
-        return loss
+        return self._over_ranks(loss) if self._takes_part and isinstance(self, torch.optim.LBFGS) else loss
+
+    def _over_ranks(self, loss: Any) -> Any:
+        """Of all ranks, as the gradients are: by it LBFGS chooses how often it calls the closure, which all ranks call equally often."""
+        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        call = Call("allreduce", value, "loss.of.closure", self._gradients.process_set)
+        return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. Raises AssertionError between backward and step()."""

@@ -209,7 +209,7 @@ def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
 
 
 def _of_tensor(tensor: torch.Tensor) -> _Tensor:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     return _Tensor(name_of(tensor.dtype), flat.view(torch.uint8).numpy(), tuple(tensor.shape), tensor.requires_grad)
 
 

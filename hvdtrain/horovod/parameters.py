@@ -18,22 +18,36 @@ from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """model.state_dict(), model.named_parameters() or model.parameters(), in place. What is no tensor in a state_dict is left alone."""
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        raise BadCall(
-            f"invalid params of type {type(params)}", "hvd.broadcast_parameters()", "model.state_dict() or model.named_parameters()"
-        )
-    if isinstance(params, Mapping):
-        named = sorted(params.items())
-    else:
-        named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    """model.state_dict(), model.named_parameters() or model.parameters(), in place. What is no tensor in a state_dict is left alone.
+
+    Raises ValueError for what has no tensors, as a module or the state_dict of an optimizer.
+    """
     handles = [
         broadcast_async_(tensor.detach(), root_rank, None if name is None else f"broadcast.{name}", process_set)
-        for name, tensor in named
-        if isinstance(tensor, torch.Tensor)
+        for name, tensor in _named(params)
     ]
     for handle in handles:
         synchronize(handle)
+
+
+def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        tensors = [(name, value) for name, value in sorted(params.items()) if isinstance(value, torch.Tensor)]
+        if tensors or not params:
+            return tensors
+        raise _invalid("a mapping without tensors")
+    if isinstance(params, (torch.Tensor, torch.nn.Module, str)) or not isinstance(params, Iterable):
+        raise _invalid(f"invalid params of type {type(params)}")
+    named = [each if isinstance(each, tuple) and len(each) == 2 else (None, each) for each in params]
+    for _, value in named:
+        if not isinstance(value, torch.Tensor):
+            raise _invalid(f"invalid params: a {type(value).__name__} among them")
+    return named
+
+
+def _invalid(what: str) -> BadCall:
+    fix = "model.state_dict() or model.named_parameters(); of an optimizer: hvd.broadcast_optimizer_state(optimizer, 0)"
+    return BadCall(what, "hvd.broadcast_parameters()", fix)
 
 
 def broadcast_optimizer_state(
@@ -49,10 +63,10 @@ def broadcast_optimizer_state(
     is_root = JOB.engine.rank == root_rank
     tensors = _tensors(state) if is_root else {}
     frame = broadcast_object(_without_tensors(state) if is_root else None, root_rank, None, process_set)
-    places: dict[str, tuple[str, tuple[int, ...]]] = broadcast_object(
-        {key: (str(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors.items()}, root_rank, None, process_set
+    places: dict[str, tuple[str, tuple[int, ...], bool]] = broadcast_object(
+        {key: (str(tensor.dtype), tuple(tensor.shape), tensor.is_cpu) for key, tensor in tensors.items()}, root_rank, None, process_set
     )
-    for key, (dtype, shape) in places.items():
+    for key, (dtype, shape, _) in places.items():
         if not is_root:
             tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
@@ -65,6 +79,16 @@ def broadcast_optimizer_state(
         groups = [{**own, **sent} for own, sent in zip(state["param_groups"], frame["param_groups"], strict=True)]
         filled = {"state": _with_tensors(frame["state"], wire), "param_groups": groups}
         load_in_place(optimizer, lambda: torch.optim.Optimizer.load_state_dict(optimizer, filled))
+        _put_as_sent(optimizer, {key: (wire[key], on_host) for key, (_, _, on_host) in places.items()})
+
+
+def _put_as_sent(optimizer: torch.optim.Optimizer, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
+    """By "number.name": a tensor, and whether it stays in host memory. load_state_dict() has given them the dtypes of the parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, (tensor, on_host) in tensors.items():
+        number, _, name = key.partition(".")
+        parameter = parameters[int(number)]
+        optimizer.state[parameter][name] = tensor if on_host else tensor.to(parameter.device)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from hvdtrain.horovod.engine.requests import ANY, Request, Signature, name_of
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.ops import op_name
 from hvdtrain.horovod.process_sets import ProcessSet
-from hvdtrain.horovod.tensors import Back, as_torch
+from hvdtrain.horovod.tensors import Back, as_torch, is_target, put
 
 
 class Call:
@@ -33,6 +33,11 @@ class Call:
         self.backs: list[Back] = [back for _, back in converted]
         for tensor in self.tensors:
             check_moved(tensor.dtype, self.where)
+        if in_place and any(
+            stride == 0 and n > 1 for tensor in self.tensors for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise BadCall("numbers of this tensor share their memory", self.where, "tensor.contiguous(), or the call without _")
+        self._gets_copies = in_place and not all(map(is_target, given, self.tensors))
         if not given:
             raise BadCall("no tensors", self.where, "a list of at least one tensor")
 
@@ -57,8 +62,8 @@ class Call:
         dtypes = tuple(name_of(tensor.dtype) for tensor in self.tensors)
         devices = tuple([tensor.device.type for tensor in self.tensors])
         signature = Signature(self.name, self._kind, op, dtypes, shapes, root, float(prescale), float(postscale), (), devices)
-        inputs = [tensor.contiguous() for tensor in self.tensors]
-        request = Request(signature, inputs, self.tensors if self._in_place else (), splits)
+        inputs = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in self.tensors]
+        request = Request(signature, inputs, self.tensors if self._in_place and not self._gets_copies else (), splits)
         return JOB.submit(self.set_id, request, finish or self._finish)
 
     def start_reduction(self, op: int, prescale: float, postscale: float) -> int:
@@ -70,5 +75,8 @@ class Call:
 
     def _finish(self, results: list[torch.Tensor]) -> Any:
         """As tensors of the caller's libraries; in place, what was given."""
+        if self._gets_copies:
+            for given, result in zip(self._given, results, strict=True):
+                put(result, given)
         found = self._given if self._in_place else [back(result) for back, result in zip(self.backs, results, strict=True)]
         return tuple(found) if self._grouped else found[0]

@@ -70,7 +70,7 @@ class ObjectState(State):
     def sync(self) -> None:
         if self._names:
             self._saved = broadcast_object({name: getattr(self, name) for name in self._names})
-            self.restore()
+            ObjectState.restore(self)  # of the values alone: what TorchState keeps beside them is not saved yet
 
 
 class TorchState(ObjectState):

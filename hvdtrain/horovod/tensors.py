@@ -23,13 +23,29 @@ def as_torch(x: Any, where: str, *, in_place: bool = False) -> tuple[torch.Tenso
     if isinstance(x, np.ndarray):
         if in_place and not x.flags.writeable:
             raise BadCall("this array is read-only", where, "a copy of it, or the call without _")
-        return _of_array(x), _to_numpy
+        return _of_array(x, where), _to_numpy
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.Array):
         if in_place:
             raise BadCall("a JAX array does not change", where, "the call without _, which returns a new one")
-        return _of_array(np.asarray(x)), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
+        return _of_array(np.asarray(x), where), lambda tensor: jax.numpy.asarray(_to_numpy(tensor))
     raise BadCall(f"{type(x).__module__}.{type(x).__qualname__} is no tensor", where, "a tensor of torch, an array of NumPy or JAX")
+
+
+def is_target(x: Any, tensor: torch.Tensor) -> bool:
+    """Whether results that are written to `tensor`, which as_torch() has made of x, are in x."""
+    if isinstance(x, np.ndarray):
+        return tensor.data_ptr() == x.ctypes.data
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def put(result: torch.Tensor, x: Any) -> None:
+    """Writes a result to x, a tensor of torch or an array of NumPy."""
+    if isinstance(x, np.ndarray):
+        x[...] = _to_numpy(result)
+        return
+    with torch.no_grad(), torch.inference_mode(x.is_inference()):  # outside of that mode nothing may change what was made in it
+        x.copy_(result)
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +59,15 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _of_array(array: np.ndarray) -> torch.Tensor:
+def _of_array(array: np.ndarray, where: str) -> torch.Tensor:
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
     if array.dtype.name == "bfloat16":  # of JAX: numpy itself has none
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:  # of objects, texts, or the bytes of another kind of machine
+        raise BadCall(f"an array of dtype {array.dtype}: {error}", where, "an array of numbers, array.astype(...)") from None
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -638,7 +638,11 @@ def unfit() -> list[Any]:
     scheduled = torch.optim.SGD(net.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    words = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True))
+    complex_numbers = torch.nn.Linear(2, 2, dtype=torch.complex64)
     return [
+        (words, torch.optim.SGD(words.parameters(), lr=0.1), "0 makes sparse gradients", "sparse=False"),
+        (complex_numbers, torch.optim.SGD(complex_numbers.parameters(), lr=0.1), "weight has complex numbers", "torch.view_as_complex()"),
         (net, stepped, "the optimizer has made steps already", "prepare() first"),
         (net, scheduled, "a scheduler has this optimizer already", "then the scheduler of that optimizer"),
         (net, torch.optim.SGD([net.weight], lr=0.1), "bias would be trained, and the optimizer does not have it", "requires_grad_(False)"),
@@ -710,6 +714,11 @@ def test_values_beside_model_and_optimizer() -> None:
     found = from_arrays(to_arrays(given))
     assert found["s"] == scheduler.state_dict() and found["t"].item() == 3.5 and found["n"] == 0.5 and math.isnan(found["nan"])
     assert tuple(found["empty"].shape) == (0, 2) and found["none"] is None
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert torch.equal(from_arrays(to_arrays({"z": conjugate}))["z"], conjugate)
+    for value, kind in ((np.complex64(1j), "complex64"), (np.datetime64("2026-01-01"), "datetime64"), (torch.eye(2).to_sparse(), "Tensor")):
+        with pytest.raises(UserError, match=f"v is a {kind}, which no checkpoint holds"):
+            to_arrays({"v": value})
     with pytest.raises(UserError, match=r"a.b\[1\] is a object, which no checkpoint holds\n.*\n  fix: numbers, texts"):
         to_arrays({"a": {"b": [1, object()]}})
     endless: list[Any] = []

@@ -160,6 +160,29 @@ def test_an_exception_outside_of_a_with_block_ends_all_ranks(tmp_path: Path) -> 
     assert "ValueError: mine" in done.stderr and f"{script}:4, in <module>" in done.stderr and done.seconds < 40
 
 
+WRONG_MODULE = """
+import torch
+import hvdtrain as ht
+net = torch.nn.Linear(1, 1)
+ctx = ht.init("comm.engine=torchdist", "comm.reduce=ddp")
+model, optimizer = ctx.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+for batch in ctx.samples({"x": torch.ones(40, 1)}, batch=4):
+    with torch.no_grad():
+        model(batch["x"])
+    ctx.backward(net(batch["x"]).sum())
+    optimizer.step()
+"""
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_ddp_whose_module_is_not_called_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "wrong_module.py"
+    script.write_text(WRONG_MODULE)
+    done = mpirun(2, [str(script)], timeout_s=240)
+    assert done.returncode == 2 and "was not called, but the module inside of it: its gradients are not reduced" in done.stderr, done.stderr
+
+
 ON_RANK_0_ALONE = """
 import sys
 import torch

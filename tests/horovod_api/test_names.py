@@ -38,6 +38,26 @@ def test_every_name_is_there(module: str) -> None:
     assert [name for name in NAMES.split() if not hasattr(importlib.import_module(module), name)] == []
 
 
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("mpi_ops", "allreduce_async_ poll size Average"),
+        ("functions", "broadcast_object broadcast_parameters broadcast_optimizer_state allgather_object"),
+        ("compression", "Compression Compressor FP16Compressor NoneCompressor"),
+        ("optimizer", "DistributedOptimizer"),
+        ("sync_batch_norm", "SyncBatchNorm"),
+        ("elastic", "run init shutdown TorchState ElasticSampler"),
+        ("elastic.state", "TorchState ObjectState State"),
+        ("elastic.sampler", "ElasticSampler"),
+    ],
+)
+def test_modules_inside_have_the_same_objects(module: str, names: str) -> None:
+    found = importlib.import_module(f"hvdtrain.horovod.torch.{module}")
+    for name in names.split():
+        expected = getattr(hvd, name, None) or getattr(hvd.elastic, name, None)
+        assert hasattr(found, name) and (expected is None or getattr(found, name) is expected), name
+
+
 def test_a_name_that_is_not_built_says_so() -> None:
     with pytest.raises(AttributeError, match="hvdtrain.horovod has no 'run': docs/horovod-api.md lists what it has"):
         hvd.run  # noqa: B018

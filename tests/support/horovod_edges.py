@@ -245,7 +245,111 @@ def a_handle_ends_with_its_job() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum)[0] == 3
 
 
+def calls_in_inference_mode_leave_the_queue_whole() -> None:
+    """Small tensors, those of a shared buffer, and what is reduced into a tensor of that mode outside of it."""
+    for length in (3, 20_000):
+        for name in ("before", "after"):
+            with torch.inference_mode():
+                made = [hvd.allreduce_async(torch.ones(length), op=hvd.Sum, name=f"{name}.{length}.{i}") for i in range(2)]
+                assert all(hvd.synchronize(handle).sum() == 3 * length for handle in made)
+                assert len(hvd.allgather(torch.ones(length))) == 3 * length and hvd.broadcast_object(length, 0) == length
+                inside = torch.ones(length)
+            outside = [hvd.allreduce_async(torch.ones(length + 1), op=hvd.Sum, name=f"{name}.{length}.{i}") for i in range(2)]
+            assert all(hvd.synchronize(handle).sum() == 3 * length + 3 for handle in outside)
+            assert hvd.allreduce_(inside, op=hvd.Sum) is inside and inside.sum() == 3 * length
+
+
+def views_with_a_conjugate_a_sign_or_a_direction() -> None:
+    for length in (3, 20_000):
+        z = torch.full((length,), complex(1, hvd.rank() + 1))
+        assert torch.equal(hvd.allreduce(z.conj(), op=hvd.Sum), torch.full_like(z, complex(3, -6)))
+        assert torch.equal(hvd.allgather(z.conj())[-length:], torch.full_like(z, complex(1, -3)))
+        assert torch.equal(hvd.broadcast(z.conj().imag, 1), torch.full((length,), -2.0))
+        assert torch.equal(hvd.broadcast_object(z.conj(), 1), torch.full_like(z, complex(1, -2)))
+        hvd.allreduce_(z.conj(), op=hvd.Sum)
+        assert torch.equal(z, torch.full_like(z, complex(3, 6)))
+        backwards = np.arange(length, dtype=np.float64)
+        hvd.allreduce_(backwards[::-1], op=hvd.Sum)
+        assert np.array_equal(backwards, 3.0 * np.arange(length))
+        backwards += hvd.rank()
+        hvd.broadcast_(backwards[::-1], 2)
+        assert np.array_equal(backwards, 3.0 * np.arange(length) + 2)
+
+
+def what_no_rank_can_send_is_an_error_of_that_call_alone() -> None:
+    with pytest.raises(ValueError, match="numbers of this tensor share their memory"):
+        hvd.allreduce_(torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match="an array of dtype object"):
+        hvd.allreduce(np.array([None, 1]))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for params, what in (
+        (model, "invalid params of type <class 'torch.nn.modules.container.Sequential'>"),
+        (optimizer.state_dict(), "a mapping without tensors"),
+        ("weights", "invalid params of type <class 'str'>"),
+        ([("weight", 3)], "invalid params: a int among them"),
+        (list(model.state_dict()), "invalid params: a str among them"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(what)):
+            hvd.broadcast_parameters(params, 0)
+    hvd.broadcast_parameters({}, 0)
+
+
+def an_optimizer_state_keeps_its_dtypes() -> None:
+    """torch's load_state_dict() makes those of the parameters of them."""
+    for kind, entry in ((torch.optim.NAdam, "mu_product"), (torch.optim.ASGD, "eta")):
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = kind([weight], lr=0.01)
+        for _ in range(1 + hvd.rank()):
+            weight.grad = torch.full_like(weight, 0.1)
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        found = {name: (str(x.dtype), x.double().tolist()) for name, x in optimizer.state[weight].items()}
+        assert found[entry][0] == "torch.float32" and hvd.allgather_object(found) == [found] * 3
+
+
+def lbfgs_is_the_same_on_all_ranks() -> None:
+    """A search along a line, whose length is of the losses: of all ranks, or they would call the closure another number of times."""
+    made = torch.Generator().manual_seed(hvd.rank())
+    x, y = torch.randn(20, 4, generator=made), torch.randn(20, 3, generator=made)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"), model.named_parameters())
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(4)]
+    mine = calls, losses, model[0].weight.tolist()
+    assert losses[-1] < losses[0] and hvd.allgather_object(mine) == [mine] * 3
+
+
+def a_state_is_synchronized_as_it_is() -> None:
+    """Not as it was when it was made, or committed."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (hvd.rank() + 1))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=hvd.rank())
+    torch.nn.init.constant_(model.weight, 5.0 + hvd.rank())
+    state.sync()
+    assert (model.weight.item(), optimizer.param_groups[0]["lr"], state.epoch) == (5.0, 0.1, 0)
+    torch.nn.init.constant_(model.weight, 7.0)
+    state.restore()
+    assert model.weight.item() == 5.0
+
+
 CHECKS = (
+    calls_in_inference_mode_leave_the_queue_whole,
+    views_with_a_conjugate_a_sign_or_a_direction,
+    what_no_rank_can_send_is_an_error_of_that_call_alone,
+    an_optimizer_state_keeps_its_dtypes,
+    lbfgs_is_the_same_on_all_ranks,
+    a_state_is_synchronized_as_it_is,
     bits_are_the_programs,
     minima_keep_a_nan,
     threads_ask_in_other_orders,

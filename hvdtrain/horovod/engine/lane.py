@@ -19,6 +19,7 @@ from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ran
 from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
 from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
+from hvdtrain.horovod.engine.inference import outside_of_inference
 from hvdtrain.horovod.engine.inline import finish_inline
 from hvdtrain.horovod.engine.patience import wait_for
 from hvdtrain.horovod.engine.perform import Performer
@@ -210,6 +211,7 @@ class Lane:
         self._begin()
         self._end()
 
+    @outside_of_inference
     def _begin(self) -> None:
         """Unless a round has begun."""
         if self._broken is not None:
@@ -232,6 +234,7 @@ class Lane:
         self._exchange.start(self._block.own, self._block.rows)
         self._asked = asked
 
+    @outside_of_inference
     def _end(self) -> None:
         try:
             self._complete()

@@ -50,10 +50,10 @@ def _encoded(value: Any, path: str, arrays: Arrays, depth: int) -> Any:
         value = value.state_dict()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind in "iufbU":
         return value.item()
-    if isinstance(value, torch.Tensor):
-        host = value.detach().cpu().contiguous()
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         name = f"{PREFIX}{len(arrays)}"
         arrays[name] = host.reshape(-1).view(torch.uint8).numpy().copy()
         return {"tensor": [name, str(host.dtype).removeprefix("torch."), list(host.shape)]}

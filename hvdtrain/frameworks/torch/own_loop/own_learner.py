@@ -88,6 +88,7 @@ class OwnLearner:
         if on != {self.device.type} and not (on == {"cpu"} and config.shard.stage == 3):  # which moves a part of it at a time
             what = f"the model is on {', '.join(sorted(on))}, this rank computes on {self.device}"
             raise UserError(what, WHERE, "model.to(ctx.device) before the optimizer is made")
+        _check_gradients(uncompiled(model))
         if config.shard.stage:
             check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage"))
         sharded: Strategy | None = None
@@ -251,6 +252,17 @@ class OwnLearner:
 def uncompiled(model: Any) -> Any:
     """The module in what torch.compile() has made of it; its parameters have the names that they have without."""
     return getattr(model, "_orig_mod", model)
+
+
+def _check_gradients(model: torch.nn.Module) -> None:
+    """Raises UserError for gradients that cannot be reduced in buckets of real numbers."""
+    sparse = next((name for name, module in model.named_modules() if getattr(module, "sparse", False) is True), None)
+    if sparse is not None:
+        raise UserError(f"{sparse or 'the model'} makes sparse gradients", WHERE, "sparse=False, the default of torch.nn.Embedding")
+    numbers = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    if numbers is not None:
+        what = f"the parameter {numbers} has complex numbers"
+        raise UserError(what, WHERE, "a real parameter of shape (..., 2), and torch.view_as_complex() of it in forward")
 
 
 def _check_loss(loss: Any, where: str) -> None:

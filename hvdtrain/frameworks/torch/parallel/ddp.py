@@ -29,6 +29,7 @@ class Ddp(Replicated):
     def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
         self._named, self._bucket_mb = named, bucket_mb
         self.equal_ranks = dist.get_world_size()
+        self._is_called = False  # DDP's module, since the last step: that of inside would reduce nothing
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         no_buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # sync_buffers() does that
@@ -41,7 +42,11 @@ class Ddp(Replicated):
             gradient_as_bucket_view=True,
             **no_buffers,
         )
+        self._ddp.register_forward_pre_hook(self._note_call)
         return Wrapped(self._ddp, optimizer)
+
+    def _note_call(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._is_called = self._is_called or torch.is_grad_enabled()
 
     def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
         with contextlib.ExitStack() as no_sync:
@@ -52,8 +57,13 @@ class Ddp(Replicated):
     def reduce(self) -> None:
         """From DDP's mean over ranks back to the sum: the loss is already divided by the global batch.
 
-        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the loss is a UserError.
+        DDP waits until all gradients of a bucket are there, so a parameter that does not affect the loss is a UserError. So is a script's
+        loop that calls the module which it gave to DDP: each rank would keep its own gradient.
         """
+        if not self._is_called:
+            what = "the model that was prepared was not called, but the module inside of it: its gradients are not reduced"
+            raise UserError(what, "comm.reduce=ddp", "model, optimizer = ctx.prepare(net, optimizer), and loss of model(x), not of net(x)")
+        self._is_called = False
         if missing := [name for name, p in self._named if p.grad is None]:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UserError(

@@ -1,0 +1,5 @@
+"""Where horovod.torch.elastic.sampler has the sampler."""
+
+from hvdtrain.horovod.sampler import ElasticSampler
+
+__all__ = ["ElasticSampler"]

@@ -1,0 +1,3 @@
+"""Where horovod.torch.mpi_ops has the collectives."""
+
+from hvdtrain.horovod import *  # noqa: F403
