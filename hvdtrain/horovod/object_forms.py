@@ -19,6 +19,7 @@ from hvdtrain.comm.signed.objects import pack, unpack
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
 
+_AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
 _FIX = "numbers, strings, bytes, None, paths, containers of Python, arrays, tensors; of an object of your own its __dict__ or state_dict()"
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)}  # of a defaultdict
 _TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
@@ -143,7 +144,7 @@ def unpacked(content: bytes) -> Any:
 def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (one for each class)
     """place: of the thing in the object that is sent, as "['optimizer'][0]"."""
     kind = type(thing)
-    if thing is None or kind in (bool, int, float, str):
+    if kind in _AS_THEY_ARE:
         return thing
     if kind in (list, tuple):
         return kind(_members(thing, where, place))
@@ -192,13 +193,15 @@ def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
 
 
 def _members(things: Any, where: str, place: str) -> list[Any]:
+    if _AS_THEY_ARE.issuperset(map(type, things)):  # as the indices of a sampler, of which there may be millions
+        return list(things)
     return [_plain(inner, where, f"{place}[{index}]") for index, inner in enumerate(things)]
 
 
 def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
     kind = type(thing)
     items = [(_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]")) for key, value in thing.items()]
-    if kind is dict and all(key is None or type(key) in (bool, int, float, str) for key in thing):
+    if kind is dict and _AS_THEY_ARE.issuperset(map(type, thing)):
         return dict(items)
     factory = thing.default_factory if isinstance(thing, defaultdict) else None
     is_known = factory is None or factory in _FACTORIES.values()
@@ -254,6 +257,8 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
                 return torch.Size(thing.value)
             return torch.device(thing.value) if thing.kind == "device" else getattr(torch, thing.value)
         case list() | tuple():
+            if _AS_THEY_ARE.issuperset(map(type, thing)):
+                return thing
             return type(thing)(_restored(inner) for inner in thing)
         case dict():
             return {_restored(key): _restored(value) for key, value in thing.items()}
