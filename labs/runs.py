@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import ctypes
 import json
 import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,8 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hvdtrain
+from hvdtrain.cli.lab import child
 from hvdtrain.cli.launch.machine import available_cores
-from hvdtrain.errors import DIVERGED, UserError
+from hvdtrain.errors import DIVERGED, REQUEUE, UserError
+
+ANOTHER = "another --out begins anew"
+_LOG_LINES, _LOG_BYTES = 12, 4000  # the most of a log that an error shows
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Job(NamedTuple):
@@ -40,19 +46,50 @@ def train(job: Job) -> Any:
         return None
     with job.log.open("a") as log, contextlib.redirect_stdout(log):
         try:
-            return hvdtrain.read(hvdtrain.train(job.config, *job.words, f"run={job.run}"))
+            run = hvdtrain.train(job.config, *job.words, f"run={job.run}")
         except UserError as error:
             if error.code != DIVERGED:
-                raise
+                is_other = (job.run / "config.yaml").exists()  # of another lab.py, where it cannot go on
+                raise UserError(error.what, error.where, f"{error.fix}; {ANOTHER}" if is_other else error.fix) from None
             print(error)
             return None
+    if run.code == REQUEUE:  # Ctrl-C, after a checkpoint
+        raise KeyboardInterrupt
+    return hvdtrain.read(run)
 
 
 def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> list[Any]:
     """function(argument) of each, in order; the function is one that another process can import. The processes share the cores."""
     threads = str(max(1, available_cores() // at_once))
-    with _environment(OMP_NUM_THREADS=threads), ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(function, arguments))
+    context = multiprocessing.get_context("spawn")
+    with (
+        _environment(OMP_NUM_THREADS=threads),
+        ProcessPoolExecutor(at_once, context, initializer=_end_with, initargs=(os.getpid(),)) as pool,
+    ):
+        with _deaf_to_interrupts():  # as the processes that start now stay: it is this one that ends them
+            results = pool.map(function, arguments)
+        try:
+            return list(results)
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.kill()  # a checkpoint is whole or not there
+            raise
+
+
+def _end_with(parent: int) -> None:
+    """Has this process end with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 @contextlib.contextmanager
@@ -68,14 +105,30 @@ def _environment(**defaults: str) -> Iterator[None]:
 
 
 def launch(job: Job, ranks: int, *options: str) -> Any:
-    """`hvdtrain launch -np RANKS OPTIONS -- JOB`; returns the table of hvdtrain.read()."""
+    """`hvdtrain launch -np RANKS OPTIONS -- JOB`; returns the table of hvdtrain.read(). Raises UserError where the job fails."""
     config = ["--config", job.config] if job.config else []
     words = ["launch", "-np", str(ranks), *(options or ["--oversubscribe"]), "--", *config, *job.words, f"run={job.run}"]
-    with job.log.open("a") as log:
-        done = subprocess.run([sys.executable, "-m", "hvdtrain", *words], stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise SystemExit(f"the job on {ranks} ranks ended with code {done.returncode}: {job.log}")
+    start([[sys.executable, "-m", "hvdtrain", *words]], job.log, f"the job on {ranks} rank{'s' * (ranks > 1)}")
     return hvdtrain.read(job.run)
+
+
+def start(commands: Sequence[Sequence[str]], log: Path, what: str, **variables: str) -> None:
+    """Starts all at once and waits for them; they print into the log. Raises UserError with its end where one of them fails."""
+    with log.open("ab") as file:
+        began = file.tell()
+        codes = child.wait([child.start(command, file, {**os.environ, **variables}) for command in commands])
+    if any(codes):
+        shown = "".join(f"\n  | {line}" for line in _end_of(log, began)) or " nothing"
+        code = ", ".join(map(str, codes))
+        raise UserError(f"{what} ended with code {code}; its log ends with{shown}", str(log), f"see the log; {ANOTHER}")
+
+
+def _end_of(log: Path, began: int) -> list[str]:
+    """The last lines that were written after so many bytes."""
+    with log.open("rb") as file:
+        file.seek(max(began, log.stat().st_size - _LOG_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line.rstrip() for line in lines if line.strip()][-_LOG_LINES:]
 
 
 def event(run: Path, kind: str) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from ranks import ROOT, needs_mpirun, python
 
+import hvdtrain
 from hvdtrain.__main__ import main
 from hvdtrain.cli.lab.command import lab as lab_command
 from hvdtrain.errors import DONE, UserError
 
 LABS = sorted((ROOT / "labs").glob("[0-9]-*/lab.py"))
-FIGURE = re.compile(r'Image\("lab-\d/([a-z-]+\.png)"\)')
+FIGURE = re.compile(r'Image\(f"{out}/([a-z-]+\.png)"\)')
 EXECUTE = """
 import sys, pathlib, nbclient, nbformat
 path = pathlib.Path(sys.argv[1])
@@ -56,6 +57,8 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
     assert [name for cell in code for name in FIGURE.findall(cell)] == re.findall(r"!\[[^]]+\]\(([a-z-]+\.png)\)", page)
     text = "\n".join("".join(cell["source"]) for cell in written["cells"] if cell["cell_type"] == "markdown")
     assert text.startswith(page.partition("\n")[0])
+    assert any(f'out = "lab-{number}-quick" if quick else "lab-{number}"' in cell for cell in code)
+    assert not any(f'"lab-{number}/' in cell for cell in code), "a cell reads what this run has written"
     links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
     assert links and all((tmp_path / target).exists() for target in links), links
     words = [word for line in page.splitlines() if not line.startswith(("```", "![")) for word in re.findall(r"\w+", line)]
@@ -124,6 +127,28 @@ def lab_module(number: str) -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_lab_1_trains_anew_in_the_folder_of_its_former_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab = lab_module("1")
+    for epochs in (8, 9):
+        lab.real_net(tmp_path, (16,), epochs)
+        assert capsys.readouterr().out.startswith("batch   16: ")
+        assert hvdtrain.read(tmp_path / "batch-16").epoch.max() == epochs
+
+
+def test_a_lab_that_was_changed_asks_for_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "labs"))
+    import runs
+
+    def train(samples: int) -> Any:
+        words = ("data.name=synthetic", f"data.samples={samples}", "model.name=mlp", "epochs=1", "batch.size=32")
+        return runs.train(runs.Job(tmp_path / "job", words))
+
+    assert len(train(64)) == len(train(64))
+    with pytest.raises(UserError, match="data.samples") as refused:
+        train(128)
+    assert refused.value.fix.endswith("; another --out begins anew")
 
 
 def test_the_layers_that_lab_4_predicts_follow_from_two_plans() -> None:

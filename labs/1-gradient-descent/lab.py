@@ -1,6 +1,6 @@
 """Lab 1: gradient descent and SGD by hand, on a linear model in NumPy and torch; then batch sizes on a real network.
 
-python labs/1-gradient-descent/lab.py --out FOLDER [--quick]
+python -m hvdtrain lab 1 [--quick]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import csv
 import itertools
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 
 import hvdtrain
+from hvdtrain.cli.lab.script import Parser, run_lab
+from hvdtrain.errors import REQUEUE
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 SAMPLES, TRUE = 512, np.array([1.0, -2.0])
@@ -155,12 +158,16 @@ def linear_model(out: Path) -> None:
 
 
 def real_net(out: Path, batches: Sequence[int], epochs: int) -> None:
-    """hvdtrain's digits: how long until 95 % of the validation samples are right."""
+    """hvdtrain's digits: how long until 95 % of the validation samples are right. Trains anew each time."""
     rows, shown = [], []
     for batch in batches:
+        folder = out / f"batch-{batch}"
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start of the lab
         words = ["model.name=convnet", "model.widths=[8,16]", f"batch.size={batch}", f"optim.base_lr={0.02 * (batch / 32) ** 0.5:.3g}"]
         with (out / f"batch-{batch}.log").open("w") as log, contextlib.redirect_stdout(log):
-            run = hvdtrain.train(None, *words, f"epochs={epochs}", "log.targets=[0.95]", f"run={out / f'batch-{batch}'}", "resume=no")
+            run = hvdtrain.train(None, *words, f"epochs={epochs}", "log.targets=[0.95]", f"run={folder}", "resume=no")
+        if run.code == REQUEUE:  # Ctrl-C
+            raise KeyboardInterrupt
         events = hvdtrain.read(run)
         target: Any = events[events.kind == "target"]
         if len(target):
@@ -184,12 +191,7 @@ def write(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> No
         csv.writer(file).writerows([names, *rows])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     check_frameworks()
     draw_paths(options.out)
@@ -201,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(main, Parser(__file__, __doc__, quick="3 batches of the network in the place of 8, 12 epochs in the place of 40"))

@@ -1,6 +1,6 @@
 """Lab 2: the same training on 1, 2 and 4 ranks, with both ways to divide the data: losses, and images per second.
 
-python labs/2-from-one-process-to-horovod/lab.py --out FOLDER [--quick] [--hosts n1:2,n2:2]
+python -m hvdtrain lab 2 [--quick] [--hosts n1:2,n2:2]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, write_table
 
+from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 RANKS = (1, 2, 4)
@@ -44,13 +45,7 @@ def images_per_s(epochs: Any) -> float:
     return float(epochs.samples_per_s.median())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--hosts", help="as mpirun -H has them: n1:2,n2:2")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(options: argparse.Namespace) -> None:
     epochs = f"epochs={3 if options.quick else 40}"
     fewer = RANKS[:2] if options.quick else RANKS
     shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in fewer}
@@ -103,4 +98,6 @@ def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) ->
 
 
 if __name__ == "__main__":
-    main()
+    parser = Parser(__file__, __doc__, quick="3 epochs in the place of 40, on 1 and 2 ranks")
+    parser.add_argument("--hosts", help="as mpirun -H has them: n1:2,n2:2")
+    run_lab(main, parser)

@@ -1,6 +1,6 @@
 """Lab 3: large batches: what each recipe saves of the accuracy, and how many steps a larger batch saves.
 
-python labs/3-large-batches/lab.py --out FOLDER [--quick] [--data-root DIR]
+python -m hvdtrain lab 3 [--quick] [--data-root DIR]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, launch, side_by_side, train, write_table
 
+from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 LINEAR = ("recipe.scale=linear",)
@@ -195,13 +196,7 @@ def draw_regimes(lab: Lab, rows: np.ndarray, noise: tuple[float, float], fitted:
     figure.savefig(lab.out / "steps.png", dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="digits, batches 16 to 1024")
-    parser.add_argument("--data-root", default="data", help="folder that holds FashionMNIST/raw; downloaded there otherwise")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     lab = quick(options.out) if options.quick else full(options.out, str(Path(options.data_root).resolve()))
     recipes(lab)
@@ -211,4 +206,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = Parser(__file__, __doc__, quick="digits, batches 16 to 1,024")
+    parser.add_argument("--data-root", default="data", help="folder that holds FashionMNIST/raw; downloaded there otherwise")
+    run_lab(main, parser)

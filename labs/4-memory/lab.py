@@ -1,6 +1,6 @@
 """Lab 4: an image GPT on two ranks: what it learns and draws, what a rank's memory is made of, and how many layers fit into it.
 
-python labs/4-memory/lab.py --out FOLDER [--quick]
+python -m hvdtrain lab 4 [--quick]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, side_by_side, write_table
 
+from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, integer_ticks, new_figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,13 +198,8 @@ def draw_layers(plans: dict[int, Plan], measured: Sequence[Measured], path: Path
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     out = options.out
-    out.mkdir(parents=True, exist_ok=True)
     # glibc returns arrays as soon as they are freed, so that resident memory is what is alive (docs/memory.md)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
     began = time.perf_counter()
@@ -232,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(main, Parser(__file__, __doc__, quick="2 epochs, 2 layers, stages 0 and 3"))

@@ -1,6 +1,6 @@
 """Lab 5: one small GPT in every parallel way: the same losses, and what each way costs in memory, bytes and time.
 
-python labs/5-parallelisms/lab.py --out FOLDER [--quick]
+python -m hvdtrain lab 5 [--quick]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from runs import Job, event, launch, write_table
 
+from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.report.figures.style import COLOURS, new_figure
 
 JOB = (
@@ -100,12 +101,7 @@ def cost(way: str, job: Job, steps: Any, alone: Any, counted: tuple[float | None
     return Cost(way, difference, max(event(job.run, "end")["rank_memory_mb"]), *counted, all_ms - communication, communication)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="2 ranks in the place of 4, fewer ways and steps")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     ranks = 2 if options.quick else 4
     shared: Words = ("model.width=64", "stop.steps=8", "log.every_steps=2")
@@ -164,4 +160,4 @@ def draw_costs(path: Path, costs: list[Cost]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(main, Parser(__file__, __doc__, quick="2 ranks in the place of 4, fewer ways and steps"))

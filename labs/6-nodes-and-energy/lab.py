@@ -1,6 +1,6 @@
 """Lab 6: ranks started by hand on each node, by torchrun and by mpirun; what training costs in seconds, and in joules or processor-seconds.
 
-python labs/6-nodes-and-energy/lab.py --out FOLDER [--quick]
+python -m hvdtrain lab 6 [--quick]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from runs import event, write_table
+from runs import event, start, write_table
 
 import hvdtrain
+from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.comm.rendezvous import address_towards
 from hvdtrain.report.figures.style import COLOURS, integer_ticks, new_figure
 
@@ -82,15 +82,6 @@ def by_mpirun(words: Sequence[str]) -> Commands:
     return [[sys.executable, "-m", "hvdtrain", "launch", "-np", str(NODES * EACH), "--oversubscribe", "--", *words]]
 
 
-def started(commands: Commands, log: Path, **variables: str) -> None:
-    """Starts all of them at once, and waits until they end."""
-    with log.open("a") as file:
-        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "env": {**os.environ, **variables}}
-        codes = [process.wait() for process in [subprocess.Popen(command, **output) for command in commands]]
-    if any(codes):
-        raise SystemExit(f"exit codes {codes}: {log}")
-
-
 def ranks_of(launcher: str, out: Path, epochs: int) -> tuple[list[dict[str, Any]], list[float]]:
     """What each rank was told, and the losses of the epochs."""
     run, told = out / launcher.replace(" ", "-"), out / f"{launcher.replace(' ', '-')}-ranks"
@@ -99,7 +90,9 @@ def ranks_of(launcher: str, out: Path, epochs: int) -> tuple[list[dict[str, Any]
     told.mkdir()
     words = [*ENGINE, *TRAINED, f"epochs={epochs}", f"run={run}"]
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    started(LAUNCHERS[launcher](words), out / f"{run.name}.log", LAB_RANKS=str(told.resolve()), PYTHONPATH=path)
+    start(
+        LAUNCHERS[launcher](words), out / f"{run.name}.log", f"the job started {launcher}", LAB_RANKS=str(told.resolve()), PYTHONPATH=path
+    )
     ranks = [json.loads((told / f"rank-{rank}.json").read_text()) for rank in range(NODES * EACH)]
     events = hvdtrain.read(run)
     losses = list(events[events.kind == "epoch"].val_loss)
@@ -167,7 +160,7 @@ def job(ranks: int, words: Sequence[str], run: Path) -> float:
     shutil.rmtree(run, ignore_errors=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "hvdtrain", *(["--num-gpus", str(ranks)] if ranks > 1 else []), *words, f"run={run}"]
-    started([command], run.with_name(f"{run.name}.log"), OMP_NUM_THREADS="1")
+    start([command], run.with_name(f"{run.name}.log"), f"the job {run.name}", OMP_NUM_THREADS="1")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -234,12 +227,7 @@ def draw_cost(costs: Sequence[Cost], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+def main(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     start_ranks(options.out, 2 if options.quick else 8)
     widths = "model.widths=[96,192]" if options.quick else "model.widths=[256,512]"
@@ -249,4 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_lab(main, Parser(__file__, __doc__, quick="less to train, 1 and 2 ranks"))

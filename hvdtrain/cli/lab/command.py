@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cli.lab.child import start, wait
 from hvdtrain.cli.lab.notebook import write_notebook
 from hvdtrain.errors import DONE, UserError, short
 
 USAGE = """\
 hvdtrain lab             lists the labs
 hvdtrain lab 1 [--quick] [--out FOLDER]
-  --quick   smaller, in a few minutes of two cores
-  --out     figures and tables are written there (default: lab-1)
+  --quick   smaller, in a minute or less of two cores
+  --out     figures, tables and run folders are written there (default: lab-1, with --quick lab-1-quick);
+            the same command again goes on, or begins anew where the lab takes a minute
+hvdtrain lab 1 --help
+  all options of that lab
 hvdtrain lab 1 --notebook FILE.ipynb
   the page as a Jupyter notebook, which runs the lab and shows its figures; trains nothing
 each lab is a folder of labs/ with a page (README.md) that says what to see in its figures"""
+_PATIENCE_S = 30.0  # after Ctrl-C; longer than the lab's own with its jobs
 
 
 def lab(arguments: Sequence[str]) -> int:
     """Runs `lab`; returns the exit code. Raises UserError."""
-    if {"-h", "--help"} & set(arguments):
+    if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return DONE
     found = _labs()
@@ -34,21 +38,24 @@ def lab(arguments: Sequence[str]) -> int:
     if folder is None:
         what = f"there is no lab {short(arguments[0])}"
         raise UserError(what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]")
-    if "--notebook" in arguments:
+    if any(argument.partition("=")[0] == "--notebook" for argument in arguments):
         return _notebook(arguments[0], folder, arguments[1:])
-    rest = [*arguments[1:], *([] if "--out" in arguments else ["--out", f"lab-{arguments[0]}"])]
-    return subprocess.run([sys.executable, str(folder / "lab.py"), *rest], check=False).returncode
+    return wait([start([sys.executable, str(folder / "lab.py"), *arguments[1:]])], _PATIENCE_S)[0]
 
 
 def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
-    if len(options) != 2 or not options[1].endswith(".ipynb"):
+    given = options[0].split("=", 1) if len(options) == 1 else options  # --notebook=FILE, --notebook FILE
+    if len(given) != 2 or given[0] != "--notebook" or not given[1].endswith(".ipynb"):
         raise UserError(
             "--notebook takes a file, and no other option", "command line of lab", f"hvdtrain lab {number} --notebook FILE.ipynb"
         )
+    name = given[1]
     try:
-        write_notebook(number, folder, Path(options[1]))
+        write_notebook(number, folder, Path(name))
+    except FileExistsError:
+        raise UserError(f"{short(name)} is there already", "--notebook", "another name; or remove it") from None
     except OSError as error:
-        what = f"cannot write {short(options[1])}: {error.strerror or error}"
+        what = f"cannot write {short(name)}: {error.strerror or error}"
         raise UserError(what, "--notebook", "a file in a folder that exists") from None
     return DONE
 

@@ -20,18 +20,23 @@ class Cell(NamedTuple):
 
 
 def write_notebook(number: str, folder: Path, to: Path) -> None:
-    """`to` is for the folder in which it is written: links and imports are relative to it."""
-    to.write_text(json.dumps(notebook(cells(number, folder, to.resolve().parent)), indent=1, ensure_ascii=False) + "\n")
+    """`to` is for the folder in which it is written: links and imports are relative to it.
+
+    Raises FileExistsError: it may have a reader's work.
+    """
+    with to.open("x") as file:
+        file.write(json.dumps(notebook(cells(number, folder, to.resolve().parent)), indent=1, ensure_ascii=False) + "\n")
 
 
 def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
     """The page of `folder`, whose first block of commands becomes the cell that runs the lab; blocks of Python are cells as they are."""
     page = (folder / "README.md").read_text()
-    out, to_folder = f"lab-{number}", Path(os.path.relpath(folder, beside)).as_posix()
+    to_folder = Path(os.path.relpath(folder, beside)).as_posix()
     imports = ["import sys", "", "from IPython.display import Image", "", f'sys.path.insert(0, "{to_folder}")  # lab.py']
     run = [
         'quick = "--quick"  # "" for the whole lab',
-        f"!{{sys.executable}} -m hvdtrain lab {number} {{quick}} --out {out}",
+        f'out = "lab-{number}-quick" if quick else "lab-{number}"',
+        f"!{{sys.executable}} -m hvdtrain lab {number} {{quick}} --out {{out}}",
         "assert _exit_code == 0",
     ]
     is_run = False
@@ -41,9 +46,9 @@ def cells(number: str, folder: Path, beside: Path) -> Iterator[Cell]:
             yield Cell("code", "\n".join(imports))
             yield Cell("code", "\n".join([*(f"# {line}" for line in text.splitlines()), *run]))
         elif is_code and text.endswith(".png"):
-            yield Cell("code", f'Image("{out}/{text}")')
+            yield Cell("code", f'Image(f"{{out}}/{text}")')
         elif is_code:
-            yield Cell("code", text)
+            yield Cell("code", text.replace(f'"lab-{number}/', 'f"{out}/'))
         else:
             yield Cell("markdown", _LINK.sub(lambda link: f"]({_relative(link[1], to_folder)})", text))
 
