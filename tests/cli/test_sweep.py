@@ -82,6 +82,7 @@ def test_draws_are_those_of_the_seed_within_their_ranges_and_more_trials_begin_w
         ("--grid optim.base_lr=0.1 --sampler gird", "there is no sampler gird\n.*\n.*grid"),
         ("--grid optim.base_lr=0.1 --trials none", "--trials none is no number from 1"),
         ("--grid optim.base_lr=0.1 --at-onec 2", "unknown argument '--at-onec'\n.*\n.*--at-once"),
+        ("--grid optim.base_lr=0.1 --bogus", "unknown argument '--bogus'\n.*\n  fix: known: --config, "),
         ("--grid optim.base_lr=0.1 epochs", "unknown argument 'epochs'"),
         ("--grid batch.size=64,1 --ranks-per-trial 2", "in the trial batch.size=1"),
     ],
@@ -99,8 +100,10 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
     more = record.Sweep(**(vars(mine) | {"trials": [*mine.trials, ("a=3",)]}))
     assert record.take_up(tmp_path, more, "here") == more and record.take_up(tmp_path, mine, "here") == mine
     for change, message in (
-        ({"seed": 2}, "--seed 2 there it is 1"),
-        ({"config": ["epochs: 2"]}, "their configurations differ, there: epochs: 1"),
+        ({"seed": 2}, "--seed 2, there it is 1"),
+        ({"config": ["epochs: 2"]}, "their configurations differ: epochs is 2 here, there it is 1"),
+        ({"config": ["epochs: 1", "batch:", "  size: 8"]}, "differ: batch.size is 8 here, there it is not set"),
+        ({"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]}, "differ: a.b is - 8 - 16 here, there it is not set"),
         ({"trials": [("a=2",)]}, "its trials are others"),
     ):
         with pytest.raises(UserError, match=message):

@@ -15,7 +15,7 @@ from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, gr
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import assignments, configure, expand, to_yaml
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import UserError, nearest, short
+from hvdtrain.errors import UserError, closest, nearest, short
 from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_on_every_engine
 
@@ -110,8 +110,14 @@ def _refuse_unknown(shared: Sequence[str], known: Sequence[str]) -> None:
     """Of what is not key=value."""
     for argument in shared:
         if "=" not in argument:
-            fix = nearest(argument, known) if argument.startswith("-") else f"key=value; a list to try: {GRID_EXAMPLE}"
+            fix = _option(argument, known) if argument.startswith("-") else f"key=value; a list to try: {GRID_EXAMPLE}"
             raise UserError(f"unknown argument '{short(argument)}'", _COMMAND_LINE, fix)
+
+
+def _option(argument: str, known: Sequence[str]) -> str:
+    """The option that was meant, or all: dashes, which all have, do not make two alike."""
+    meant = closest(argument.lstrip("-"), [option.lstrip("-") for option in known])
+    return f"known: {', '.join(known)}" if meant is None else f"did you mean --{meant}?"
 
 
 def _count(text: str, option: str, most: int, least: int = 1) -> int:

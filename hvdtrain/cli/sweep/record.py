@@ -94,14 +94,31 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
     for name, option in _OPTIONS.items():
         before, now = getattr(former, name), getattr(sweep, name)
         if before != now:
-            raise _another(folder, f"{option} {_shown(now)} there it is {_shown(before)}", command)
-    for line in [*former.config, *sweep.config]:
-        if (line in former.config) != (line in sweep.config):
-            side = "there" if line in former.config else "here"
-            raise _another(folder, f"their configurations differ, {side}: {line.strip()}", command)
+            raise _another(folder, f"{option} {_shown(now)}, there it is {_shown(before)}", command)
+    there, here = _keys(former.config), _keys(sweep.config)
+    for key in {**there, **here}:
+        if there.get(key) != here.get(key):
+            difference = f"{key} is {short(here.get(key, 'not set'))} here, there it is {short(there.get(key, 'not set'))}"
+            raise _another(folder, f"their configurations differ: {difference}", command)
     shared = min(len(former.trials), len(sweep.trials))
     if former.trials[:shared] != sweep.trials[:shared]:
         raise _another(folder, "its trials are others", command)
+
+
+def _keys(config: list[str]) -> dict[str, str]:
+    """{dotted key: value, as it is written}, of the lines of a configuration."""
+    found: dict[str, str] = {}
+    path: list[tuple[int, str]] = []  # (indent, name) of the sections that a line is in
+    for line in config:
+        indent, (name, colon, value) = len(line) - len(line.lstrip()), line.strip().partition(":")
+        if not colon or name.startswith("-"):  # a further line of a value
+            key = ".".join(part for _, part in path)
+            found[key] = f"{found.get(key, '')} {line.strip()}".strip()
+            continue
+        path = [*((at, part) for at, part in path if at < indent), (indent, name)]
+        if value:
+            found[".".join(part for _, part in path)] = value.strip()
+    return found
 
 
 def _shown(value: Any) -> str:
