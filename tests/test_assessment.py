@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import resource
+import signal
+import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,14 +20,14 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from ranks import ROOT, Result, needs_horovod, needs_mpirun, python
+from ranks import ROOT, Result, environment, needs_horovod, needs_mpirun, python
 from safetensors.torch import save_file
 from scipy.stats import ranksums
 
 from hvdtrain.errors import UserError
 
 FOLDER = ROOT / "labs" / "assessment"
-SCRIPTS = ("data", "grade", "job", "judge", "model_file", "net")
+SCRIPTS = ("data", "grade", "job", "judge", "model_file", "net", "share")
 
 SAVE = "import sys; import numpy as np; from net import Net; from safetensors.torch import save_file\n"
 PRINTS = SAVE + "print('val accuracy 0.9944'); save_file(Net(1, 10).state_dict(), 'model.safetensors')\n"
@@ -47,6 +53,10 @@ from hvdtrain.data.datasets import digits
 b = digits.build("digits", None, "val").read(np.arange(360))
 train(np.ascontiguousarray(b["x"].transpose(0, 3, 1, 2)), b["y"], 20)
 """
+HIDES = "print('\\x1b[2J\\x1b[8m\\x9b8m\\rpassed: accuracy 0.99'); print('passed: accuracy 0.99\\u2028passed: 1.00'); 1 // 0\n"
+REMOVES = "import shutil; shutil.rmtree('..', ignore_errors=True); print('removed')\n"
+FLOODS = "print('begin'); b = 'x' * 2**16\nfor _ in range(2000): print(b)\nprint('end')\n"
+NESTS = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.mkdir('locked', 0)\n"
 OUTLIVES = "import subprocess, time; subprocess.Popen(['sleep', '98765'], start_new_session=True)\n"
 STOPS_THE_CLOCK = """
 import os, subprocess, time
@@ -58,6 +68,14 @@ subprocess.Popen(["sh", "-c", later], start_new_session=True, stdout=subprocess.
 time.sleep(5)
 """
 
+SERIAL = (FOLDER / "serial.py").read_text()
+HALF = SERIAL.replace("else 8)", "else 4)")
+APART = HALF.replace("torch.manual_seed(1)", "from mpi4py import MPI\ntorch.manual_seed(MPI.COMM_WORLD.rank)")
+ONE_RANK = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    raise SystemExit\n" + HALF.replace(
+    "from __future__ import annotations\n", ""
+)
+LENIENT = ["--ranks=2", "--minutes=4", "--target=0.5"]
+
 SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what the grader's output has
     "prints the accuracy": ("target missed", 10, PRINTS, [], "the target is 0.95"),
     "official labels": ("target missed", 10, SAVE + TRAIN + OFFICIAL, [], "the target is 0.95"),
@@ -65,8 +83,18 @@ SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what t
     "stops the grader": ("too slow", 11, STOPS_THE_CLOCK, ["--minutes=0.05"], "0.05 minutes"),
     "hangs": ("hangs", 12, MEETS + "rank or MPI.COMM_WORLD.Barrier(); time.sleep(99)\n", ["--ranks=2", "--silence=5"], "printed nothing"),
     "crashes": ("crashed", 13, MEETS + "1 // (1 - rank); MPI.COMM_WORLD.Barrier()\n", ["--ranks=2"], "ZeroDivisionError"),
+    "fakes a verdict": ("crashed", 13, HIDES, [], "ended with code"),
+    "removes its folders": ("no model", 14, REMOVES, [], "  | removed"),
+    "floods": ("no model", 14, FLOODS, [], "  | end"),
+    "nests folders": ("no model", 14, NESTS, [], "without any of model.safetensors"),
+    "closes its output": ("no model", 14, "import os; os.close(1); os.close(2)\n", [], "without any of model.safetensors"),
     "no model": ("no model", 14, "print('val accuracy 0.99')\n", [], "without any of model.safetensors"),
     "other network": ("wrong model", 15, "import numpy as np; np.savez('model.npz', w=np.zeros(3))\n", [], "blocks.0.weight is missing"),
+    "pipe for a model": ("no model", 14, "import os; os.mkfifo('model.npz'); os.mkdir('model.pt')\n", [], "without any of"),
+    "not converted": ("not shared", 17, SERIAL, ["--ranks=2", "--minutes=4"], "rank 0 trained with 11,264 samples, at most 7,185"),
+    "half the epochs": ("not shared", 17, HALF, LENIENT, "ranks 0 and 1 began with the same samples"),
+    "each rank for itself": ("not shared", 17, APART, LENIENT, "ranks 0 and 1 trained apart: their weights differ"),
+    "one rank": ("not shared", 17, ONE_RANK, LENIENT, "rank 1 of 2 did not train"),
     "trains on val.npz": ("trained on val.npz", 16, ON_VAL, ["--set=folder"], "lower on val.npz"),
 }
 
@@ -84,7 +112,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
 
 def grade(script: Path, *options: str, timeout_s: float = 120) -> Result:
-    environ = {"XDG_CACHE_HOME": str(script.parent)} if script.parent != FOLDER else {}
+    environ = {"XDG_CACHE_HOME": str(script.parent), "TMPDIR": str(script.parent)} if script.parent != FOLDER else {}
     return python([str(FOLDER / "grade.py"), str(script), "--secret=7", *options], timeout_s=timeout_s, env=environ)
 
 
@@ -98,6 +126,7 @@ def test_our_answers_pass(name: str) -> None:
     assert (result["verdict"], result["code"], result["ranks"], result["secret"]) == ("passed", 0, 2, 7)
     assert result["accuracy"] >= 0.95 and result["accuracy_given"] >= 0.95 and abs(result["seen_z"]) < 3
     assert "rning:" not in result["output"]
+    assert len(result["trained_samples"]) == 2 and all(5600 < samples <= 5760 for samples in result["trained_samples"])  # 8 x 1437 / 2
 
 
 @needs_mpirun
@@ -112,7 +141,10 @@ def test_each_failure_has_its_verdict_and_exit_code(name: str, tmp_path: Path) -
     done = grade(script, "--ranks=1", *options)
     said = [line for line in done.stderr.splitlines() if not line.startswith("decoded ")]
     assert (done.returncode, said) == (code, []), done
-    assert re.search(f"^{re.escape(verdict)}: ", done.stdout, re.MULTILINE) and shown in done.stdout, done.stdout
+    *before, last = done.stdout.splitlines()
+    assert last.startswith(f"{verdict}: ") and shown in done.stdout, done.stdout
+    assert all(line.startswith("  | ") for line in before[:-1]) and before[-1].endswith("; again: --secret 7")
+    assert done.stdout.replace("\n", "").isprintable() and list(tmp_path.glob("grade*")) == []
     if name == "slow":
         running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"98765" in _bytes(path)]
         assert running == []
@@ -178,6 +210,30 @@ def test_a_model_is_judged_by_the_hidden_samples(scripts: dict[str, Any]) -> Non
     assert judge(answers(good.right, loss[0] / 9), good, 0.5)[0] == "trained on val.npz"
 
 
+def test_shares_by_hand(scripts: dict[str, Any]) -> None:
+    """1,437 samples in 8 epochs, 50,000 in 5: a quarter more than half of those."""
+    share = scripts["share"]
+    assert [share.most_samples(1437, 2), share.most_samples(50_000, 2), share.most_samples(50_000, 4)] == [7185, 156_250, 78_125]
+    here, there = np.array([3.0, 4.0]), np.array([3.0, 4.1])  # 2 % of the norm apart
+    one = share.Share(100, 1.0, here, here)
+    other = one._replace(first=2.0)
+    assert share.complaint([one, other], 100) is None and share.complaint([one], 100) is None
+    assert share.complaint([one, other], 99) == "rank 0 trained with 100 samples, at most 99 are its share"
+    assert share.complaint([one, one], 100) == "ranks 0 and 1 began with the same samples"
+    assert share.complaint([one, None], 100) == "rank 1 of 2 did not train the network of net.py"
+    assert share.complaint([one, other._replace(last=there)], 100) is None  # averaged at the end
+    assert share.complaint([one, other._replace(end=there)], 100) is None  # rank 0 took its best epoch's weights
+    for odd in (there, here * np.nan, here[:1]):
+        wrong = share.complaint([one, other, other._replace(last=odd, end=odd)], 100)
+        assert wrong == "ranks 0 and 2 trained apart: their weights differ"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 30_000, '{"samples": 1e999, "first": 0, "last": [], "end": []}', '{"samples": 1}', " " * 2**17])
+def test_a_note_that_is_none_counts_as_absent(text: str, scripts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "share-0.json").write_text(text)
+    assert scripts["share"].read(tmp_path, 0) is None
+
+
 def test_hidden_samples_are_not_given_and_classes_are_renumbered(scripts: dict[str, Any]) -> None:
     """Every image of this set is its own number, and its class the number modulo 10."""
     data = scripts["data"]
@@ -233,6 +289,9 @@ def test_weights_in_each_form_give_the_answers_of_the_network(form: str, scripts
         ("pt", {"classify.bias": torch.zeros(10).to_sparse()}, "classify.bias is no array of real numbers"),
         ("pt", {"classify.bias": torch.zeros(10, device="meta")}, "classify.bias is no array of real numbers"),
         ("pt", {"classify.bias": torch.zeros(10, dtype=torch.complex64)}, "classify.bias is no array of real numbers"),
+        ("safetensors", {"classify.bias": torch.zeros(10, dtype=torch.float8_e4m3fn)}, "classify.bias is no array of real numbers"),
+        ("pt", {"classify.bias": torch.zeros(10, dtype=torch.float8_e5m2)}, "classify.bias is no array of real numbers"),
+        ("pt", {("classify", "bias"): torch.zeros(10)}, "expected a state_dict"),
         ("safetensors", {"more": torch.zeros(2**21)}, "the network's state has at most"),
     ],
 )
@@ -243,6 +302,34 @@ def test_a_file_of_another_network_is_refused(
     state = {name: value for name, value in {**net.state_dict(), **change}.items() if value is not None}
     with pytest.raises(scripts["model_file"].WrongModel, match=re.escape(message)):
         scripts["model_file"].load(save(state, tmp_path, form), net)
+
+
+@pytest.mark.parametrize(
+    ("compression", "message"),
+    [(zipfile.ZIP_DEFLATED, r"it holds 536,\d+,\d+ bytes"), (zipfile.ZIP_BZIP2, "compressed in another way")],
+)
+@pytest.mark.parametrize("form", ["npz", "pt"])
+def test_a_small_file_that_holds_much_is_not_decompressed(
+    form: str, compression: int, message: str, scripts: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / f"model.{form}"
+    with zipfile.ZipFile(path, "w", compression) as archive, archive.open("more.npy", "w") as entry:
+        np.lib.format.write_array_header_1_0(entry, {"descr": "|u1", "fortran_order": False, "shape": (2**29,)})
+        for _ in range(2**9):
+            entry.write(bytes(2**20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    with pytest.raises(scripts["model_file"].WrongModel, match=message):
+        scripts["model_file"].load(path, scripts["net"].Net(1, 10))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16
+
+
+def test_what_is_no_file_is_no_model(scripts: dict[str, Any], tmp_path: Path) -> None:
+    find = scripts["model_file"].find
+    save(trained_net(scripts).state_dict(), tmp_path, "pt").rename(tmp_path / "real")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "model.npz")
+    (tmp_path / "model.pt").mkdir()
+    assert find(tmp_path) is None and find(tmp_path / "absent") is None
 
 
 class Harmful:
@@ -275,6 +362,54 @@ def test_a_mistake_in_the_command_is_explained(scripts: dict[str, Any], tmp_path
     done = grade(tmp_path / "absent.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"there is no such file\n  where: {tmp_path}/absent.py\n  fix: the path of a Python script\n"
+
+    with pytest.raises(UserError, match="there is no such folder"):
+        scripts["data"].official("cifar10", tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+    with pytest.raises(UserError, match="this is a folder"):
+        scripts["grade"].check_script(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        *[(f"--minutes={text}", f"{text} is no number above 0") for text in ("nan", "inf", "0", "-1", "x")],
+        ("--silence=inf", "inf is no number above 0"),
+        ("--target=nan", "nan is no share of the samples: above 0, at most 1"),
+        ("--secret=-1", "-1 is no secret: a whole number from 0"),
+        ("--ranks=0", "0 is no whole number above 0"),
+    ],
+)
+def test_an_option_without_sense_is_named(
+    option: str, message: str, scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grade.py", "mine.py", option])
+    with pytest.raises(SystemExit) as ended:
+        scripts["grade"].parse()
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"error: argument {option.split('=', maxsplit=1)[0]}: {message}\n")
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_an_interrupted_grading_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(OUTLIVES.replace("98765", "87654") + f"open({str(tmp_path / 'began')!r}, 'w'); time.sleep(99)\n")
+    command = [sys.executable, str(FOLDER / "grade.py"), str(script), "--ranks=1"]
+    grading = subprocess.Popen(
+        command, env=environment({"TMPDIR": str(tmp_path)}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        end_s = time.monotonic() + 90
+        while not (tmp_path / "began").exists() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        grading.send_signal(signal.SIGINT)
+        out, err = grading.communicate(timeout=30)
+    finally:
+        grading.kill()
+    assert (grading.returncode, out) == (130, "")
+    assert err == "interrupted: no verdict; the job's processes have ended, and its folder is removed\n"
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"87654" in _bytes(path)] == []
+    assert list(tmp_path.glob("grade*")) == []
 
 
 def save(state: dict[str, Any], folder: Path, form: str) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from hvdtrain.data.channel_stats import ChannelStats, channel_stats
 from hvdtrain.data.datasets import cifar, digits, folder, idx
 from hvdtrain.data.source import LabelledImages
-from hvdtrain.errors import UserError
+from hvdtrain.errors import DONE, USER, UserError
 
 
 class DataSet(NamedTuple):
@@ -55,6 +56,8 @@ class Parts(NamedTuple):
 
 def official(name: str, root: Path | None) -> tuple[Samples, Samples]:
     """The training and the test set as published. Raises UserError where they cannot be read."""
+    if root is not None and not root.is_dir():
+        raise UserError("there is no such folder", f"--data {root}", "the folder of the files; or make it, to download them into it")
     train, test = (SETS[name].build(name, root, split) for split in ("train", "val"))
     return read(train), read(test)
 
@@ -88,7 +91,7 @@ def write(parts: Parts, to: Path) -> None:
     np.savez(to / "val.npz", x=parts.given.x, y=parts.given.y)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--to", type=Path, required=True)
@@ -96,8 +99,10 @@ def main() -> None:
     try:
         write(split(*official(options.set, options.data), secrets.randbits(64)), options.to)
     except UserError as error:
-        raise SystemExit(str(error)) from None
+        print(error, file=sys.stderr)
+        return USER
     print(f"{options.to}/train.npz and val.npz: of half the test set, and with classes in another order, as the grader's")
+    return DONE
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -106,4 +111,4 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ _POLL_S = 0.05
 _LATE_S = 1.0  # between a job's end and the look at it, on a busy machine
 _GRACE_S = 3.0  # between mpirun's SIGTERM and SIGKILL
 _SHOWN_BYTES = 2000  # of the end of the output
+_READ_BYTES = 2**16
 
 
 class Ended(NamedTuple):
@@ -31,52 +33,79 @@ class Ended(NamedTuple):
     output: str  # its end, of standard output and error
 
 
-def run_job(script: Path, arguments: list[str], ranks: int, limit_s: float, silence_s: float, output: Path) -> Ended:
+class _Output:
+    """What a job prints, read from its pipe: only the end is kept, in memory."""
+
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self.pipe = pipe
+        self.end = b""
+        self.open = True
+
+    def read(self, wait_s: float) -> bool:
+        """Whether something came; waits for it, but not longer."""
+        if not self.open:
+            time.sleep(wait_s)
+            return False
+        if not select.select([self.pipe], [], [], wait_s)[0]:
+            return False
+        block = os.read(self.pipe, _READ_BYTES)
+        self.open = block != b""
+        self.end = (self.end + block)[-_SHOWN_BYTES:]
+        return self.open
+
+    @property
+    def text(self) -> str:
+        return self.end.decode(errors="replace").strip()
+
+
+def run_job(script: Path, arguments: list[str], ranks: int, limit_s: float, silence_s: float, temporary: Path) -> Ended:
     """`mpirun -np RANKS python -m mpi4py SCRIPT ARGUMENTS` in the script's folder. Call it in a process that has no other children.
 
     With `-m mpi4py` an exception on one rank ends all; without it a rank that used mpi4py would wait for the others at its exit.
-    silence_s: a job that has printed nothing for so long hangs. output: a file for what it prints. Raises UserError without an mpirun.
+    silence_s: a job that has printed nothing for so long hangs. temporary: a folder for its TMPDIR. Raises UserError without an mpirun.
     """
     launcher = find_launcher("")
     program = (sys.executable, "-m", "mpi4py", script.name, *arguments)
     request = LaunchRequest(launcher.path, ranks, program, as_root=os.geteuid() == 0, oversubscribe=True)
-    temporary = output.parent / "tmp"
-    temporary.mkdir()
     threads = str(max(1, available_cores() // ranks))
     environ = {"OMP_NUM_THREADS": threads, "OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
     environ |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(temporary)}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     start = time.monotonic()
-    with output.open("wb") as file:
-        job = subprocess.Popen(
-            mpirun_command(launcher.kind, request),
-            cwd=script.parent,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        how = _watch(job, output, start + limit_s, silence_s)
-        seconds = time.monotonic() - start
-    finally:
-        _end(job)
-    return Ended(how, job.returncode, seconds, _tail(output))
+    job = subprocess.Popen(
+        mpirun_command(launcher.kind, request),
+        cwd=script.parent,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    with job.stdout as pipe:
+        output = _Output(pipe.fileno())
+        try:
+            how = _watch(job, output, start + limit_s, silence_s)
+            seconds = time.monotonic() - start
+        finally:
+            _end(job)
+        while output.read(0):  # what is left in the pipe: nobody writes any more
+            pass
+    return Ended(how, job.returncode, seconds, output.text)
 
 
-def _watch(job: subprocess.Popen[bytes], output: Path, end_s: float, silence_s: float) -> Literal["by itself", "too slow", "hangs"]:
+def _watch(job: subprocess.Popen[bytes], output: _Output, end_s: float, silence_s: float) -> Literal["by itself", "too slow", "hangs"]:
     """Until the job has ended, or has to be ended. end_s: of time.monotonic()."""
-    printed, printed_s = 0, time.monotonic()
+    printed_s = time.monotonic()
     while job.poll() is None:
+        printed = output.read(_POLL_S)
         now = time.monotonic()
-        if output.stat().st_size != printed:
-            printed, printed_s = output.stat().st_size, now
+        printed_s = now if printed else printed_s
         if now > end_s:
             return "too slow"
         if now - printed_s > silence_s:
             return "hangs"
-        time.sleep(_POLL_S)
     return "too slow" if time.monotonic() > end_s + _LATE_S else "by itself"  # of a job that stopped this process meanwhile
 
 
@@ -109,8 +138,3 @@ def descendants(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
     return below - {root}
-
-
-def _tail(output: Path) -> str:
-    data = output.read_bytes()[-_SHOWN_BYTES:] if output.stat().st_size < 2**26 else b"(more than 64 MB)"
-    return data.decode(errors="replace").strip()

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Verdict = Literal["passed", "target missed", "too slow", "hangs", "crashed", "no model", "wrong model", "trained on val.npz"]
+Verdict = Literal["passed", "target missed", "too slow", "hangs", "crashed", "no model", "wrong model", "trained on val.npz", "not shared"]
 CODES: dict[Verdict, int] = {  # 1 is a bug of the grader, 2 a mistake in its command
     "passed": 0,
     "target missed": 10,
@@ -16,6 +16,7 @@ CODES: dict[Verdict, int] = {  # 1 is a bug of the grader, 2 a mistake in its co
     "no model": 14,
     "wrong model": 15,
     "trained on val.npz": 16,
+    "not shared": 17,
 }
 MOST_Z = 5.0  # an honest submission exceeds it once in 3.5 million gradings
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from hvdtrain.errors import first_line, short
 
 NAMES = ("model.safetensors", "model.npz", "model.pt")
 _BATCH = 500
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class WrongModel(Exception):
@@ -24,7 +27,15 @@ class WrongModel(Exception):
 
 def find(folder: Path) -> Path | None:
     """The model's file: the first of NAMES that is there."""
-    return next((folder / name for name in NAMES if (folder / name).is_file() and not (folder / name).is_symlink()), None)
+    return next((folder / name for name in NAMES if _is_plain_file(folder / name)), None)
+
+
+def _is_plain_file(path: Path) -> bool:
+    """No link, pipe, device or folder, and in a folder that can be read."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def load(path: Path, net: Net) -> None:
@@ -34,7 +45,7 @@ def load(path: Path, net: Net) -> None:
     if path.stat().st_size > most:
         raise WrongModel(f"{path.name} has {path.stat().st_size:,} bytes; the network's state has at most {most:,}")
     try:
-        found = _tensors(path)
+        found = _tensors(path, most)
     except Exception as error:  # each format has errors of its own
         raise WrongModel(f"{path.name} cannot be read: {first_line(error)}") from error
     if odd := [name for name, tensor in found.items() if not _is_plain(tensor)]:
@@ -53,23 +64,35 @@ def load(path: Path, net: Net) -> None:
     net.load_state_dict(found)
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
+def _tensors(path: Path, most: int) -> dict[str, torch.Tensor]:
     """By name. No format here can run code: safetensors, arrays without pickle, and torch's reader of weights alone."""
     if path.suffix == ".safetensors":
         return load_file(path)
+    _check_archive(path, most)
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()):
         raise ValueError("expected a state_dict: a mapping of names to tensors")
     return dict(found)
 
 
+def _check_archive(path: Path, most: int) -> None:
+    """Raises ValueError where it is no zip archive, or has more in it than its size tells: nothing is decompressed for that."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("no zip archive, as numpy.savez and torch.save write")
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+        raise ValueError("it is compressed in another way than by numpy.savez_compressed")
+    if (held := sum(entry.file_size for entry in entries)) > most:
+        raise ValueError(f"it holds {held:,} bytes; the network's state has at most {most:,}")
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """No sparse one, none without memory, no complex or quantized numbers."""
-    odd = tensor.is_complex() or tensor.is_quantized or tensor.is_nested
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not odd
+    """No sparse one, none without memory, and of numbers that the network's own can be."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested and tensor.dtype in _REAL
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
