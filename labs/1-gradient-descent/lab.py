@@ -23,7 +23,7 @@ import torch
 import hvdtrain
 from hvdtrain.cli.lab.script import Parser, run_lab
 from hvdtrain.errors import REQUEUE
-from hvdtrain.report.figures.style import COLOURS, new_figure
+from hvdtrain.report.figures.style import COLOURS, log_scale, new_figure
 
 SAMPLES, TRUE = 512, np.array([1.0, -2.0])
 START = np.array([-2.5, 2.0])
@@ -89,15 +89,17 @@ def check_frameworks() -> None:
 
 def draw_paths(out: Path) -> None:
     x, y = data()
-    figure, (axes,) = new_figure(width=6.4, height=4.4)
+    figure, (axes,) = new_figure(width=6.4, height=5.8)
     grid = np.linspace(-3.2, 3.2, 161)
     surface = np.array([[loss(np.array([a, b]), x, y) for a in grid] for b in grid])
     axes.contour(grid, grid, surface, levels=np.geomspace(surface.min() * 1.05, surface.max(), 14), colors="#BBBBBB", linewidths=0.8)
-    ways = (("gradient descent, 20 steps", SAMPLES, 0.8, 20), ("SGD, batch 8, 64 steps (one epoch)", 8, 0.3, 1))
+    ways = (("gradient descent, 20 steps", SAMPLES, 0.8, 20), ("SGD, batch 8, 192 steps (3 epochs; square: after one)", 8, 0.3, 3))
     for colour, (label, batch, rate, epochs) in zip(COLOURS, ways, strict=False):
         path = np.array(list(descend(by_hand, batch, rate, epochs)))
         axes.plot(*path.T, marker=".", ms=4, lw=1.2, color=colour, label=label)
+    axes.plot(*path[len(path) // epochs], "s", color=colour, ms=7, mfc="white", mew=1.5)
     axes.plot(*TRUE, "k*", ms=11, label="the weights that made the data")
+    axes.set_aspect("equal")  # else right angles are none
     axes.set_xlabel("first weight")
     axes.set_ylabel("second weight")
     axes.legend(frameon=False, fontsize=8, loc="upper right")
@@ -144,16 +146,19 @@ def linear_model(out: Path) -> None:
     left.plot(batches, [noisy for _, noisy in rows], "o-", color=COLOURS[0])
     left.plot(batches, [rows[0][1] / np.sqrt(batch) for batch in batches], "--", color="#777777", label="1 / sqrt(batch)")
     left.legend(frameon=False, fontsize=8)
+    x = [one.batch for one in reached]
+    middle.plot(x, [one.steps for one in reached], "o-", color=COLOURS[0], label="steps")
+    middle.plot(x, [one.epochs for one in reached], "o-", color=COLOURS[1], label="epochs")
+    middle.legend(frameon=False, fontsize=8)
+    right.plot(x, [1e3 * one.seconds for one in reached], "o-", color=COLOURS[0])
     titles = ("noise of a gradient", f"to {TARGET:g} x the smallest loss", "the same, on this machine")
-    values = (None, [(one.steps, one.epochs) for one in reached], [(one.seconds,) for one in reached])
-    for axes, title, series in zip((left, middle, right), titles, values, strict=True):
+    labels = ("standard deviation", "steps, epochs", "milliseconds")
+    for axes, title, label in zip((left, middle, right), titles, labels, strict=True):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("batch")
+        axes.set_ylabel(label)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for index, label in enumerate(("steps", "epochs") if series and len(series[0]) == 2 else ("seconds",) if series else ()):
-            axes.plot([one.batch for one in reached], [row[index] for row in series], "o-", color=COLOURS[index], label=label)  # type: ignore[index]
-            axes.legend(frameon=False, fontsize=8)
+        log_scale(axes)
     figure.savefig(out / "linear.png", dpi=110)
 
 
@@ -176,14 +181,19 @@ def real_net(out: Path, batches: Sequence[int], epochs: int) -> None:
             shown.append(f"{found.steps:.0f} steps, {found.epochs:.1f} epochs, {found.seconds:.1f} s")
         print(f"batch {batch:4}: {shown[-1] if len(target) else f'95 % not reached in {epochs} epochs'}", flush=True)
     write(out / "digits.csv", Reached._fields, rows)
+    draw_net(rows, out / "digits.png")
+
+
+def draw_net(rows: Sequence[Reached], path: Path) -> None:
     figure, (left, right) = new_figure(1, 2, width=8, height=3.2)
     for axes, values, label in ((left, [row.steps for row in rows], "steps"), (right, [row.seconds for row in rows], "seconds")):
         axes.plot([row.batch for row in rows], values, "o-", color=COLOURS[1])
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        log_scale(axes)
         axes.set_xlabel("batch")
+        axes.set_ylabel(label)
         axes.set_title(f"{label} to 95 % on digits", fontsize=9)
-    figure.savefig(out / "digits.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def write(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -87,10 +87,10 @@ def draw_throughput(path: Path, small: dict[int, Any], large: dict[int, Any]) ->
     for colour, batch, found in zip(COLOURS, (SMALL, LARGE), (small, large), strict=False):
         rates = [images_per_s(epochs) for epochs in found.values()]
         axes.plot(list(found), rates, "o-", color=colour, label=f"{batch:,} images a step")
-        axes.plot(list(found), [rates[0] * ranks for ranks in found], "--", color=colour, lw=1, label="  its one process x ranks")
+        axes.plot(list(found), [rates[0] * ranks for ranks in found], "--", color=colour, lw=1, label="  ideal: one process x ranks")
     axes.set_xlabel("ranks")
     axes.set_ylabel("images/s")
-    axes.set_xticks(RANKS)
+    axes.set_xticks(list(small))
     axes.set_ylim(0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(frameon=False, fontsize=8)

@@ -50,6 +50,7 @@ Way = tuple[int, str]  # shard.stage, model.recompute
 WAYS: tuple[Way, ...] = ((0, "none"), (0, "all"), (1, "none"), (2, "none"), (3, "none"), (3, "all"))
 QUICK: tuple[Way, ...] = ((0, "none"), (3, "none"))
 FITTED: tuple[Way, ...] = ((0, "none"), (2, "all"), (3, "all"))
+LINE = (4, 12)  # layers of the plans through which the line of memory goes; below 4 another moment of a step has the peak
 Plan = dict[Way, dict[str, int]]  # bytes of a rank, by kind
 
 
@@ -152,6 +153,7 @@ def draw_memory(measured: Sequence[Measured], planned: Plan, path: Path) -> None
         style = {"color": COLOURS[index], "ms": 14 - 2 * index, "mfc": "none", "mew": 1.5, "lw": 0.8}
         right.plot(range(1, len(one.losses) + 1), one.losses, "o-", label=name(one.way), **style)
     right.set_title("loss of each step", fontsize=9)
+    right.set_xlabel("step")
     right.margins(0.1)
     right.set_xticks(range(1, len(measured[0].losses) + 1))
     right.legend(frameon=False, fontsize=7)
@@ -194,6 +196,7 @@ def draw_layers(plans: dict[int, Plan], measured: Sequence[Measured], path: Path
         right.text(layers, row, f" {layers}", va="center")
     right.invert_yaxis()
     right.margins(x=0.1)
+    right.set_xlabel("layers")
     right.set_title(f"most layers by prediction in {ROOM_MB} MB of a rank", fontsize=9)
     figure.savefig(path, dpi=110)
 
@@ -204,8 +207,10 @@ def main(options: argparse.Namespace) -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
     began = time.perf_counter()
     learn(out, 2 if options.quick else 16)
-    layers, counts = (2, (1, 2)) if options.quick else (12, (4, 12))
-    plans = dict(zip(counts, side_by_side(plan, counts), strict=True))
+    layers = 2 if options.quick else 12
+    counts = (*LINE, layers) if layers not in LINE else LINE
+    planned = dict(zip(counts, side_by_side(plan, counts), strict=True))
+    plans = {count: planned[count] for count in LINE}
     measured = [train(way, layers, out) for way in (QUICK if options.quick else WAYS)]
     different = max(abs(a - b) for one in measured for a, b in zip(one.losses, measured[0].losses, strict=True))
     print(f"losses of the ways differ by {different:.1e} at most", flush=True)
@@ -214,7 +219,7 @@ def main(options: argparse.Namespace) -> None:
         ["way", "layers", "predicted MB", *(f"MB of rank {rank}" for rank in range(RANKS)), "ms a step"],
         [(name(one.way), one.layers, one.predicted_mb, *one.rank_mb, round(one.step_ms)) for one in measured],
     )
-    draw_memory(measured, plans[layers], out / "memory.png")
+    draw_memory(measured, planned[layers], out / "memory.png")
     fitted = {way: most_layers(plans, way, ROOM_MB) for way in FITTED}
     print(
         f"by prediction {ROOM_MB} MB are enough for " + ", ".join(f"{most} layers ({name(way)})" for way, most in fitted.items()),

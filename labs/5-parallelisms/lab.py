@@ -60,7 +60,7 @@ def ways(quick: bool) -> dict[str, Words]:
         "ZeRO stage 3 (FSDP)": ("shard.stage=3",),
         "tensor": (f"parallel.tensor={n}",),
         "pipeline": (f"parallel.pipeline={n}",),
-        f"server, {n - 1} workers, waiting": server,
+        f"server, {n - 1} worker{'s' * (n > 2)}, waiting": server,
     }
     if quick:
         return few
@@ -116,7 +116,8 @@ def main(options: argparse.Namespace) -> None:
     for way, words in ways(options.quick).items():
         of_plan = (None, 0.0) if way == "one process" else counted.get(tuple(sorted(words)), (None, None))
         costs.append(cost(way, *found[way], found["one process"][1], of_plan))
-        print(f"{way:31} differs from one process by {costs[-1].difference:.1e} at most", flush=True)
+        if way != "one process":
+            print(f"{way:31} differs from one process by {costs[-1].difference:.1e} at most", flush=True)
     write_table(options.out / "costs.csv", Cost._fields, costs)
     draw_curves(options.out / "curves.png", {way: steps for way, (_, steps) in found.items()})
     draw_costs(options.out / "costs.png", costs)
@@ -144,7 +145,6 @@ def draw_costs(path: Path, costs: list[Cost]) -> None:
     memory.barh(names, [one.memory_mb for one in costs], color=COLOURS[0])
     known = [(one.predicted_mb, one.way) for one in costs if one.predicted_mb is not None]
     memory.plot(*zip(*known, strict=True), "kd", ms=5, label="plan --parallel")
-    memory.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.31))
     memory.set_xlabel("memory of a rank (MB)", fontsize=9)
     bytes_.barh(names, [one.sent_mb or 0 for one in costs], color=COLOURS[2])
     for row, one in enumerate(costs):
@@ -154,7 +154,8 @@ def draw_costs(path: Path, costs: list[Cost]) -> None:
     left = [one.compute_ms for one in costs]
     times.barh(names, [one.communication_ms for one in costs], left=left, color=COLOURS[1], label="sending and waiting")
     times.set_xlabel("time of a step (ms)", fontsize=9)
-    times.legend(frameon=False, fontsize=8)
+    for axes in (memory, times):
+        axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
     memory.invert_yaxis()
     figure.savefig(path, dpi=110)
 

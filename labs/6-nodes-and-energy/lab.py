@@ -147,6 +147,7 @@ def draw_ranks(found: dict[str, tuple[list[dict[str, Any]], list[float]]], path:
         style = {"color": COLOURS[index], "ms": 12 - 3 * index, "mfc": "none", "mew": 1.5, "lw": 0.8}
         panels[-1].plot(range(1, len(losses) + 1), losses, "o-", label=launcher, **style)
     panels[-1].set_title("validation loss of each epoch", fontsize=8)
+    panels[-1].set_xlabel("epoch")
     panels[-1].legend(frameon=False, fontsize=8)
     integer_ticks(panels[-1].xaxis)
     figure.savefig(path, dpi=110)
@@ -217,7 +218,8 @@ def draw_cost(costs: Sequence[Cost], path: Path) -> None:
         axes.set_xlabel("ranks")
     for one in costs:
         right.plot(one.seconds, spent(one)[1], "o", color=COLOURS[2], ms=8)
-        right.annotate(f" {one.ranks} ranks" if one.ranks > 1 else " 1 rank", (one.seconds, spent(one)[1]), fontsize=8, va="bottom")
+        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 8}  # above the dashed line
+        right.annotate(f"{one.ranks} ranks" if one.ranks > 1 else "1 rank", (one.seconds, spent(one)[1]), **place)
     right.axhline(spent(costs[0])[1], color="#777777", ls="--", lw=1, label="as much as one rank")
     right.set_xlim(0, 1.3 * max(one.seconds for one in costs))
     right.set_ylim(0, 1.2 * max(spent(one)[1] for one in costs))
