@@ -67,12 +67,15 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
         ProcessPoolExecutor(at_once, context, initializer=_end_with, initargs=(os.getpid(),)) as pool,
     ):
         with _deaf_to_interrupts():  # as the processes that start now stay: it is this one that ends them
-            results = pool.map(function, arguments)
+            futures = [pool.submit(function, argument) for argument in arguments]
         try:
-            return list(results)
+            return [future.result() for future in futures]
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
                 process.kill()  # a checkpoint is whole or not there
+            raise
+        except UserError:
+            pool.shutdown(cancel_futures=True)
             raise
 
 

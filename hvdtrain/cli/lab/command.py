@@ -14,7 +14,7 @@ from hvdtrain.errors import DONE, UserError, short
 USAGE = """\
 hvdtrain lab             lists the labs
 hvdtrain lab 1 [--quick] [--out FOLDER]
-  --quick   smaller, in a minute or less of two cores
+  --quick   smaller, in 0.3 to 1.2 minutes of two cores
   --out     figures, tables and run folders are written there (default: lab-1, with --quick lab-1-quick);
             the same command again goes on, or begins anew where the lab takes a minute
 hvdtrain lab 1 --help
