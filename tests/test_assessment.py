@@ -391,7 +391,8 @@ def test_an_option_without_sense_is_named(
 
 @needs_mpirun
 @pytest.mark.slow
-def test_an_interrupted_grading_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_grading_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(OUTLIVES.replace("98765", "87654") + f"open({str(tmp_path / 'began')!r}, 'w'); time.sleep(99)\n")
     command = [sys.executable, str(FOLDER / "grade.py"), str(script), "--ranks=1"]
@@ -402,7 +403,7 @@ def test_an_interrupted_grading_leaves_nothing(tmp_path: Path) -> None:
         end_s = time.monotonic() + 90
         while not (tmp_path / "began").exists() and time.monotonic() < end_s:
             time.sleep(0.05)
-        grading.send_signal(signal.SIGINT)
+        grading.send_signal(number)
         out, err = grading.communicate(timeout=30)
     finally:
         grading.kill()

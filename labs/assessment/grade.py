@@ -13,6 +13,7 @@ import json
 import math
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -209,5 +210,6 @@ def counted(amount: float, unit: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: else the job would outlive this process
     sys.stdout.reconfigure(errors="backslashreplace")  # a job may print what this terminal cannot show
     sys.exit(main())
