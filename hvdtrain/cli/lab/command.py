@@ -40,7 +40,7 @@ def lab(arguments: Sequence[str]) -> int:
         raise UserError(what, "command line of lab", f"hvdtrain lab {'|'.join(found)} [--quick] [--out FOLDER]")
     if any(argument.partition("=")[0] == "--notebook" for argument in arguments):
         return _notebook(arguments[0], folder, arguments[1:])
-    return wait([start([sys.executable, str(folder / "lab.py"), *arguments[1:]])], _PATIENCE_S)[0]
+    return wait([start([sys.executable, "-m", "hvdtrain.cli.lab.script", str(folder / "lab.py"), *arguments[1:]])], _PATIENCE_S)[0]
 
 
 def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -55,8 +56,12 @@ def _exit_code(main: Callable[[argparse.Namespace], None], parser: Parser) -> in
         print(f"hvdtrain: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; the same command finishes it", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _interrupted(parser.prog)
+
+
+def _interrupted(program: str) -> int:
+    print(f"{program}: interrupted; the same command finishes it", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def take_folder(out: Path, what: dict[str, Any]) -> None:
@@ -74,3 +79,11 @@ def take_folder(out: Path, what: dict[str, Any]) -> None:
 
 def _shown(stamp: str, names: list[str]) -> str:
     return f"another run of a lab: {short(stamp)}" if stamp else f"other files, and no {STAMP}: {short(', '.join(names[:3]))}"
+
+
+if __name__ == "__main__":  # python -m hvdtrain.cli.lab.script LAB.PY [OPTION ...]: Ctrl-C is quiet while the lab imports torch, too
+    del sys.argv[0]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(_interrupted("hvdtrain lab"))
