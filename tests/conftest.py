@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ import pytest
 PARTS = ("slow", "faults", "cluster")  # of the tests, each with a target of the Makefile; the rest is `make test`
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
 LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
+
+
+def pytest_configure() -> None:
+    """A shell that starts this in the background has it ignore SIGINT, and what tests start would, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
