@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import ctypes
 import json
 import multiprocessing
 import os
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple
 
 import hvdtrain
 from hvdtrain.cli.lab import child
+from hvdtrain.cli.launch.ends_with_parent import end_with_parent
 from hvdtrain.cli.launch.machine import available_cores
 from hvdtrain.errors import DIVERGED, REQUEUE, UserError
 
 ANOTHER = "another --out begins anew"
 _LOG_LINES, _LOG_BYTES = 12, 4000  # the most of a log that an error shows
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Job(NamedTuple):
@@ -64,7 +63,7 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
     context = multiprocessing.get_context("spawn")
     with (
         _environment(OMP_NUM_THREADS=threads),
-        ProcessPoolExecutor(at_once, context, initializer=_end_with, initargs=(os.getpid(),)) as pool,
+        ProcessPoolExecutor(at_once, context, initializer=end_with_parent, initargs=(os.getpid(), signal.SIGKILL)) as pool,
     ):
         with _deaf_to_interrupts():  # as the processes that start now stay: it is this one that ends them
             futures = [pool.submit(function, argument) for argument in arguments]
@@ -77,13 +76,6 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
         except UserError:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _end_with(parent: int) -> None:
-    """Has this process end with its parent, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 @contextlib.contextmanager

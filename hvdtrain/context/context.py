@@ -126,7 +126,7 @@ class Context:
     def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """A torch module and its optimizer, as all ranks train them together: both in the place of the script's own.
 
-        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 and 2). Weights and
+        Gradients are reduced as comm.* and shard.* say: in buckets, by Horovod's optimizer, DDP, or sharded (ZeRO 1 to 3). Weights and
         buffers of rank 0 are sent to all as data. Once, before the first step, with an optimizer that has no state.
         """
         if self._learner is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,14 @@ def _invalid(what: str) -> BadCall:
     return BadCall(what, "hvd.broadcast_parameters()", fix)
 
 
+class _Place(NamedTuple):
+    """Of a tensor in the state of the root's optimizer."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool  # as the numbers of steps are, else on the parameter's device
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None, process_set: ProcessSet = global_process_set
 ) -> None:
@@ -63,12 +71,12 @@ def broadcast_optimizer_state(
     is_root = JOB.engine.rank == root_rank
     tensors = _tensors(state) if is_root else {}
     frame = broadcast_object(_without_tensors(state) if is_root else None, root_rank, None, process_set)
-    places: dict[str, tuple[str, tuple[int, ...], bool]] = broadcast_object(
-        {key: (str(tensor.dtype), tuple(tensor.shape), tensor.is_cpu) for key, tensor in tensors.items()}, root_rank, None, process_set
+    places: dict[str, _Place] = broadcast_object(
+        {key: _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cpu) for key, tensor in tensors.items()}, root_rank, None, process_set
     )
-    for key, (dtype, shape, _) in places.items():
+    for key, place in places.items():
         if not is_root:
-            tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            tensors[key] = torch.empty(place.shape, dtype=place.dtype)
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
     broadcast_parameters({f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set)
     if not is_root:
@@ -79,16 +87,16 @@ def broadcast_optimizer_state(
         groups = [{**own, **sent} for own, sent in zip(state["param_groups"], frame["param_groups"], strict=True)]
         filled = {"state": _with_tensors(frame["state"], wire), "param_groups": groups}
         load_in_place(optimizer, lambda: torch.optim.Optimizer.load_state_dict(optimizer, filled))
-        _put_as_sent(optimizer, {key: (wire[key], on_host) for key, (_, _, on_host) in places.items()})
+        _put_as_sent(optimizer, wire, places)
 
 
-def _put_as_sent(optimizer: torch.optim.Optimizer, tensors: Mapping[str, tuple[torch.Tensor, bool]]) -> None:
-    """By "number.name": a tensor, and whether it stays in host memory. load_state_dict() has given them the dtypes of the parameters."""
+def _put_as_sent(optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tensor], places: Mapping[str, _Place]) -> None:
+    """Tensors by "number.name". load_state_dict() has given them the dtypes and devices of the parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, (tensor, on_host) in tensors.items():
+    for key, place in places.items():
         number, _, name = key.partition(".")
         parameter = parameters[int(number)]
-        optimizer.state[parameter][name] = tensor if on_host else tensor.to(parameter.device)
+        optimizer.state[parameter][name] = wire[key] if place.on_host else wire[key].to(parameter.device)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

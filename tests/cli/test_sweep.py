@@ -103,7 +103,8 @@ def test_a_folder_belongs_to_one_sweep(tmp_path: Path) -> None:
         ({"seed": 2}, "--seed 2, there it is 1"),
         ({"config": ["epochs: 2"]}, "their configurations differ: epochs is 2 here, there it is 1"),
         ({"config": ["epochs: 1", "batch:", "  size: 8"]}, "differ: batch.size is 8 here, there it is not set"),
-        ({"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]}, "differ: a.b is - 8 - 16 here, there it is not set"),
+        ({"config": ["epochs: 1", "a:", "  b:", "  - 8", "  - 16", "c: 3"]}, r"differ: a.b is \[8, 16\] here, there it is not set"),
+        ({"config": ["epochs: [1"]}, "is no record of a sweep"),
         ({"trials": [("a=2",)]}, "its trials are others"),
     ):
         with pytest.raises(UserError, match=message):

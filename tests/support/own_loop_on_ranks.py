@@ -66,6 +66,7 @@ def main(out: Path, arguments: list[str]) -> int:
     if ctx.rank == 0:
         result = {
             "weights": weights,
+            "own_numbers": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in net.parameters()),  # of the weights on this rank
             "losses": losses,
             "began": began,
             "steps": steps,

@@ -11,11 +11,16 @@ import sys
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
+def end_with_parent(parent: int, at_its_end: int) -> None:
+    """This process gets the signal `at_its_end` when its parent process ends; it ends now where that has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, at_its_end)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(128 + at_its_end)
+
+
 def main() -> None:
     parent, at_its_end, *command = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(at_its_end))
-    if os.getppid() != int(parent):  # it ended before the kernel knew
-        sys.exit(128 + int(at_its_end))
+    end_with_parent(int(parent), int(at_its_end))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command inherits that
         signal.signal(number, signal.SIG_DFL)
     try:

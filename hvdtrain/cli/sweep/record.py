@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hvdtrain.cli.sweep.space import Point
 from hvdtrain.cli.sweep.trial import State
+from hvdtrain.config.yaml_reader import compose, leaves, value_of
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError, short
 
@@ -95,30 +98,22 @@ def _refuse_another(former: Sweep, sweep: Sweep, folder: Path, command: str) -> 
         before, now = getattr(former, name), getattr(sweep, name)
         if before != now:
             raise _another(folder, f"{option} {_shown(now)}, there it is {_shown(before)}", command)
-    there, here = _keys(former.config), _keys(sweep.config)
+    try:
+        there, here = _values(former.config), _values(sweep.config)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{folder / FILE} is no record of a sweep: {error}", "--out", "another --out") from None
     for key in {**there, **here}:
-        if there.get(key) != here.get(key):
-            difference = f"{key} is {short(here.get(key, 'not set'))} here, there it is {short(there.get(key, 'not set'))}"
-            raise _another(folder, f"their configurations differ: {difference}", command)
+        before, now = (str(values.get(key, "not set")) for values in (there, here))
+        if before != now:
+            raise _another(folder, f"their configurations differ: {key} is {short(now)} here, there it is {short(before)}", command)
     shared = min(len(former.trials), len(sweep.trials))
     if former.trials[:shared] != sweep.trials[:shared]:
         raise _another(folder, "its trials are others", command)
 
 
-def _keys(config: list[str]) -> dict[str, str]:
-    """{dotted key: value, as it is written}, of the lines of a configuration."""
-    found: dict[str, str] = {}
-    path: list[tuple[int, str]] = []  # (indent, name) of the sections that a line is in
-    for line in config:
-        indent, (name, colon, value) = len(line) - len(line.lstrip()), line.strip().partition(":")
-        if not colon or name.startswith("-"):  # a further line of a value
-            key = ".".join(part for _, part in path)
-            found[key] = f"{found.get(key, '')} {line.strip()}".strip()
-            continue
-        path = [*((at, part) for at, part in path if at < indent), (indent, name)]
-        if value:
-            found[".".join(part for _, part in path)] = value.strip()
-    return found
+def _values(config: list[str]) -> dict[str, Any]:
+    """{"batch.size": 8, ...}, of the lines of a configuration."""
+    return {leaf.key: value_of(leaf.node, as_text=False) for leaf in leaves(compose("\n".join(config)), ())}
 
 
 def _shown(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from hvdtrain.cli.launch.ends_with_parent import end_with_parent
 from hvdtrain.cli.launch.rank.tagged_lines import TaggedLines
 from hvdtrain.core.folder import NO_LINKS, Folder, WrongKind
 from hvdtrain.core.stderr import print_stderr
@@ -28,7 +28,6 @@ SLOW_S = 3.0  # after a request to stop the child is asked for its calls: it may
 IDLE_S = 0.5  # after which the beginning of a line is passed on without its end
 DRAIN_S = 2.0  # after the child's end, for output of processes that it has left
 _READ_BYTES = 2**16
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _STDOUT, _STDERR = 1, 2
 
 
@@ -108,9 +107,7 @@ class Watched:
 
     def _be_child(self, parent: int, output: int, errors: int, word: int) -> NoReturn:
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended already
-            os._exit(1)
+        end_with_parent(parent, signal.SIGKILL)
         os.dup2(output, _STDOUT)
         os.dup2(errors, _STDERR)
         for stream in filter(None, (sys.stdout, sys.stderr)):
