@@ -65,9 +65,9 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
         _environment(OMP_NUM_THREADS=threads),
         ProcessPoolExecutor(at_once, context, initializer=end_with_parent, initargs=(os.getpid(), signal.SIGKILL)) as pool,
     ):
-        with _deaf_to_interrupts():  # as the processes that start now stay: it is this one that ends them
-            futures = [pool.submit(function, argument) for argument in arguments]
         try:
+            with _interrupts_later():
+                futures = [pool.submit(function, argument) for argument in arguments]
             return [future.result() for future in futures]
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
@@ -79,12 +79,18 @@ def side_by_side(function: Any, arguments: Sequence[Any], at_once: int = 2) -> l
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C in this block counts at its end; the processes that are started in it stay deaf to it: it is this one that ends them."""
+    seen: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))  # where a thread of a library takes it
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGINT, former)
+        if seen:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

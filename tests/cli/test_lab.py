@@ -138,10 +138,36 @@ def test_nothing_is_left_after_an_interrupt(in_a_job: bool, tmp_path: Path) -> N
             os.killpg(started.pid, signal.SIGINT)
             _, errors = started.communicate(timeout=45)
             assert (started.returncode, errors) == (130, "hvdtrain lab 3: interrupted; the same command finishes it\n")
+            until_s = time.monotonic() + 5  # a process has closed its output before it is gone
+            while group(started.pid) and time.monotonic() < until_s:
+                time.sleep(0.01)
             assert not group(started.pid)
         finally:
             if group(started.pid):
                 os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_while_processes_start_is_not_lost() -> None:
+    """They must be the only ones that are deaf to it."""
+    program = """
+import multiprocessing, os, runs, signal, time
+os.setpgid(0, 0)
+submit = runs.ProcessPoolExecutor.submit
+
+def submit_late(*words):
+    os.killpg(0, signal.SIGINT)  # before the first process starts, and between two
+    future = submit(*words)
+    os.killpg(0, signal.SIGINT)
+    return future
+
+runs.ProcessPoolExecutor.submit = submit_late
+try:
+    runs.side_by_side(time.sleep, [60, 60])
+except KeyboardInterrupt:
+    print("ended", *multiprocessing.active_children())
+"""
+    done = python(["-c", program], env={"PYTHONPATH": f"{ROOT / 'labs'}:{ROOT}"}, timeout_s=30)
+    assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
 def test_a_process_that_does_not_end_after_an_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
