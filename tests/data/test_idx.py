@@ -169,7 +169,7 @@ for plugin, name in ((idx, "mnist"), (cifar, "cifar10")):
     environment = {**os.environ, **nowhere, "no_proxy": "", "NO_PROXY": ""}
     begun = perf_counter()
     ended = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
-    assert perf_counter() - begun < 20
+    assert perf_counter() - begun < 45
     assert "the files of mnist are missing, and the download failed: Error downloading train-images-idx3-ubyte.gz" in ended.stdout
     assert "Connection refused" in ended.stdout
     assert f"where: {tmp_path}: MNIST/raw/{IMAGES}" in ended.stdout
@@ -259,7 +259,7 @@ def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
         process.kill()
     begun = perf_counter()
     with locked(tmp_path, "nothing"):
-        assert perf_counter() - begun < 2
+        assert perf_counter() - begun < 10
 
 
 def test_default_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

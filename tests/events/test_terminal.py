@@ -205,7 +205,7 @@ def test_a_reader_that_pauses_keeps_nobody_waiting_and_is_told_how_many_lines_it
         for step in range(CAPACITY + 51):
             sink(Event(0.0, "step", step, STEP))
         sink(Event(0.0, "epoch", 10, EPOCH))
-        assert time.monotonic() - start_s < 1
+        assert time.monotonic() - start_s < 5
         text = read_all(reader, b"0.7500")[before:].decode()
         sink.close(20)
     os.close(reader)

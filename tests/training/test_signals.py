@@ -145,7 +145,7 @@ def test_a_second_signal_kills_at_once(engine: str, how: str) -> None:
     print(f"{engine}, in {how}: all gone {time.monotonic() - start:.1f} s after the second signal, exit code {result.returncode}")
     assert result.returncode == 128 + signal.SIGTERM, result
     assert f"hvdtrain: rank {1 if size else 0} on {HOST}: second SIGTERM: killed without a checkpoint\n" in result.stderr
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 8
 
 
 def test_one_signal_is_left_to_the_job() -> None:

@@ -116,7 +116,7 @@ def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: P
         shutil.copy(shutil.which("bash") or "", tmp_path / name)
     us = f"sh -c '{sys.executable} -c \"{code}\"; true'; true"
     (tmp_path / "inner").write_text(us)
-    scripts = [f"sleep 3; {tmp_path}/mpirun {tmp_path}/inner; true", f"sleep 3; {us}"]
+    scripts = [f"sleep 5; {tmp_path}/mpirun {tmp_path}/inner; true", f"sleep 5; {us}"]
     step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))}
     jobs = [(scripts[0], {}), (scripts[1], {}), (scripts[1], step), (scripts[1], step | {"SLURM_PTY_PORT": "1"})]
@@ -125,8 +125,8 @@ def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: P
         for script, more in jobs
     ]
     of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=60)[0].strip() for job in running]
-    assert 0 <= float(of_mpirun) < float(of_step) and float(of_step) >= 3 and of_script == of_shell == "None"
-    assert float(of_step) - float(of_mpirun) > 1.5  # three seconds, less what one of four at once may wait
+    assert 0 <= float(of_mpirun) < float(of_step) and float(of_step) >= 5 and of_script == of_shell == "None"
+    assert float(of_step) - float(of_mpirun) > 1.5  # five seconds, less what one of four at once may wait
 
 
 def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(tmp_path: Path) -> None:

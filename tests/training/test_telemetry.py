@@ -293,9 +293,9 @@ def ranges(trace: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def late_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Two ranks under Horovod, the second 15 ms late in each step."""
+    """Two ranks under Horovod, the second 40 ms late in each step, so much that other load on the cores does not hide it."""
     folder = tmp_path_factory.mktemp("late")
-    words = ["model.name=faulty:Late", "model.ms=15", "epochs=2", "batch.size=128", "log.step_times=true", "profile.steps=3:5"]
+    words = ["model.name=faulty:Late", "model.ms=40", "epochs=2", "batch.size=128", "log.step_times=true", "profile.steps=3:5"]
     words += ["log.targets=[0.1]", "log.per_rank=true", "guard.equal_steps=null", "comm.engine=horovod", f"run={folder / 'run'}"]
     env = {**ENV, "HOROVOD_TIMELINE": str(folder / "timeline.json")}
     return folder, mpirun(2, ["-m", "hvdtrain", *words], timeout_s=120, env=env)
@@ -308,13 +308,13 @@ def test_a_late_rank_is_named_and_the_others_wait_for_it(late_job: tuple[Path, A
     emitted = events(folder / "run")
     steps = [e for e in emitted if e["kind"] == "step_times"]
     assert [e["step"] for e in steps] == list(range(1, 24)), "one of each step: 2 x 1437 / 128"
-    late = [e for e in steps[5:] if e["slowest_rank"] == 1 and e["work_ms"][2] >= 15]
+    late = [e for e in steps[5:] if e["slowest_rank"] == 1 and e["work_ms"][2] >= 40]
     assert len(late) >= 16, steps
     (first, *_, last) = [e for e in emitted if e["kind"] == "step"]
-    assert last["slowest_rank"] == 1 and last["work_ms"][2] >= 15 and last["phase_ms"]["communication"] > 3
+    assert last["slowest_rank"] == 1 and last["work_ms"][2] >= 40 and last["phase_ms"]["communication"] > 3
     assert first["steps"] == 10 and sum(first["phase_ms"].values()) == pytest.approx(1e3 * first["window_s"] / 10, rel=0.01)
     epoch = [e for e in emitted if e["kind"] == "epoch"][-1]
-    assert epoch["rank_work_ms"][1] > epoch["rank_work_ms"][0] + 8 and epoch["joules"].keys() <= {"cpu"}
+    assert epoch["rank_work_ms"][1] > epoch["rank_work_ms"][0] + 20 and epoch["joules"].keys() <= {"cpu"}
     (target,) = [e for e in emitted if e["kind"] == "target"]
     assert target["target"] == 0.1 and target["epochs"] == pytest.approx(target["samples"] / 1437)
 

@@ -140,7 +140,7 @@ def test_a_signal_during_the_start_ends_all_ranks_at_once(how: str) -> None:
     print(f"signal during the start: ended after {hung_s(result):.1f} s")
     phase = {"never": "reading the data", "start": "attaching the watchdog"}[how]
     line = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start ({phase}): nothing to save; the same command starts again\n"
-    assert (result.returncode, hung_s(result) < 2) == (REQUEUE, True), result
+    assert (result.returncode, hung_s(result) < 8) == (REQUEUE, True), result
     assert line in result.stderr
     assert "rank 1 on" not in result.stderr
 
