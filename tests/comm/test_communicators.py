@@ -64,7 +64,7 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         argv = ["tests/support/conformance.py", engine, str(out)]
-        result = ranks.mpirun(size, argv, timeout_s=120) if size > 1 else ranks.python(argv, timeout_s=120)
+        result = ranks.mpirun(size, argv, timeout_s=240) if size > 1 else ranks.python(argv, timeout_s=120)
         if result.returncode or not out.exists():
             why = f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
             return dict.fromkeys(conformance.checks_of(engine), why)
