@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-faults | test-cluster | check | test-4 | test-debian-13 | lock | clean. Each installs what it needs.
+# make train | test | test-slow | test-faults | test-cluster | test-gpu | check | test-4 | test-debian-13 | lock | clean. Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
 #   make lock ARGS="--upgrade-package rich"              constraints.txt anew
@@ -50,23 +50,26 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train test test-slow test-faults test-cluster check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train test test-slow test-faults test-cluster test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 test: .venv/.test $(HOROVOD)
-	$(PY) -m pytest $(call workers,4) -m "not slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(call workers,4) -m "not slow and not faults and not cluster and not gpu" $(ARGS)
 
 test-slow: .venv/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
-	$(PY) -m pytest $(call workers,3) -m "slow and not faults and not cluster" $(ARGS)
+	$(PY) -m pytest $(call workers,3) -m "slow and not faults and not cluster and not gpu" $(ARGS)
 
 test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
 	$(PY) -m pytest $(call workers,2) -m faults $(ARGS)
 
 test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
 	$(PY) -m pytest $(call workers,3) -m "cluster and not slow" $(ARGS)
+
+test-gpu: .venv/.test  ## on a machine with an NVIDIA GPU; all other tests compute on the CPU
+	$(PY) -m pytest -m gpu $(ARGS)
 
 test-debian-13: .venv/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
 	$(PY) -m pytest -m "cluster and slow" $(ARGS)

@@ -1,12 +1,16 @@
 """Accuracy and seconds of configs/cifar10_speed.yaml, what each of its ideas is worth, and the same network by hand in plain torch.
 
     python benchmarks/cifar10_speed.py FOLDER [--parts record,left-out,added,by-hand] [--seeds 0,1,2] [--ranks 2] [key=value ...]
+    python benchmarks/cifar10_speed.py FOLDER --gpu [--together 6]
 
 FOLDER has cifar-10-batches-bin, the original, or images in train/CLASS and test/CLASS; the column `data` tells them apart. Each job of
 hvdtrain is a real `mpirun -np RANKS`, which evaluates 2,000 images after each epoch; `hvdtrain evaluate` then counts all, with six views
 and with one. `left-out` trains for two epochs with the first seed, once with everything and once without each idea; `added` with one more.
 A row is appended to benchmarks/cifar10_speed.jsonl when its job ends, and one that is there is not made again. `train_s` are seconds of
 training steps alone; `seconds` has the start and evaluations in it.
+
+--gpu: one process, where a job takes seconds. It counts all images after each epoch itself, with six views; `left-out` and `added`
+train for all epochs with every seed, --together at a time (their seconds then say nothing).
 """
 
 from __future__ import annotations
@@ -19,15 +23,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "cifar10_speed.yaml"
 WORDS = ["comm.engine=mpi", "evaluate.samples=2000"]
 SHORT = ["epochs=2"]
+MEASURED = ("record", "by-hand")  # parts whose seconds count: one job at a time
 # In the place of Muon: rates and decays of airbench94 (KellerJordan/cifar10-airbench) for means over 2,000 samples; the head as with Muon.
 SGD = {
     "name": "sgd",
@@ -58,28 +65,46 @@ ADDED: dict[str, list[str]] = {"average of the weights": ["optim.ema=0.9"]}  # i
 def main() -> None:
     options = parse()
     out = Path(options.out)
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    for part, name, seed, arguments in planned(options):
-        job = {"part": part, "name": name, "seed": seed, "extra": options.extra, "data": options.data}
-        if any(job.items() <= row.items() for row in done):
-            continue
-        result = by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
-        row = {**job, **result, "date": today()}
-        done.append(row)
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{part}, {name}, seed {seed}: {row['accuracy']:.4f}, {row['train_s']:.0f} s of training", flush=True)
+    done = [{"device": ""} | json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    jobs = [job for job in planned(options) if not any(key_of(job, options).items() <= row.items() for row in done)]
+    for is_measured, at_a_time in ((True, 1), (False, options.together)):
+        of_kind = [job for job in jobs if (job[0] in MEASURED) == is_measured]
+        with ThreadPoolExecutor(at_a_time) as pool:
+            for row in pool.map(lambda job: measured(job, options), of_kind):
+                done.append(row)
+                with out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    f"{row['part']}, {row['name']}, seed {row['seed']}: {row['accuracy']:.4f}, {row['train_s']:.1f} s of training",
+                    flush=True,
+                )
+    done = [row for row in done if row["device"] == options.device]
     for data in ("original", "folder"):
         print(data, summary([row for row in done if row["data"] == data]), sep=":\n")
 
 
-def planned(options: argparse.Namespace) -> list[tuple[str, str, int, list[str]]]:
-    """(part, name, seed, arguments) of each job."""
+Job = tuple[str, str, int, list[str]]  # part, name, seed, arguments
+
+
+def key_of(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Which row is the job's."""
+    part, name, seed, _ = job
+    return {"part": part, "name": name, "seed": seed, "extra": options.extra, "data": options.data, "device": options.device}
+
+
+def measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    part, name, seed, arguments = job
+    result = by_hand(options.folder, seed) if part == "by-hand" else run(name, arguments, seed, options)
+    return {**key_of(job, options), **result, "date": today()}
+
+
+def planned(options: argparse.Namespace) -> list[Job]:
     seeds, parts = [int(seed) for seed in options.seeds.split(",")], options.parts.split(",")
-    jobs = [("record", "all", seed, WORDS) for seed in seeds if "record" in parts]
+    words, short, few = (list[str](), list[str](), seeds) if options.gpu else (WORDS, SHORT, seeds[:1])
+    jobs = [("record", "all", seed, words) for seed in seeds if "record" in parts]
     jobs += [("by-hand", "plain torch", seed, []) for seed in seeds if "by-hand" in parts]
     for part, ideas in (("left-out", LEFT_OUT), ("added", ADDED)):
-        jobs += [(part, name, seeds[0], [*WORDS, *SHORT, *keys]) for name, keys in ideas.items() if part in parts]
+        jobs += [(part, name, seed, [*words, *short, *keys]) for name, keys in ideas.items() for seed in few if part in parts]
     return jobs
 
 
@@ -96,20 +121,19 @@ def run(name: str, arguments: list[str], seed: int, options: argparse.Namespace)
         command = [sys.executable, "-m", "hvdtrain"]
         launcher = [options.mpirun, "-np", str(options.ranks)] if options.ranks > 1 else []
         call([*launcher, *command, *arguments, *words, f"seed={seed}", f"run={job}", *options.extra], environment)
-        accuracy = []
-        for views in (6, 1):
+        accuracy = {}
+        for key, views in () if options.gpu else (("accuracy", 6), ("accuracy_one_view", 1)):
             call([*launcher, *command, "evaluate", str(job), f"evaluate.views={views}", "--json", f"{folder}/{views}.json"], environment)
-            accuracy.append(json.loads(Path(folder, f"{views}.json").read_text())["accuracy"])
+            accuracy[key] = json.loads(Path(folder, f"{views}.json").read_text())["accuracy"]
         events = [json.loads(line) for line in (job / "events.jsonl").read_text().splitlines()]
     epochs = [event for event in events if event["kind"] == "epoch"]
     return {
-        "accuracy": accuracy[0],
-        "accuracy_one_view": accuracy[1],
+        **(accuracy or {"accuracy": epochs[-1]["val_accuracy"]}),
         "epochs": epochs[-1]["epochs"],
         "steps": epochs[-1]["step"],
         "train_s": sum(event["epoch_s"] for event in epochs),
         "seconds": epochs[-1]["seconds"],
-        "curve": [event["val_accuracy"] for event in epochs],  # on 2,000 images
+        "curve": [event["val_accuracy"] for event in epochs],  # on 2,000 images; with --gpu on all
         "curve_s": [event["seconds"] for event in epochs],
         "train_loss": epochs[-1]["train_loss"],
         "ranks": options.ranks,
@@ -137,15 +161,22 @@ def summary(rows: list[dict[str, Any]]) -> str:
     lines = []
     for part in ("record", "by-hand"):
         found = [row for row in rows if row["part"] == part and not row["extra"]]
-        for key, scale, form in (("accuracy", 100, "{:.2f} %"), ("train_s", 1, "{:.0f} s")):
+        for key, scale, form in (("accuracy", 100, "{:.2f} %"), ("train_s", 1, "{:.2f} s")):
             values = [scale * row[key] for row in found]
             if values:
                 spread = statistics.stdev(values) if len(values) > 1 else float("nan")
                 lines.append(f"{part:8} {key:9} {form.format(statistics.mean(values))} (sd {spread:.2f}, n={len(values)})")
     words = {"left-out": "without", "added": "with"}
     short = [row for row in rows if row["part"] in words and not row["extra"]]
-    whole = next((row["accuracy"] for row in short if row["name"] == "nothing"), float("nan"))
-    lines += [f"{words[row['part']]} {row['name']}: {row['accuracy']:.4f} ({100 * (row['accuracy'] - whole):+.2f} points)" for row in short]
+    found = {
+        (row["part"], row["name"]): [100 * row["accuracy"] for row in short if row["name"] == name]
+        for row in short
+        if (name := row["name"])
+    }
+    whole = statistics.mean(found.get(("left-out", "nothing"), [float("nan")]))
+    for (part, name), values in found.items():
+        mean, spread = statistics.mean(values), statistics.stdev(values) if len(values) > 1 else float("nan")
+        lines.append(f"{words[part]} {name}: {mean:.2f} % (sd {spread:.2f}, n={len(values)}; {mean - whole:+.2f} points)")
     return "\n".join(lines)
 
 
@@ -160,9 +191,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mpirun", default="mpirun")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "cifar10_speed.jsonl"))
     parser.add_argument("extra", nargs="*", help="key=value for each job of hvdtrain; such rows are not in the summary")
     options = parser.parse_intermixed_args()
+    options.ranks = 1 if options.gpu else options.ranks
+    options.device = torch.cuda.get_device_name() if options.gpu else ""  # "": a CPU, as in rows without it
     options.data = "original" if (options.folder / "cifar-10-batches-bin").is_dir() else "folder"
     return options
 

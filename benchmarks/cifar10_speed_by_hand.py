@@ -1,4 +1,4 @@
-"""configs/cifar10_speed.yaml as a loop by hand in plain torch, one process: what the record is compared with.
+"""configs/cifar10_speed.yaml as a loop by hand in plain torch, on one GPU or on the CPU: what the record is compared with.
 
     python benchmarks/cifar10_speed_by_hand.py FOLDER [--seeds 0,1,2] [--epochs 8] [--fp32]
 
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torchvision.datasets import ImageFolder
 
 BATCH, SMOOTHING = 2000, 0.2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Net(nn.Module):
@@ -78,8 +79,8 @@ def load(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def augmented(padded: torch.Tensor, epoch: int) -> torch.Tensor:
     """padded: the images of the epoch with 2 pixels on each side, of which half were mirrored before the first epoch."""
-    out = torch.empty(len(padded), 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    shifts = torch.randint(5, (len(padded), 2))
+    out = torch.empty(len(padded), 3, 32, 32, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    shifts = torch.randint(5, (len(padded), 2), device=DEVICE)
     for y in range(5):
         for x in range(5):
             rows = ((shifts[:, 0] == y) & (shifts[:, 1] == x)).nonzero()[:, 0]
@@ -96,7 +97,7 @@ def predict(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def train(seed: int, epochs: int, x: torch.Tensor, y: torch.Tensor, x_val: torch.Tensor, y_val: torch.Tensor, fp32: bool) -> dict:
     torch.manual_seed(seed)
     began_s = time.perf_counter()
-    net = Net(F.unfold(x[:5000].double(), 2).transpose(1, 2).flatten(0, 1)).to(memory_format=torch.channels_last)
+    net = Net(F.unfold(x[:5000].double(), 2).transpose(1, 2).flatten(0, 1).cpu()).to(DEVICE, memory_format=torch.channels_last)
     kernels = [p for p in net.parameters() if p.ndim == 4 and p.requires_grad]
     biases = [p for p in net.parameters() if p.ndim == 1 and p.requires_grad]
     decay = 2e-6 * BATCH
@@ -105,14 +106,14 @@ def train(seed: int, epochs: int, x: torch.Tensor, y: torch.Tensor, x_val: torch
     ]
     sgd = torch.optim.SGD(groups, momentum=0.85, nesterov=True)
     velocity = [torch.zeros_like(p) for p in kernels]
-    mirrored = torch.where((torch.rand(len(x)) < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
+    mirrored = torch.where((torch.rand(len(x), device=DEVICE) < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
     padded = F.pad(mirrored, (2,) * 4, "reflect").contiguous(memory_format=torch.channels_last)
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=not fp32)
+    cast = torch.autocast(DEVICE.type, torch.bfloat16, enabled=not fp32)
     steps, step = epochs * (len(x) // BATCH), 0
     net.train()
     for epoch in range(epochs):
         images = augmented(padded, epoch)
-        for rows in torch.randperm(len(x))[: len(x) // BATCH * BATCH].split(BATCH):
+        for rows in torch.randperm(len(x), device=DEVICE)[: len(x) // BATCH * BATCH].split(BATCH):
             with cast:
                 outputs = net(images[rows])
             loss = F.cross_entropy(outputs.float(), y[rows], label_smoothing=SMOOTHING, reduction="sum")
@@ -135,7 +136,7 @@ def train(seed: int, epochs: int, x: torch.Tensor, y: torch.Tensor, x_val: torch
         guesses = torch.cat([predict(net, part) for part in x_val.split(1000)])
     accuracy = (guesses.argmax(1) == y_val).double().mean().item()
     evaluate_s = time.perf_counter() - began_s - trained_s
-    return {"seed": seed, "epochs": epochs, "accuracy": accuracy, "train_s": round(trained_s, 1), "evaluate_s": round(evaluate_s, 1)}
+    return {"seed": seed, "epochs": epochs, "accuracy": accuracy, "train_s": round(trained_s, 2), "evaluate_s": round(evaluate_s, 2)}
 
 
 def main() -> None:
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--fp32", action="store_true")
     options = parser.parse_args()
-    (x, y), (x_val, y_val) = (load(options.folder, part) for part in ("train", "test"))
+    (x, y), (x_val, y_val) = ([tensor.to(DEVICE) for tensor in load(options.folder, part)] for part in ("train", "test"))
     mean, std = stats(x)
     x, x_val = ((part.float() / 255 - mean) / std for part in (x, x_val))
     for seed in options.seeds.split(","):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -9,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ("slow", "faults", "cluster")  # of the tests, each with a target of the Makefile; the rest is `make test`
+PARTS = ("slow", "faults", "cluster", "gpu")  # of the tests, each with a target of the Makefile; the rest is `make test`
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
 LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
 
 
-def pytest_configure() -> None:
-    """A shell that starts this in the background has it ignore SIGINT, and what tests start would, too."""
+def pytest_configure(config: pytest.Config) -> None:
+    """All but `-m gpu` compute on the CPU, also where there is a GPU.
+
+    A shell that starts this in the background has it ignore SIGINT, and what tests start would, too.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -125,7 +125,7 @@ class CommunicatorGroup(_ProcessGroup):
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, output_rows: list[int], rows: list[int], options: Any) -> Work:
         """An allgather, of which each rank keeps what is for it: the sum over ranks of what they send, in each rank's memory."""
         rows = rows or [len(tensor) // self.size()] * self.size()
-        cuts = self._communicator.allgather(torch.tensor(rows), f"{self._name}.rows").view(self.size(), -1)
+        cuts = self._communicator.allgather(torch.tensor(rows, device="cpu"), f"{self._name}.rows").view(self.size(), -1)
         gathered = self._communicator.allgather(_as_bytes(self._host(tensor)), f"{self._name}.alltoall").view(tensor.dtype)
         row = tensor[0].numel() if len(tensor) else 1
         sources = gathered.split([int(n) * row for n in cuts.sum(1)])
@@ -140,12 +140,12 @@ class CommunicatorGroup(_ProcessGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         ranks = point_to_point(self._communicator, "torch.distributed.recv")
-        found = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        found = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
         handles = [ranks.start_recv(x, source, f"{self._name}.recv", tag) for x in found]
         return Work(tensors, [_finish(handle, tensor) for handle, tensor in zip(handles, tensors, strict=True)])
 
     def barrier(self, opts: Any = None) -> Work:
-        self._communicator.allreduce(torch.zeros(1), f"{self._name}.barrier")
+        self._communicator.allreduce(torch.zeros(1, device="cpu"), f"{self._name}.barrier")
         return Work([])
 
     def _start_allreduce(self, tensor: torch.Tensor, op: Op, divisor: int) -> Callable[[], None]:

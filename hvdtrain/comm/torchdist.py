@@ -43,6 +43,7 @@ from hvdtrain.core.exit import exit_now, flush_output
 from hvdtrain.errors import LOST, UserError, exit_code_of
 
 FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "bfloat16_sums", "ddp", "p2p", "shrink"}
+BACKENDS = "cpu:gloo,cuda:nccl"  # of torch.distributed, where there is NCCL
 CLOSE_S = 10.0  # for all ranks to close
 CONNECT_S = 10.0  # for an answer of a store after a loss
 FORM_S = 1.0  # for the living ranks to form a group after a loss, twice as long each time: another rank may be lost meanwhile
@@ -137,7 +138,7 @@ def _set_gloo_interface(rendezvous: Rendezvous, place: Placement) -> None:
 
 def _start_process_group(store: Any, place: Placement, timeout: timedelta) -> GlooConnections:
     """The default process group of torch.distributed. Raises UserError where GLOO_SOCKET_IFNAME names no interface."""
-    backend, gloo = "cpu:gloo,cuda:nccl" if has_nccl() else "gloo", GlooConnections()
+    backend, gloo = BACKENDS if has_nccl() else "gloo", GlooConnections()
     try:
         with gloo.recorded():
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)

@@ -59,6 +59,7 @@ KEYS = {
     **dict.fromkeys(("cpu", "no_cuda", "no_gpu"), "speed.device=cpu"),
     "torch_compile": "speed.compile",
     "memory_format": "speed.channels_last",
+    **dict.fromkeys(("cudnn_deterministic", "use_deterministic_algorithms", "reproducible"), "speed.deterministic"),
     # communication
     **dict.fromkeys(("comm", "backend", "dist_backend"), "comm.engine"),
     **dict.fromkeys(("horovod", "hvd"), "comm.engine=horovod"),

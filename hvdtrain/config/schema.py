@@ -601,6 +601,11 @@ class SpeedConfig(Section):
         default="none",
         description="torch.compile's mode: default, reduce-overhead (CUDA graphs) or max-autotune; none: not compiled (framework=torch)",
     )
+    deterministic: bool = Field(
+        default=False,
+        description="on a GPU: only kernels that give the same bits each time, so that a resumed job equals one that never stopped to the "
+        "last bit; slower. A CPU's always do (framework=torch)",
+    )
 
 
 class EvaluateConfig(Section):

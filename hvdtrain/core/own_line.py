@@ -8,6 +8,7 @@ from pathlib import Path
 
 _OTHERS = (f"{Path(__file__).parents[1]}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # also where PYTHONPATH or a module of the cluster has them
 _MADE = ("<frozen", "<string")  # by Python itself, as of a dataclass
 _COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was compiled
 
@@ -15,7 +16,7 @@ _COMPILED = (".pyx", ".pxi", ".pyx.in")  # of Cython, by a path of where it was 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code, of the exception or of the one that it was raised from; None where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_OTHERS, *_MADE)) and not frame.filename.endswith(_COMPILED)]
+    own = [frame for frame in frames if _is_own(frame.filename)]
     if own:
         return own[-1]
     return None if error.__cause__ is None else own_frame(error.__cause__)
@@ -25,3 +26,8 @@ def own_line(error: BaseException) -> str:
     """file:line: its text; where no line is the user's, that of the library."""
     frame = own_frame(error) or (traceback.extract_tb(error.__traceback__) or [None])[-1]
     return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def _is_own(path: str) -> bool:
+    is_installed = any(folder in path for folder in _INSTALLED)
+    return not is_installed and not path.startswith((*_OTHERS, *_MADE)) and not path.endswith(_COMPILED)

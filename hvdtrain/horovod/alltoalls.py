@@ -37,7 +37,7 @@ def alltoall_async(tensor: Any, splits: Splits = None, name: str | None = None, 
             raise BadCall(f"splits of {type(listed[0]).__name__}", call.where, "splits=[...], a whole number of rows for each rank")
         numbers = [int(n) for n in listed]
     check_splits(numbers, rows, size, call.where)
-    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     (back,) = call.backs
 
     def finish(results: Any) -> tuple[Any, torch.Tensor]:

@@ -57,7 +57,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set, rows = ctx.process_set, ctx.rows
-        lengths = synchronize(allgather_async(torch.tensor([rows]), None, process_set))  # (ranks, tensors)
+        lengths = synchronize(allgather_async(torch.tensor([rows], device="cpu"), None, process_set))  # (ranks, tensors)
         before = lengths[: process_set.rank()].sum(0).tolist()
         reduced = grouped_allreduce(list(grads), op=Average, process_set=process_set)
         return (None, None, None, *(grad[start : start + own] for grad, start, own in zip(reduced, before, rows, strict=True)))

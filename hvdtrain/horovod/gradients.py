@@ -191,7 +191,7 @@ class GradientSteps:
 
     def _over_ranks(self, loss: Any) -> Any:
         """Of all ranks, as the gradients are: by it LBFGS chooses how often it calls the closure, which all ranks call equally often."""
-        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         call = Call("allreduce", value, "loss.of.closure", self._gradients.process_set)
         return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 

@@ -220,7 +220,7 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
     match thing:
         case _Tensor():
             dtype = getattr(torch, thing.dtype)
-            flat = torch.from_numpy(thing.array).view(dtype) if len(thing.array) else torch.empty(0, dtype=dtype)
+            flat = torch.from_numpy(thing.array).view(dtype) if len(thing.array) else torch.empty(0, dtype=dtype, device="cpu")
             return flat.view(thing.shape).requires_grad_(thing.requires_grad)
         case _Scalar():
             return thing.array[()]

@@ -36,7 +36,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     name = JOB.name("allgather_object", name, process_set.process_set_id)
     where = f"allgather_object {name!r}"
     content = _as_bytes(_content(obj, where))
-    lengths = allgather(torch.tensor([len(content)]), f"{name}.lengths", process_set).tolist()
+    lengths = allgather(torch.tensor([len(content)], device="cpu"), f"{name}.lengths", process_set).tolist()
     parts = allgather(content, name, process_set).split(lengths)
     return [_received(part, where) for part in parts]
 
@@ -61,4 +61,4 @@ def _received(content: torch.Tensor, where: str) -> Any:
 
 
 def _as_bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -76,7 +76,7 @@ def broadcast_optimizer_state(
     )
     for key, place in places.items():
         if not is_root:
-            tensors[key] = torch.empty(place.shape, dtype=place.dtype)
+            tensors[key] = torch.empty(place.shape, dtype=place.dtype, device="cpu")
     wire = {key: tensors[key].detach().cpu().contiguous() for key in places}
     broadcast_parameters({f"optimizer.{key}": tensor for key, tensor in wire.items()}, root_rank, process_set)
     if not is_root:

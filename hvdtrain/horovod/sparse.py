@@ -27,6 +27,6 @@ def sparse_allreduce_async(
         found_values, found_indices, ranks = synchronize(values), synchronize(indices), len(synchronize(givers))
         if op == Average:
             found_values = found_values / ranks
-        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, check_invariants=False)
+        return torch.sparse_coo_tensor(found_indices.t(), found_values, shape, device=found_values.device, check_invariants=False)
 
     return wait

@@ -663,6 +663,7 @@ _NOT_TORCH: dict[str, tuple[Any, ...]] = {
     "speed.precision": ("fp32", "fp64", "auto"),
     "speed.compile": ("none",),
     "speed.channels_last": (None,),
+    "speed.deterministic": (False,),
     "data.resident": (None, False),
     "comm.compression": ("none",),
     "comm.op": ("mean",),

@@ -71,9 +71,7 @@ def weighted(n: int, seed: int, weight: float) -> Batch:
     "device",
     [
         "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.cluster, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")]
-        ),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

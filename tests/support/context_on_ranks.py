@@ -19,9 +19,9 @@ DATA = {"x": X, "y": X.sum(1)}
 
 def main(run: Path, mistake: str) -> None:
     with ht.init(f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2") as ctx:
-        model = torch.nn.Linear(2, 1).double()
-        model.register_buffer("running_mean", torch.zeros(1))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        model = torch.nn.Linear(2, 1).double().to(ctx.device)
+        model.register_buffer("running_mean", torch.zeros(1, device=ctx.device))
+        scaler = torch.amp.GradScaler(ctx.device.type, init_scale=8.0, growth_interval=3)
         torch.nn.init.constant_(model.weight, float(ctx.rank))  # rank 0's zeros count
         torch.nn.init.constant_(model.bias, float(ctx.rank))
         model, optimizer = ctx.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
@@ -49,7 +49,7 @@ def main(run: Path, mistake: str) -> None:
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == [8, 8, 4, 4, 4, 8, 8][batch.step], scaler.get_scale()
-            np.testing.assert_allclose(model.weight.detach().numpy()[0], weight, rtol=1e-12)
+            np.testing.assert_allclose(model.weight.detach().cpu().numpy()[0], weight, rtol=1e-12)
             np.testing.assert_allclose(model.bias.item(), bias, rtol=1e-12)
             ctx.log(loss=loss, expected=float((error**2).mean()))
             ctx.checkpoint(model, optimizer)

@@ -1,6 +1,7 @@
 """Checks of Horovod's documented API, as one program for the ranks; it writes {check: failure or ""}.
 
 python tests/support/horovod_checks.py MODULE OUT.json      MODULE: hvdtrain.horovod, or horovod.torch for Horovod's own
+HVDTRAIN_TEST_DEVICE=cuda: with tensors on the GPU
 
 Inputs differ by rank, and expected values are formulas in rank and size, worked out by NumPy: a call that does nothing fails.
 """
@@ -34,6 +35,7 @@ Check = Callable[[Any], Claims]
 def given(shape: tuple[int, ...], rank: int, dtype: str) -> torch.Tensor:
     """1 2 3 1 2 3 ... from a place that depends on the rank: products of 4 ranks are exact in every dtype, and below 128."""
     numbers = torch.from_numpy(np.array((np.arange(math.prod(shape)) + rank) % 3 + 1).reshape(shape))
+    numbers = numbers.to(torch.get_default_device())
     if dtype == "bool":
         return numbers == 2
     return (numbers * (1 - 2j)).to(getattr(torch, dtype)) if dtype.startswith("complex") else numbers.to(getattr(torch, dtype))
@@ -54,6 +56,7 @@ def reduced(shape: tuple[int, ...], ranks: list[int], dtype: str, op: str, befor
 
 
 def wide(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.cpu()
     if tensor.dtype == torch.bool:
         return tensor.numpy()
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64).numpy()
@@ -191,7 +194,7 @@ def gradients(hvd: Any) -> Claims:
     def gradient(call: Callable[[torch.Tensor], torch.Tensor], rows: int = 4, factor: float = 1.0) -> torch.Tensor:
         x = torch.ones(rows, dtype=torch.float64, requires_grad=True)
         result = call(x)
-        weight = torch.from_numpy(np.resize(weights[rank], result.shape)) * factor
+        weight = torch.from_numpy(np.resize(weights[rank], result.shape)).to(result.device) * factor
         (result * weight).sum().backward()
         assert x.grad is not None
         return x.grad
@@ -318,7 +321,7 @@ def adasum(dtype: str, hvd: Any) -> Claims:
     rank, size = hvd.rank(), hvd.size()
     for length in (1, 2, 37):
         vectors = [np.sin(np.arange(1.0, length + 1) * (r + 1)) for r in range(size)]
-        found = hvd.allreduce(torch.from_numpy(vectors[rank]).to(getattr(torch, dtype)), op=hvd.Adasum, name=f"adasum {length}")
+        found = hvd.allreduce(torch.tensor(vectors[rank], dtype=getattr(torch, dtype)), op=hvd.Adasum, name=f"adasum {length}")
         while len(vectors) > 1:
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
             vectors = [(1 - a @ b / (2 * (a @ a))) * a + (1 - a @ b / (2 * (b @ b))) * b for a, b in pairs]
@@ -400,7 +403,7 @@ def places(hvd: Any) -> Claims:
     size = hvd.size()
     found = [hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_initialized(), hvd.global_process_set.size()]
     yield np.array(found), (np.array([size, 0, 1, True, size]), "int64")
-    yield np.sort(hvd.allgather(torch.tensor([hvd.local_rank()])).numpy()), (np.arange(size), "int64")
+    yield np.sort(wide(hvd.allgather(torch.tensor([hvd.local_rank()])))), (np.arange(size), "int64")
 
 
 def layouts(hvd: Any) -> Claims:
@@ -414,7 +417,7 @@ def layouts(hvd: Any) -> Claims:
         hvd.allreduce_(in_place, op=hvd.Sum)
         yield in_place, (reduced(shape, ranks, "float32", "Sum"), "float32")
         yield hvd.broadcast(tensor, 0), (wide(given(shape, 0, "float32")), "float32")
-    array = x.numpy()
+    array = x.cpu().numpy()
     found = hvd.allreduce(array, op=hvd.Sum)
     assert isinstance(found, np.ndarray), type(found)
     yield found, (reduced(shape, ranks, "float32", "Sum"), "float32")
@@ -463,6 +466,8 @@ def main() -> None:
     module, out = sys.argv[1], Path(sys.argv[2])
     skipped = set(sys.argv[3].split(",")) if len(sys.argv) > 3 else set()
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    if device := os.environ.get("HVDTRAIN_TEST_DEVICE"):
+        torch.set_default_device(device)
     hvd = importlib.import_module(module)
     hvd.init()
     failures = {}

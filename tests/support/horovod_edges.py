@@ -343,7 +343,42 @@ def a_state_is_synchronized_as_it_is() -> None:
     assert model.weight.item() == 5.0
 
 
+def a_default_device_of_the_script_is_the_scripts_alone() -> None:
+    """As after torch.set_default_device("cuda"); here a device without numbers, so that a tensor of hvdtrain's own on it would show."""
+    size, ranks = hvd.size(), torch.arange(hvd.size())
+    x, model = torch.arange(6.0) + hvd.rank(), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    sparse = torch.tensor([0.0, 4.0]).to_sparse()
+    inputs = torch.ones(3, 2)
+    empty = torch.empty(0)
+    torch.set_default_device("meta")
+    try:
+        things = hvd.broadcast_object({"w": x, "none": empty} if hvd.rank() == 1 else None, 1), hvd.allgather_object(x)
+        rows, received = hvd.alltoall(x, splits=[2, 2, 2], name="on no device")
+        found = hvd.allgather(x), hvd.reducescatter(x, op=hvd.Sum), hvd.allreduce(x, op=hvd.Adasum), hvd.allreduce(x, op=hvd.Product)
+        added = hvd.sparse_allreduce_async(sparse, name="sparse on no device", op=hvd.Sum)()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=2)
+        hvd.join()
+    finally:
+        torch.set_default_device("cpu")
+    assert torch.equal(things[0]["w"], torch.arange(6.0) + 1) and len(things[0]["none"]) == 0 and len(things[1]) == size
+    assert received.tolist() == [2] * size and torch.equal(
+        rows.view(3, 2) - ranks.view(3, 1), 2.0 * hvd.rank() + torch.tensor([[0.0, 1.0]] * 3)
+    )
+    assert [len(tensor) for tensor in found] == [18, 2, 6, 6] and torch.equal(added.to_dense(), torch.tensor([0.0, 4.0 * size]))
+    assert not any(
+        tensor.is_meta for tensor in (*found, *model.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values()))
+    )
+
+
 CHECKS = (
+    a_default_device_of_the_script_is_the_scripts_alone,
     calls_in_inference_mode_leave_the_queue_whole,
     views_with_a_conjugate_a_sign_or_a_direction,
     what_no_rank_can_send_is_an_error_of_that_call_alone,

@@ -30,7 +30,7 @@ def main(out: Path, arguments: list[str]) -> int:
     losses, notes = {}, []
     ctx = ht.init("checkpoint.every_steps=10", "log.every_steps=5", *arguments)
     torch.manual_seed(ctx.rank)  # another model on each rank: that of rank 0 counts
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double()
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1), torch.nn.Flatten(0)).double().to(ctx.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     model, optimizer = ctx.prepare(net, optimizer)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 21], 0.5)

@@ -55,7 +55,8 @@ def assemble(
     lose their memory; `stopwatch`: the one that these enter; `strategy_of`: makes the strategy, in the place of what the configuration
     says.
     """
-    channels_last = use_channels_last(config.speed.channels_last, plugins.is_dotted(config.model.name), model, device)
+    is_users_class = plugins.is_dotted(config.model.name)
+    channels_last = use_channels_last(config.speed.channels_last, is_users_class, model, device, sharded is not None)
     inputs = Inputs(task, device, precision.weights, channels_last)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     check_patterns(config, {name: tuple(p.shape) for name, p in named})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,8 +24,31 @@ def pick_device(config: Config, communicator: Communicator) -> torch.device:
     if config.speed.device != "cpu" and count:
         device = torch.device("cuda", communicator.local_rank % count)
         torch.cuda.set_device(device)
+        if config.speed.deterministic:
+            give_same_bits()
         return device
     return torch.device("cpu")
+
+
+def give_same_bits() -> None:
+    """From here on this process computes with CUDA's deterministic kernels alone; see no_such_kernel()."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.backends.cudnn.benchmark = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+
+
+@contextlib.contextmanager
+def no_such_kernel(config: Config) -> Iterator[None]:
+    """Raises UserError where speed.deterministic asks torch for an operation inside that it has no such kernel of."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        fix = "speed.deterministic=false, or a model without this operation"
+        raise UserError(f"torch has no deterministic {operation}", config.where("speed.deterministic"), fix) from error
 
 
 def gpu(device: torch.device) -> Gpu | None:

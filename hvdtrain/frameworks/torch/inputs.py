@@ -148,13 +148,14 @@ class Inputs:
         return self.device.type == "cuda" and size <= SHARE * torch.cuda.mem_get_info(self.device)[0]
 
 
-def use_channels_last(asked: bool | None, is_users_class: bool, model: torch.nn.Module, device: torch.device) -> bool:
+def use_channels_last(asked: bool | None, is_users_class: bool, model: torch.nn.Module, device: torch.device, sharded: bool) -> bool:
     """Whether images come with their channels innermost: by default for all but a class of the user's own, which may view them flat.
 
-    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them in an order of its own.
+    On a GPU the weights of convolutions are brought to that order too; a CPU's library keeps them in an order of its own, and the rows that
+    a rank has of a `sharded` model stay as they travel.
     """
     wanted = not is_users_class if asked is None else asked
-    if wanted and device.type == "cuda":
+    if wanted and device.type == "cuda" and not sharded:
         untyped: Any = model  # torch's overloads of to() lack memory_format alone
         untyped.to(memory_format=torch.channels_last)
     return wanted

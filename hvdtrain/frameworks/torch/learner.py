@@ -30,7 +30,7 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary, keep_gradients
 from hvdtrain.frameworks.torch.dense_updates import DenseUpdates
-from hvdtrain.frameworks.torch.device import gpu, seed_dropout
+from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
@@ -156,7 +156,8 @@ class TorchLearner:
         if isinstance(self.strategy, ChangesWithSteps):
             self.strategy.begin_step(hyper)
         divisor = self._divisor(micro, hyper.batch)
-        sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
+        with no_such_kernel(self.config):
+            sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
 
         self.stopwatch.enter("communication")
         self.strategy.reduce()

@@ -46,12 +46,12 @@ def _halve_and_double_(wire: _Wire, flat: torch.Tensor, rank: int, power: int) -
         partner, is_lower = rank ^ distance, not rank & distance
         middle = part.numel() // 2
         mine, theirs = (part[:middle], part[middle:]) if is_lower else (part[middle:], part[:middle])
-        other = wire.swap(theirs, torch.empty_like(mine), partner)
+        other = wire.swap(theirs, mine, partner)
         a, b = (mine, other) if is_lower else (other, mine)
-        products = torch.tensor(_products(a, b), dtype=torch.float64)
+        products = torch.tensor(_products(a, b), dtype=torch.float64, device="cpu")
         step = 1
         while step <= distance:  # over the ranks that have the other parts of these two vectors
-            products += wire.swap(products, torch.empty_like(products), rank ^ step)
+            products += wire.swap(products, products, rank ^ step)
             step *= 2
         part = combine(a, b, *products.tolist())
         start, end = kept[-1]
@@ -67,7 +67,7 @@ def _spread_(wire: _Wire, flat: torch.Tensor, part: torch.Tensor, kept: list[tup
     for level in range(len(kept) - 2, -1, -1):
         (outer_start, outer_end), (start, end) = kept[level], kept[level + 1]
         missing = flat[end:outer_end] if start == outer_start else flat[outer_start:start]
-        missing.copy_(wire.swap(flat[start:end], torch.empty_like(missing), rank ^ (1 << level)))
+        missing.copy_(wire.swap(flat[start:end], missing, rank ^ (1 << level)))
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
@@ -76,21 +76,25 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float, float]:
 
 
 class _Wire:
-    """Messages between two ranks."""
+    """Messages between two ranks, in host memory: engines have none between devices."""
 
     def __init__(self, communicator: Any, name: str) -> None:
         self._communicator, self._name = communicator, name
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        self._communicator.start_send(x.contiguous(), to, self._name, TAG).wait()
+        self._communicator.start_send(x.cpu().contiguous(), to, self._name, TAG).wait()
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        found: torch.Tensor = self._communicator.start_recv(torch.empty_like(like), source, self._name, TAG).wait()
-        return found
+        found: torch.Tensor = self._communicator.start_recv(_on_host(like), source, self._name, TAG).wait()
+        return found.to(like.device)
 
-    def swap(self, mine: torch.Tensor, theirs: torch.Tensor, partner: int) -> torch.Tensor:
-        """`theirs`, with what the partner sends."""
-        receiving = self._communicator.start_recv(theirs, partner, self._name, TAG)
-        self._communicator.start_send(mine.contiguous(), partner, self._name, TAG).wait()
+    def swap(self, mine: torch.Tensor, like: torch.Tensor, partner: int) -> torch.Tensor:
+        """What the partner sends, a tensor like `like`."""
+        receiving = self._communicator.start_recv(_on_host(like), partner, self._name, TAG)
+        self._communicator.start_send(mine.cpu().contiguous(), partner, self._name, TAG).wait()
         found: torch.Tensor = receiving.wait()
-        return found
+        return found.to(like.device)
+
+
+def _on_host(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")

@@ -138,7 +138,8 @@ def combine(op: str, one: torch.Tensor, other: torch.Tensor, out: torch.Tensor |
     """Elementwise, into `out` or new memory. By numpy for the unsigned integers that torch does not compute with."""
     if name_of(one.dtype) in ("uint16", "uint32", "uint64"):
         function = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
-        return torch.from_numpy(function(one.numpy(), other.numpy(), out=None if out is None else out.numpy()))
+        total = torch.from_numpy(function(one.cpu().numpy(), other.cpu().numpy())).to(one.device)
+        return total if out is None else out.copy_(total)
     return _OPS[op](one, other, out=out)
 
 

@@ -34,7 +34,7 @@ class HorovodEngine:
         self.name = f"horovod on {'MPI' if hvd.mpi_enabled() else 'Gloo'}"
         self.rank, self.size, self.local_rank, self.local_size = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
         self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
-        self.is_homogeneous = len(set(hvd.allgather(torch.tensor([self.local_size])).tolist())) == 1
+        self.is_homogeneous = len(set(hvd.allgather(torch.tensor([self.local_size], device="cpu")).tolist())) == 1
         self._ops = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
         self._sets = {GLOBAL: hvd.global_process_set}
         self._handles: dict[int, tuple[Request, Any]] = {}
@@ -124,7 +124,7 @@ class _Under:
             case "broadcast":
                 return hvd.broadcast_async(wire, signature.root, name, group)
             case "alltoall":
-                return hvd.alltoall_async(wire, torch.tensor(self._request.splits, dtype=torch.int32), name, group)
+                return hvd.alltoall_async(wire, torch.tensor(self._request.splits, dtype=torch.int32, device="cpu"), name, group)
         raise AssertionError(signature.kind)
 
     def is_done(self) -> bool:

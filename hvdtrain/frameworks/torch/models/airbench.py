@@ -6,6 +6,7 @@ import itertools
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hvdtrain.errors import UserError
 
@@ -55,7 +56,6 @@ class Airbench(nn.Module):
         self.has_whitening = whitening
         self.whitening = Whitening(channels, whitening_eps, from_samples=whitening)
         self.blocks = nn.Sequential(nn.GELU(), *(Block(*pair, identity) for pair in itertools.pairwise((8 * channels, *widths))))
-        self.pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Linear(widths[-1], outputs, bias=False)
         with torch.no_grad():
             self.fc.weight /= self.fc.weight.std()
@@ -65,7 +65,8 @@ class Airbench(nn.Module):
             self.whitening.begin_with(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(self.blocks(self.whitening(x))).flatten(1)
+        x = self.blocks(self.whitening(x))
+        x = functional.max_pool2d(x, x.shape[2:]).flatten(1)  # adaptive pooling has no deterministic kernel on a GPU
         return self.fc(x) / x.shape[1]
 
 

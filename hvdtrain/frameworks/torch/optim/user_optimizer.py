@@ -103,7 +103,7 @@ def numbers(entries: dict[str, Any]) -> dict[str, float]:
 def as_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The live tensors among entries, and its numbers as 0-d float64 tensors of their own; all else is left out."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
-    return tensors | {key: torch.tensor(float(value), dtype=torch.float64) for key, value in numbers(entries).items()}
+    return tensors | {key: torch.tensor(float(value), dtype=torch.float64, device="cpu") for key, value in numbers(entries).items()}
 
 
 def counters(group: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -126,7 +126,7 @@ def load_entries(
     for key in live.keys() - arrays.keys():
         del entries[name_of(key)]
     for key, array in arrays.items():
-        saved = torch.tensor(np.asarray(array))
+        saved = torch.tensor(np.asarray(array), device="cpu")
         if name_of(key) != key:
             entries[name_of(key)] = KINDS[key.rpartition(":")[2]](saved.item())
         elif key not in live:
@@ -163,7 +163,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
     first = optimizer.param_groups[0]
     if "construction" not in first:
         return
-    numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64)
+    numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu")
     try:
         whole = _steps(first, [numbers.view(4, 6)])
         parts = _steps(first, [numbers[:11], numbers[11:]])
@@ -182,7 +182,7 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
     own = {key: group[key] for key in OWN_KEYS} | {"params": parameters}
     optimizer = construction.constructor([own], **construction.arguments)
     for step in range(3):
-        gradient = torch.cos(torch.arange(24, dtype=torch.float64) * (step + 1))
+        gradient = torch.cos(torch.arange(24, dtype=torch.float64, device="cpu") * (step + 1))
         for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             p.grad = g.view(p.shape).clone()
         optimizer.step()

@@ -87,4 +87,4 @@ def _decoded(tree: Any, arrays: Arrays) -> Any:
     if kind != "tensor" or not isinstance(found, torch.dtype):
         raise ValueError(f"a value of kind {kind!r:.40}")
     data = arrays[name]
-    return torch.from_numpy(np.array(data)).view(found).reshape(shape) if data.size else torch.zeros(shape, dtype=found)
+    return torch.from_numpy(np.array(data)).view(found).reshape(shape) if data.size else torch.zeros(shape, dtype=found, device="cpu")

@@ -120,7 +120,7 @@ def _all_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
 def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """For torch, the ranks of mesh.data. A collective of all ranks."""
     if mesh.tensor.size > 1:
-        grid = torch.arange(mesh.world.size).view(-1, mesh.tensor.size)  # as comm/mesh.py's coordinates()
+        grid = torch.arange(mesh.world.size, device="cpu").view(-1, mesh.tensor.size)  # as comm/mesh.py's coordinates()
         return DeviceMesh(device.type, grid, mesh_dim_names=("shard", "tensor"))["shard"]
     if len(mesh.table) > 1:
         return DeviceMesh(device.type, mesh.table, mesh_dim_names=("replicas", "shard"))
@@ -155,7 +155,7 @@ def _fill(
         if deferred is None or mesh.world.rank == 0 or not tensor.is_meta:
             found = (tensor.detach() if deferred is None else deferred.value(tensor)).to(kind).contiguous()
         else:
-            found = torch.empty(tensor.shape, dtype=kind)
+            found = torch.empty(tensor.shape, dtype=kind, device="cpu")
         if tensor.numel():
             found = mesh.world.broadcast(found.view(-1).view(torch.uint8), "weights").view(kind).view(tensor.shape)
         return found.to(device)

@@ -1,0 +1,164 @@
+"""On one NVIDIA GPU: the curves of a CPU, ranks that share it, NCCL, Horovod's calls, shards, own loops, and the same bits again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from invariance import JOBS
+from ranks import Result, mpirun, python
+from safetensors.numpy import load_file
+from same_curve import check_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")]
+
+DROPS = "torch wide_resnet"  # dropout draws from the generator of the device and the rank
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # ranks share its memory
+
+
+def on_ranks(size: int, *argv: str, env: dict[str, str] | None = None) -> Result:
+    words = list(argv)
+    result = mpirun(size, words, timeout_s=250, env=GPU | (env or {})) if size else python(words, timeout_s=250, env=GPU | (env or {}))
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def of_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return curves(tmp_path_factory.mktemp("gpu"), "single", 0)
+
+
+def curves(folder: Path, engine: str, size: int, *how: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    on_ranks(size, "tests/support/invariance.py", engine, str(folder / "out.json"), *how, env=env)
+    return dict(json.loads((folder / "out.json").read_text()))
+
+
+def test_a_gpu_computes_what_a_cpu_does(of_a_gpu: dict[str, Any], tmp_path: Path) -> None:
+    of_a_cpu = curves(tmp_path, "single", 0, env=HIDDEN)
+    assert of_a_gpu.keys() == of_a_cpu.keys() == JOBS.keys()
+    for job in JOBS.keys() - {DROPS}:
+        check_same(job, of_a_gpu[job], of_a_cpu[job])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_a_gpu_compute_what_one_does(of_a_gpu: dict[str, Any], tmp_path: Path, size: int) -> None:
+    found = curves(tmp_path, "mpi", size, "few_jax")
+    for job in found.keys() - {DROPS}:
+        check_same(job, found[job], of_a_gpu[job])
+
+
+def test_nccl_refuses_two_ranks_on_one_gpu_and_the_error_says_what_to_do(tmp_path: Path) -> None:
+    result = mpirun(2, ["-m", "hvdtrain", "comm.engine=torchdist", f"run={tmp_path / 'run'}"])
+    assert result.returncode == 2
+    assert "ranks 0, 1 on" in result.stderr and "train on one GPU" in result.stderr and "comm.engine=mpi" in result.stderr
+
+
+@pytest.mark.parametrize(("engine", "size"), [("mpi", 2), ("mpi", 4), ("torchdist", 1), ("single", 0)])
+def test_horovods_calls_take_tensors_of_a_gpu(tmp_path: Path, engine: str, size: int) -> None:
+    out = tmp_path / "out.json"
+    env = {"HVDTRAIN_ENGINE": engine, "HVDTRAIN_TEST_DEVICE": "cuda"}
+    on_ranks(size, "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
+    failures = json.loads(out.read_text())
+    assert len(failures) > 100 and not any(failures.values()), {name: failure for name, failure in failures.items() if failure}
+
+
+def test_horovods_calls_on_tensors_that_stay_on_the_gpu(tmp_path: Path) -> None:
+    """What two GPUs do by NCCL, by Gloo on one."""
+    out = tmp_path / "out.json"
+    env = {"HVDTRAIN_ENGINE": "torchdist", "HVDTRAIN_TEST_DEVICE": "cuda"}
+    on_ranks(2, "tests/support/gloo_on_gpu.py", "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
+    failures = json.loads(out.read_text())
+    assert len(failures) > 100 and not any(failures.values()), {name: failure for name, failure in failures.items() if failure}
+
+
+def test_adasum_of_tensors_that_stay_on_the_gpu() -> None:
+    assert on_ranks(2, "tests/support/adasum_on_gpu.py").stdout.count("as by the formula") == 2
+
+
+@pytest.mark.parametrize("how", ["few", "muon"])
+def test_shards_of_a_state_on_a_gpu(tmp_path: Path, how: str) -> None:
+    jobs = {}
+    for size, engine, stages in ((0, "single", "0"), (2, "mpi", "1,2" if how == "muon" else "1,2,3")):
+        out = tmp_path / f"{size}.json"
+        on_ranks(size, "tests/support/shards_on_ranks.py", engine, stages, str(out), how)
+        jobs[size] = json.loads(out.read_text())
+    jobs[2].pop("averaged", None)
+    assert len(jobs[2]) >= 4
+    for name, job in jobs[2].items():
+        if not name.startswith("resnet"):  # whose running statistics are those of each rank's own samples
+            check_same(name, job, jobs[0][f"{name.rpartition(',')[0]}, stage 0"])
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    return {name: array for file in newest.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+def train(run: Path, size: int, *words: str, steps: int = 12) -> str:
+    return on_ranks(size, "-m", "hvdtrain", f"run={run}", "epochs=2", f"max_steps={steps}", "batch.size=50", *words).stdout
+
+
+def test_images_with_their_weights_sharded(tmp_path: Path) -> None:
+    """Convolutions, whose weights are in channels_last order without shards."""
+    words = "model.name=convnet", "model.widths=[4,6]", "speed.precision=fp64", "optim.base_lr=0.1", "comm.engine=mpi"
+    for stage in (0, 3):
+        assert "on cuda:0" in train(tmp_path / str(stage), 2, *words, f"shard.stage={stage}")
+    one, sharded = weights(tmp_path / "0"), weights(tmp_path / "3")
+    assert one.keys() == sharded.keys() and any(array.ndim == 4 for array in one.values())
+    for name, array in one.items():
+        np.testing.assert_allclose(sharded[name], array, rtol=1e-11, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=wide_resnet", "model.widths=[8,16,16,16]"],
+        ["model.name=wide_resnet", "model.widths=[8,16,16,16]", "speed.precision=bf16", "norm.kind=ghost", "norm.ghost=10"],
+        ["model.name=mlp", "optim.name=lamb", "recipe.gradient_noise=0.01"],
+        ["model.name=airbench", "data.name=synthetic", "data.shape=[32,32,3]", "optim.name=muon", "augment.crop=2", "evaluate.views=6"],
+        ["task.name=language", "data.name=image_tokens", "model.name=gpt", "optim.name=adamw", "speed.precision=bf16"],
+    ],
+    ids=["wide_resnet", "ghost norm in bf16", "lamb", "airbench", "gpt"],
+)
+def test_a_resumed_job_is_the_same_to_the_last_bit(tmp_path: Path, words: list[str]) -> None:
+    """With speed.deterministic; interrupted in the middle of an epoch."""
+    words = [*words, "speed.deterministic=true"]
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    train(straight, 0, *words)
+    train(halves, 0, *words, steps=5)
+    train(halves, 0, *words)
+    one, other = weights(straight), weights(halves)
+    assert one.keys() == other.keys()
+    assert [name for name, array in one.items() if not np.array_equal(array, other[name])] == []
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pooled.py").write_text(
+        "import torch\n\n\ndef pooled():\n    head = torch.nn.Flatten(), torch.nn.Linear(4, 10)\n"
+        "    return torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.AdaptiveMaxPool2d(1), *head)\n"
+    )
+    words = ["model.name=pooled:pooled", "max_steps=2", f"run={tmp_path / 'run'}", "speed.deterministic=true"]
+    result = python(["-m", "hvdtrain", *words], env=GPU | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "torch has no deterministic adaptive_max_pool2d_backward_cuda" in result.stderr and "speed.deterministic=false" in result.stderr
+
+
+@pytest.mark.parametrize(("size", "how"), [(0, []), (2, ["comm.engine=mpi"]), (2, ["comm.engine=mpi", "shard.stage=2"])])
+def test_a_loop_of_ones_own(tmp_path: Path, size: int, how: list[str]) -> None:
+    found = {}
+    for name, ranks, words, env in (("cpu", 0, [], HIDDEN), ("gpu", size, how, {})):
+        out = tmp_path / f"{name}.json"
+        on_ranks(ranks, "tests/support/own_loop_on_ranks.py", str(out), *words, f"run={tmp_path / name}", env=env)
+        found[name] = json.loads(out.read_text())
+    for name, array in found["cpu"]["weights"].items():
+        np.testing.assert_allclose(found["gpu"]["weights"][name], array, rtol=1e-11, atol=1e-13)
+    assert found["gpu"]["losses"] == pytest.approx(found["cpu"]["losses"], rel=1e-11)
+
+
+def test_a_loop_of_ones_own_with_a_grad_scaler(tmp_path: Path) -> None:
+    assert "all as computed by hand" in on_ranks(3, "tests/support/context_on_ranks.py", str(tmp_path / "run"), "").stdout

@@ -1,0 +1,23 @@
+"""The rest of the command line as a program, whose torchdist engine reduces tensors on a GPU by Gloo.
+
+Two ranks may then share a GPU, which NCCL refuses; all that hvdtrain does with tensors that stay on a device is that of NCCL.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from hvdtrain.comm import torchdist
+
+
+def main() -> None:
+    torchdist.BACKENDS = "cpu:gloo,cuda:gloo"
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
