@@ -13,6 +13,7 @@ from hvdtrain.data.keyed_permutation import permuted
 from hvdtrain.data.sampler import (
     LARGEST_SORTED,
     Sampling,
+    evaluation_batches,
     indices,
     largest_share,
     permutation,
@@ -159,6 +160,16 @@ def test_share_bounds() -> None:
     assert [share_bounds(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
     assert [share_bounds(2, rank, 4) for rank in range(4)] == [(0, 0), (0, 1), (1, 1), (1, 2)]
     assert share_bounds(0, 0, 1) == (0, 0)
+
+
+def test_an_evaluation_has_equally_many_batches_on_every_rank_and_each_sample_once() -> None:
+    """By hand, for 10 samples in shares of 2, 3, 2 and 3: a rank whose share is over has an empty batch."""
+    found = [[batch.tolist() for batch in evaluation_batches(10, 2, rank, 4)] for rank in range(4)]
+    assert found == [[[0, 1], []], [[2, 3], [4]], [[5, 6], []], [[7, 8], [9]]]
+    for samples, batch, size, batches in [(1, 5, 3, 1), (7, 3, 2, 2), (23, 4, 5, 2), (24, 4, 3, 2), (60, 1, 7, 9)]:
+        of_ranks = [evaluation_batches(samples, batch, rank, size) for rank in range(size)]
+        assert {len(of_rank) for of_rank in of_ranks} == {batches}
+        assert np.concatenate([rows for of_rank in of_ranks for rows in of_rank]).tolist() == list(range(samples))
 
 
 def test_an_unknown_sampling_fails_an_assertion() -> None:

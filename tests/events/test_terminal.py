@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from ranks import ROOT, environment, needs_mpirun
+from ranks import HANG_S, ROOT, environment, needs_mpirun
 
 from hvdtrain.config.schema import LogConfig
 from hvdtrain.events.log import Event
 from hvdtrain.events.output_stream import OutputStream
 from hvdtrain.events.progress_display import ProgressDisplay, duration
 from hvdtrain.events.terminal import CAPACITY, is_interactive, terminal_sink
-from hvdtrain.events.writers import TextWriter
+from hvdtrain.events.writers import Pace, TextWriter
 
 START = Event(0.0, "start", 0, {"lines": ["ranks   1", "model   " + "word " * 30], "samples": 640, "max_steps": None})
 STEP: dict[str, Any] = {
@@ -55,6 +55,14 @@ def display_on(out: IO[str], columns: int = 80) -> ProgressDisplay:
 def shown(display: ProgressDisplay) -> str:
     """What the display has now, on a terminal of 80 columns."""
     return display.render(80).plain
+
+
+def test_lines_of_steps_wait_for_their_time_and_no_others() -> None:
+    step, epoch, silent = (Event(0.0, kind, 7, {}) for kind in ("step", "epoch", "checkpoint"))
+    said = silent._replace(fields={"lines": ["a word to the user"]})
+    once_in_a_day, always = Pace(86400.0), Pace(0.0)
+    assert [once_in_a_day(event) for event in (step, epoch, step, said, silent, step)] == [False, True, False, True, False, False]
+    assert [always(event) for event in (step, step, epoch, said, silent)] == [True, True, True, True, False]
 
 
 def test_the_display_shows_the_newest_metrics() -> None:
@@ -155,7 +163,7 @@ def test_a_failing_output_is_reported_once_and_training_goes_on(capsys: pytest.C
     out.close()
     for event in (START, NAMED, NAMED):
         sink(event)
-    sink.close(20)
+    sink.close(HANG_S)
     line = "hvdtrain: the standard output: ValueError: I/O operation on closed file; training goes on without it\n"
     assert capsys.readouterr() == ("", line)
 
@@ -169,7 +177,7 @@ def test_a_reader_that_goes_away_is_reported_once_and_training_goes_on(capsys: p
         os.close(reader)
         for event in (NAMED, NAMED):
             sink(event)
-        sink.close(20)
+        sink.close(HANG_S)
     assert first.startswith(b"ranks   1\n")
     assert capsys.readouterr().err == "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
 
@@ -178,7 +186,7 @@ def fill(number: int) -> int:
     """Writes until a pipe or a terminal takes no more; returns how many bytes. The kernel moves those of a terminal on, a moment later."""
     os.set_blocking(number, False)
     written, since = 0, 0
-    while since < 5:
+    while since < 15:
         try:
             written, since = written + os.write(number, b"x" * (1 if since else 1024)), 0
         except BlockingIOError:
@@ -189,13 +197,13 @@ def fill(number: int) -> int:
 
 
 def read_all(number: int, until: bytes) -> bytes:
-    text, limit_s = b"", time.monotonic() + 20
-    while until not in text and time.monotonic() < limit_s:
-        if select.select([number], [], [], 0.5)[0]:
-            text += os.read(number, 65536)
+    text = b""
+    while until not in text:
+        text += os.read(number, 65536)
     return text
 
 
+@pytest.mark.clock
 def test_a_reader_that_pauses_keeps_nobody_waiting_and_is_told_how_many_lines_it_missed() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as out:
@@ -207,7 +215,7 @@ def test_a_reader_that_pauses_keeps_nobody_waiting_and_is_told_how_many_lines_it
         sink(Event(0.0, "epoch", 10, EPOCH))
         assert time.monotonic() - start_s < 5
         text = read_all(reader, b"0.7500")[before:].decode()
-        sink.close(20)
+        sink.close(HANG_S)
     os.close(reader)
     shown_steps = [int(step) for step in re.findall(r"step (\d+),", text)]
     (missed,) = re.findall(r"  \((\d+) lines left out: nobody read this output\)\n", text)
@@ -224,7 +232,7 @@ def test_the_end_of_a_job_waits_no_longer_than_it_may(capsys: pytest.CaptureFixt
         sink(event)
     start_s = time.monotonic()
     sink.close(0.3)
-    assert 0.2 < time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s > 0.2
     assert "the standard output: not finished after 0.3 s: " in capsys.readouterr().err
     os.close(master)  # the thread ends with EIO
     with contextlib.suppress(OSError):
@@ -242,7 +250,7 @@ def test_what_a_job_prints_scrolls_above_the_display(monkeypatch: pytest.MonkeyP
     kept = sys.stdout
     sink(NAMED)
     assert sys.stdout is terminal and kept is not terminal
-    sink.close(20)
+    sink.close(HANG_S)
     kept.write("late\n")
     terminal.flush()
     text = CODES.sub("", read_all(master, b"late").decode())
@@ -288,7 +296,7 @@ def test_the_command_line_writes_every_name(tmp_path: Path, arguments: list[str]
     """A configuration as it is read, in UTF-8."""
     env = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", *arguments, "run=日本"], capture_output=True, env=env, cwd=tmp_path, timeout=60, check=False
+        [sys.executable, "-m", "hvdtrain", *arguments, "run=日本"], capture_output=True, env=env, cwd=tmp_path, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"") and f"\n{line}\n".encode() in done.stdout, done
 
@@ -305,7 +313,7 @@ def test_a_terminal_with_a_size_is_interactive_and_nothing_else(monkeypatch: pyt
 
     def shows_display(out: IO[str], config: LogConfig) -> bool:
         sink = terminal_sink(out, config)
-        sink.close(20)
+        sink.close(HANG_S)
         return sink._has_display
 
     (a, watched), (b, unseen) = pseudo_terminal(80), pseudo_terminal(0)
@@ -329,7 +337,7 @@ def run_in_terminal(command: list[str], columns: int) -> tuple[int, str]:
     env = {**environment(), "TERM": "xterm-256color"}
     job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
     terminal.close()
-    text, limit_s = b"", time.monotonic() + 90
+    text, limit_s = b"", time.monotonic() + HANG_S
     try:
         while time.monotonic() < limit_s:
             if select.select([master], [], [], 0.5)[0]:
@@ -337,7 +345,7 @@ def run_in_terminal(command: list[str], columns: int) -> tuple[int, str]:
                     text += os.read(master, 65536)
                 except OSError:  # the terminal is closed
                     break
-        return job.wait(10), text.decode(errors="replace")
+        return job.wait(HANG_S), text.decode(errors="replace")
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
@@ -375,7 +383,6 @@ def test_under_mpirun_the_display_updates_in_a_terminal_and_a_pipe_gets_plain_li
         capture_output=True,
         text=True,
         env={**environment(), "TERM": "xterm"},
-        timeout=90,
         check=False,
     )
     assert piped.returncode == 0 and "\x1b" not in piped.stdout and "\r" not in piped.stdout and "━" not in piped.stdout, piped.stdout

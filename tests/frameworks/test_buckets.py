@@ -87,6 +87,29 @@ def test_only_the_last_pass_starts_buckets() -> None:
     assert communicator.seen == ["gradient.0"]
 
 
+def test_a_parameter_that_the_last_pass_does_not_reach_sends_the_gradient_of_those_before() -> None:
+    """Of the first step's passes one reaches the second layer, of the second step's none: its gradient is 0 then."""
+    model, plain = layers(3, 3, 3), layers(3, 3, 3)
+    strategy = buckets(model, Twice(), bucket_bytes=1 << 20)
+
+    def loss(net: nn.Sequential, reached: str) -> torch.Tensor:
+        hidden = net[0](torch.ones(2, 3))
+        return (net[1](hidden) if reached == "both" else hidden).square().sum()
+
+    def one_pass(reached: str, divisor: int, is_last: bool) -> Sums:
+        loss(model, reached).backward()
+        return {}
+
+    for passes in (["both", "first"], ["first", "first"]):
+        for net in (model, plain):
+            net.zero_grad()
+        strategy.run(passes, 7, one_pass)
+        strategy.reduce()
+        sum(loss(plain, reached) for reached in passes).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, torch.zeros_like(p) if q.grad is None else 2 * q.grad)
+
+
 def test_the_order_is_that_of_the_parameters_not_of_backward() -> None:
     class Reversed(nn.Module):
         """Uses its first parameter last, so that backward reaches it first."""

@@ -14,6 +14,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
+from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.classification.build import Classification
@@ -211,6 +212,38 @@ def test_dropout_is_seeded_by_the_step() -> None:
     for one, seed in ((a, 7), (b, 7), (c, 8)):
         one.step([one.to_device(data)], hyper(8), seed)
     assert digest(a.state()) == digest(b.state()) != digest(c.state())
+
+
+class Drops(torch.nn.Module):
+    """Keeps what dropout has left of ones."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(64, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left = torch.nn.functional.dropout(x.new_ones(len(x), 64), 0.5, self.training)
+        return self.fc(self.left)
+
+
+class RankOf(SingleProcessCommunicator):
+    """A rank of several, none of which waits for another."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize(
+    ("reader", "stage", "tensor", "stream"),
+    [(0, 0, 0, 0), (1, 0, 0, 1), (2, 0, 0, 2), (2, 0, 1, 2), (0, 1, 0, 3), (2, 1, 0, 5)],
+)
+def test_ranks_drop_other_activations_but_in_a_tensor_group(reader: int, stage: int, tensor: int, stream: int) -> None:
+    """Of 3 readers x 2 stages: the stream is counted by readers first. Both ranks of a tensor group have the same activations."""
+    one = learner(f"model.name={__name__}:Drops")
+    one.readers, one.mesh = RankOf(reader, 3), one.mesh._replace(pipe=RankOf(stage, 2), tensor=RankOf(tensor, 2))
+    one.step([one.to_device(batch(4))], hyper(4), 7)
+    torch.manual_seed(fold(7, stream) & (2**63 - 1))
+    assert torch.equal(one.model.left, torch.nn.functional.dropout(one.model.left.new_ones(4, 64), 0.5))
 
 
 def test_evaluation_changes_no_state_and_adds_up_over_batches() -> None:

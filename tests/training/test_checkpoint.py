@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 import threading
 from dataclasses import replace
@@ -80,6 +81,36 @@ def test_what_is_written_is_read_back_to_the_last_bit(tmp_path: Path) -> None:
     for name, array in arrays().items():
         np.testing.assert_array_equal(again[name], array)
         assert (again[name].dtype, again[name].shape) == (array.dtype, array.shape)
+
+
+def test_files_and_folders_are_on_the_disk_before_and_after_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of a write by which it survives a loss of power; of a later one those without the folders that are there."""
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def path_of(handle: int) -> str:
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)
+        return re.sub(r"\.[0-9a-f]{16}\.", ".*.", path)
+
+    def recorded_fsync(handle: int) -> None:
+        calls.append(f"fsync {path_of(handle)}")
+        fsync(handle)
+
+    def recorded_rename(old: str, new: str, **folders: int) -> None:
+        if not new.startswith("."):  # of what is removed
+            calls.append(f"rename to {new}")
+        rename(old, new, **folders)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    run, unfinished = tmp_path / "run", "run/checkpoints/.step-0000000{}.*.unfinished"
+    run.mkdir()
+    for step, folders in ((1, ["fsync run", "fsync ."]), (2, [])):
+        calls.clear()
+        save(run, step)
+        new = unfinished.format(step)
+        contents = [f"fsync {new}/{name}" for name in ("weights.safetensors", "optimizer.safetensors", "progress.json", "SHA256SUMS")]
+        assert calls == [*folders, *contents, f"fsync {new}", f"rename to step-0000000{step}", "fsync run/checkpoints"]
 
 
 def test_two_writers_of_one_step_never_mix_their_files(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -26,7 +26,7 @@ from hvdtrain.training.health.stall_report import frames_of_work
 from hvdtrain.training.input.prefetch import DEFAULT_STEPS_AHEAD, Prefetcher, ReadAhead, choose_read_ahead, read_ahead_of
 
 WORDS = ["data.name=synthetic", "data.samples=50", "data.shape=[6,6,2]", "model.name=mlp", "batch.size=8", "epochs=2", "speed.device=cpu"]
-TIMEOUT_S = 30  # of every wait: reached only where a test fails
+TIMEOUT_S = 300  # of every wait: reached only where a test fails
 FIRST = Progress(50, 100)  # 2 epochs of 50 samples, 13 steps
 
 
@@ -52,13 +52,17 @@ class RecordingSource:
         return self.source.stats()
 
 
-def make(*words: str, before_read: Callable[[np.ndarray], Any] | None = None) -> tuple[Prefetcher, Any]:
+def make(
+    *words: str, before_read: Callable[[np.ndarray], Any] | None = None, of_many_ranks: tuple[str, ...] = ()
+) -> tuple[Prefetcher, Any]:
+    """of_many_ranks: words of the prefetcher's configuration that a learner of one process does not take."""
     config = configure(None, [*WORDS, *words])
     images = build_source(config, "train")
     source: Any = ArraySource(*images.read(np.arange(50)).values(), images.classes)
     learner = build_learner(config, build_task(source, source, config), SingleProcessCommunicator())
     if not config.data.resident:
         source = RecordingSource(source, before_read)
+    config = configure(None, [*WORDS, *words, *of_many_ranks])
     return Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, len(source), None), source, learner), source
 
 
@@ -136,9 +140,12 @@ def test_a_stall_report_shows_the_reader_that_hangs() -> None:
     taker.start()
     assert reading.wait(TIMEOUT_S)
     names: list[str] = []
-    deadline = time.monotonic() + TIMEOUT_S
-    while "hang" not in names and time.monotonic() < deadline:  # the reader may hang before the taker waits for it
-        names = [frame.f_code.co_name for frame in frames_of_work(taker.ident or 0)]
+
+    def is_seen() -> bool:
+        names[:] = [frame.f_code.co_name for frame in frames_of_work(taker.ident or 0)]
+        return "hang" in names
+
+    wait_until(is_seen, "the reader may hang before the taker waits for it")
     release.set()
     taker.join()
     prefetcher.close()
@@ -183,6 +190,19 @@ def test_a_source_that_is_no_array_cannot_stay_on_the_device() -> None:
     learner = build_learner(config, build_task(source, source, config), SingleProcessCommunicator())
     with pytest.raises(UserError, match=r"data\.resident"):
         Prefetcher(config, SingleProcessCommunicator(), build_recipe(config, 9, None), RecordingSource(source), learner)
+
+
+def test_a_worker_whose_next_ticket_is_not_known_reads_no_other_step() -> None:
+    """Asynchronous parameter servers give a worker any step: what is read ahead would be for nothing, and the step would wait for it."""
+    prefetcher, source = make("data.ahead=3", of_many_ranks=("servers.count=1", "servers.bound=4"))
+    for step in (0, 2, 5):
+        prefetcher.take(Progress(50, 100, step, 8 * step))
+    prefetcher.drain()
+    plain, recorded = make("data.ahead=0")
+    take_steps(plain, 6)
+    assert source.reads == [recorded.reads[step] for step in (0, 2, 5)]
+    assert prefetcher.summary == "read when needed"
+    prefetcher.close()
 
 
 def test_tokens_in_memory_are_read_at_once_and_a_part_of_them_too() -> None:
