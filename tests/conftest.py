@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from record import note
 
-PARTS = ("slow", "faults", "cluster", "gpu")  # of the tests, each with a target of the Makefile; the rest is `make test`
+PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # of the tests, each with a target of the Makefile; the rest is `make test`
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
 LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
 
@@ -42,6 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in PARTS:
             if item.get_closest_marker(mark) and not _names(item.path, mark):
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` in its own")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Here alone, not in a worker too, which hands its reports over."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        note({"test": report.nodeid, "seconds": report.duration, "outcome": report.outcome})
+
+
+def pytest_sessionfinish() -> None:
+    """Ranks that wait for calls are not needed any more."""
+    if "pool" in sys.modules:
+        sys.modules["pool"].end_all()
 
 
 def _names(path: Path, mark: str) -> bool:

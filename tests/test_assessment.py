@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +19,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from ranks import ROOT, Result, environment, needs_horovod, needs_mpirun, python
+from ranks import FULL, HANG_S, ROOT, Result, environment, needs_horovod, needs_mpirun, python
 from safetensors.torch import save_file
 from scipy.stats import ranksums
+from waiting import wait_until
 
 from hvdtrain.errors import UserError
 
@@ -57,7 +57,8 @@ HIDES = "print('\\x1b[2J\\x1b[8m\\x9b8m\\rpassed: accuracy 0.99'); print('passed
 REMOVES = "import shutil; shutil.rmtree('..', ignore_errors=True); print('removed')\n"
 FLOODS = "print('begin'); b = 'x' * 2**16\nfor _ in range(2000): print(b)\nprint('end')\n"
 NESTS = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.mkdir('locked', 0)\n"
-OUTLIVES = "import subprocess, time; subprocess.Popen(['sleep', '98765'], start_new_session=True)\n"
+LIVES_S = f"9{os.getpid()}.5"  # no other test of this machine starts a `sleep` of that length
+OUTLIVES = f"import subprocess, time; subprocess.Popen(['sleep', '{LIVES_S}'], start_new_session=True)\n"
 STOPS_THE_CLOCK = """
 import os, subprocess, time
 pid = os.getpid()
@@ -74,14 +75,15 @@ APART = HALF.replace("torch.manual_seed(1)", "from mpi4py import MPI\ntorch.manu
 ONE_RANK = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    raise SystemExit\n" + HALF.replace(
     "from __future__ import annotations\n", ""
 )
-LENIENT = ["--ranks=2", "--minutes=4", "--target=0.5"]
+LENIENT = ["--ranks=2", "--target=0.5"]
+PATIENT = ["--minutes=8", "--silence=400"]  # for what takes 10 s
 
 SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what the grader's output has
     "prints the accuracy": ("target missed", 10, PRINTS, [], "the target is 0.95"),
     "official labels": ("target missed", 10, SAVE + TRAIN + OFFICIAL, [], "the target is 0.95"),
     "slow": ("too slow", 11, OUTLIVES + "while True: print('step', flush=True); time.sleep(0.1)\n", ["--minutes=0.05"], "0.05 minutes"),
     "stops the grader": ("too slow", 11, STOPS_THE_CLOCK, ["--minutes=0.05"], "0.05 minutes"),
-    "hangs": ("hangs", 12, MEETS + "rank or MPI.COMM_WORLD.Barrier(); time.sleep(99)\n", ["--ranks=2", "--silence=5"], "printed nothing"),
+    "hangs": ("hangs", 12, MEETS + "rank or MPI.COMM_WORLD.Barrier(); time.sleep(2000)\n", ["--ranks=2", "--silence=5"], "printed nothing"),
     "crashes": ("crashed", 13, MEETS + "1 // (1 - rank); MPI.COMM_WORLD.Barrier()\n", ["--ranks=2"], "ZeroDivisionError"),
     "fakes a verdict": ("crashed", 13, HIDES, [], "ended with code"),
     "removes its folders": ("no model", 14, REMOVES, [], "  | removed"),
@@ -91,12 +93,15 @@ SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what t
     "no model": ("no model", 14, "print('val accuracy 0.99')\n", [], "without any of model.safetensors"),
     "other network": ("wrong model", 15, "import numpy as np; np.savez('model.npz', w=np.zeros(3))\n", [], "blocks.0.weight is missing"),
     "pipe for a model": ("no model", 14, "import os; os.mkfifo('model.npz'); os.mkdir('model.pt')\n", [], "without any of"),
-    "not converted": ("not shared", 17, SERIAL, ["--ranks=2", "--minutes=4"], "rank 0 trained with 11,264 samples, at most 7,185"),
+    "not converted": ("not shared", 17, SERIAL, ["--ranks=2"], "rank 0 trained with 11,264 samples, at most 7,185"),
     "half the epochs": ("not shared", 17, HALF, LENIENT, "ranks 0 and 1 began with the same samples"),
     "each rank for itself": ("not shared", 17, APART, LENIENT, "ranks 0 and 1 trained apart: their weights differ"),
     "one rank": ("not shared", 17, ONE_RANK, LENIENT, "rank 1 of 2 did not train"),
     "trains on val.npz": ("trained on val.npz", 16, ON_VAL, ["--set=folder"], "lower on val.npz"),
 }
+
+EACH_VERDICT = ["official labels", "slow", "hangs", "crashes", "floods", "other network", "trains on val.npz", "not converted"]
+EACH_VERDICT += ["fakes a verdict", "each rank for itself"]
 
 
 @pytest.fixture
@@ -111,16 +116,16 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             sys.modules.pop(name, None)
 
 
-def grade(script: Path, *options: str, timeout_s: float = 120) -> Result:
+def grade(script: Path, *options: str) -> Result:
     environ = {"XDG_CACHE_HOME": str(script.parent), "TMPDIR": str(script.parent)} if script.parent != FOLDER else {}
-    return python([str(FOLDER / "grade.py"), str(script), "--secret=7", *options], timeout_s=timeout_s, env=environ)
+    return python([str(FOLDER / "grade.py"), str(script), "--secret=7", *PATIENT, *options], env=environ)
 
 
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("answer", marks=needs_horovod), "answer_hvdtrain"])
 def test_our_answers_pass(name: str) -> None:
-    done = grade(FOLDER / f"{name}.py", "--json", "--minutes=4", timeout_s=270)  # 10 s; on a busy machine more than the usual limit
+    done = grade(FOLDER / f"{name}.py", "--json")
     assert done.returncode == 0, done
     result = json.loads(done.stdout)
     assert (result["verdict"], result["code"], result["ranks"], result["secret"]) == ("passed", 0, 2, 7)
@@ -131,7 +136,7 @@ def test_our_answers_pass(name: str) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUBMISSIONS)
+@pytest.mark.parametrize("name", SUBMISSIONS if FULL else EACH_VERDICT)
 def test_each_failure_has_its_verdict_and_exit_code(name: str, tmp_path: Path) -> None:
     verdict, code, text, options, shown = SUBMISSIONS[name]
     script = tmp_path / "mine.py"
@@ -146,7 +151,7 @@ def test_each_failure_has_its_verdict_and_exit_code(name: str, tmp_path: Path) -
     assert all(line.startswith("  | ") for line in before[:-1]) and before[-1].endswith("; again: --secret 7")
     assert done.stdout.replace("\n", "").isprintable() and list(tmp_path.glob("grade*")) == []
     if name == "slow":
-        running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"98765" in _bytes(path)]
+        running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if LIVES_S.encode() in _bytes(path)]
         assert running == []
 
 
@@ -394,22 +399,20 @@ def test_an_option_without_sense_is_named(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_grading_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
-    script.write_text(OUTLIVES.replace("98765", "87654") + f"open({str(tmp_path / 'began')!r}, 'w'); time.sleep(99)\n")
+    script.write_text(OUTLIVES + f"open({str(tmp_path / 'began')!r}, 'w'); time.sleep(2000)\n")
     command = [sys.executable, str(FOLDER / "grade.py"), str(script), "--ranks=1"]
     grading = subprocess.Popen(
         command, env=environment({"TMPDIR": str(tmp_path)}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        end_s = time.monotonic() + 90
-        while not (tmp_path / "began").exists() and time.monotonic() < end_s:
-            time.sleep(0.05)
+        wait_until((tmp_path / "began").exists, "the start of the submission")
         grading.send_signal(number)
-        out, err = grading.communicate(timeout=30)
+        out, err = grading.communicate(timeout=HANG_S)
     finally:
         grading.kill()
     assert (grading.returncode, out) == (130, "")
     assert err == "interrupted: no verdict; the job's processes have ended, and its folder is removed\n"
-    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"87654" in _bytes(path)] == []
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if LIVES_S.encode() in _bytes(path)] == []
     assert list(tmp_path.glob("grade*")) == []
 
 

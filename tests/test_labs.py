@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, needs_mpirun, python
+from ranks import FULL, ROOT, needs_mpirun, python
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -24,7 +24,7 @@ import sys, pathlib, nbclient, nbformat
 path = pathlib.Path(sys.argv[1])
 found = nbformat.read(path, as_version=4)
 nbformat.validate(found)
-nbclient.NotebookClient(found, timeout=560, resources={"metadata": {"path": path.parent}}).execute()
+nbclient.NotebookClient(found, timeout=None, resources={"metadata": {"path": path.parent}}).execute()
 nbformat.write(found, path)
 """
 
@@ -66,14 +66,13 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute where nothing else runs
 @needs_mpirun
-@pytest.mark.parametrize("path", LABS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", LABS if FULL else [LABS[1], LABS[3]], ids=lambda path: path.parent.name)
 def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Path) -> None:
     """As Jupyter runs it. The lab is run once, in its quick form, so that no other test has to."""
     notebook = notebook_of(path.parent.name[0], tmp_path)
     folders = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
-    done = python(["-c", EXECUTE, str(notebook)], timeout_s=580, env=folders)
+    done = python(["-c", EXECUTE, str(notebook)], env=folders)
     assert done.returncode == 0, done
     cells = json.loads(notebook.read_text())["cells"]
     shown = [cell for cell in cells if FIGURE.search("".join(cell["source"]))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool import alone
 from programs_on_ranks import RESUMED
 from ranks import ROOT, mpirun, needs_mpirun
 
@@ -53,7 +54,7 @@ def test_a_hugging_face_dataset_on_two_ranks(tmp_path: Path) -> None:
 
 def on_two_ranks(folder: Path, names: list[str], *more: str) -> dict[str, dict[str, Any]]:
     programs = [str(PROGRAMS / f"{name}.py") for name in names]
-    ended = mpirun(2, ["tests/support/programs_on_ranks.py", str(folder), *programs, *more], timeout_s=240, env={"PYTHONPATH": SUPPORT})
+    ended = mpirun(2, alone("programs_on_ranks:main", str(folder), *programs, *more), env={"PYTHONPATH": SUPPORT})
     assert ended.returncode == 0, ended.stderr
     found: dict[str, dict[str, Any]] = json.loads((folder / "ended.json").read_text())
     assert list(found) == [*names, *more]

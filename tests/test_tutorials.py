@@ -51,7 +51,7 @@ def file_of(page: Path, name: str) -> Block:
 @needs_mpirun
 @pytest.mark.slow
 def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
-    messages = failures(TUTORIAL, run_page(TUTORIAL, tmp_path, timeout_s=150))
+    messages = failures(TUTORIAL, run_page(TUTORIAL, tmp_path))
     assert not messages, "\n".join(messages)
 
 
@@ -59,7 +59,7 @@ def test_the_tutorial_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("page", OWN, ids=lambda page: page.stem)
 def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
-    messages = failures(page, run_page(page, tmp_path, timeout_s=150))
+    messages = failures(page, run_page(page, tmp_path))
     assert not messages, "\n".join(messages)
 
 
@@ -67,7 +67,7 @@ def test_a_page_on_ones_own_code_runs_and_prints_the_output_that_it_shows(page: 
 @needs_horovod
 @pytest.mark.slow
 def test_the_page_on_ones_own_loop_runs_and_prints_the_output_that_it_shows(tmp_path: Path) -> None:
-    results = run_page(OWN_LOOP, tmp_path, timeout_s=280)
+    results = run_page(OWN_LOOP, tmp_path)
     messages = failures(OWN_LOOP, results)
     assert not messages, "\n".join(messages)
     losses = [float(loss) for result in results.values() for loss in re.findall(r"validation loss ([0-9.]+)", result.output)]
@@ -84,7 +84,7 @@ def test_the_loop_has_fifteen_lines() -> None:
 @needs_horovod
 @pytest.mark.slow
 def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
-    results = run_page(FROM_HOROVOD, tmp_path, timeout_s=150)
+    results = run_page(FROM_HOROVOD, tmp_path)
     messages = failures(FROM_HOROVOD, results)
     assert not messages, "\n".join(messages)
     script, job = (results[block.number].output for block in blocks(FROM_HOROVOD) if block.text.startswith("mpirun "))
@@ -133,7 +133,7 @@ def test_the_accuracy_that_the_script_prints_corresponds_to_no_number_of_right_a
 
 @needs_horovod
 def test_the_claims_about_optimizers() -> None:
-    done = python(["-c", _FACTS], timeout_s=60)
+    done = python(["-c", _FACTS])
     assert done.returncode == 0, done.stderr
     shrunk, rate, optimizer_state, left, one_pass, two_passes, *names = done.stdout.split()
     assert float(shrunk) == pytest.approx(0.1 * 1e-4, rel=0.05)  # the broadcast of a fresh optimizer's state: a step of decay
@@ -197,13 +197,13 @@ def test_a_failure_names_its_block_its_line_and_its_error(tmp_path: Path) -> Non
     page = tmp_path / "page.md"
     fences = ["```python\nx = 6\nprint(x * 7, 0.5)\n```\n```text\n43 ...\n```", "```sh\ncat two.txt\n```", "```txt two.txt\nno\n```"]
     page.write_text("# A page\n" + "\n".join(fences))
-    messages = failures(page, run_page(page, tmp_path, timeout_s=30))
+    messages = failures(page, run_page(page, tmp_path))
     assert len(messages) == 2
     assert messages[0].startswith("page.md, output of block 1 (python, line 3): no line like\n  43 ...\nin what was printed:\n42 0.5")
     assert messages[1].startswith("page.md, block 3 (sh, line 10) failed:\nexit code 1\n")
     assert "two.txt" in messages[1]
     page.write_text("\n\n```python two.py\ny = 1\n```\n```python\nimport two\n\nassert two.y == x\n```\n```sh\ntrue\n```\n")
-    messages = failures(page, run_page(page, tmp_path, timeout_s=30))
+    messages = failures(page, run_page(page, tmp_path))
     assert [text.partition("\n")[0] for text in messages] == [
         "page.md, block 2 (python, line 7) failed:",
         "page.md, block 3 (sh, line 12) did not run",
@@ -216,4 +216,4 @@ def test_a_page_that_ends_its_process_is_reported_with_the_block_before(tmp_path
     page = tmp_path / "page.md"
     page.write_text("```python\nimport os\n```\n```python\nos._exit(3)\n```\n")
     with pytest.raises(AssertionError, match=r"page.md: exit code 3 behind block 1"):
-        run_page(page, tmp_path, timeout_s=30)
+        run_page(page, tmp_path)

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "hvdtrain", source / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True)
     (path,) = out.glob("*.whl")
     return path
 
@@ -52,6 +52,6 @@ def test_a_wheel_has_every_file_of_the_package_and_runs(wheel: Path, tmp_path: P
     assert files == {path.relative_to(tmp_path / "site") for path in (tmp_path / "site/hvdtrain").rglob("*") if path.is_file()}
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import hvdtrain, runpy; print(hvdtrain.__file__)\n"
     code += "sys.argv = ['hvdtrain', 'list']; runpy.run_module('hvdtrain', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "site/hvdtrain/__init__.py")), done
     assert "wide_resnet" in done.stdout

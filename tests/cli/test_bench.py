@@ -280,7 +280,7 @@ def test_scaling_reports_a_job_that_fails() -> None:
     result = python([*BENCH, "scaling"], env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert result.returncode != 0 and "this is already rank 1 of 2, and bench scaling starts ranks itself" in result.stderr
     result = python([*BENCH, "scaling", "--ranks", "1", "--limit", "0.3", "framework=numpy", "model.name=linear", "data.name=digits"])
-    assert result.returncode != 0 and "the job on 1 rank did not end within 0.3 s" in result.stderr and result.seconds < 10
+    assert result.returncode != 0 and "the job on 1 rank did not end within 0.3 s" in result.stderr
 
 
 STEP = ["data.name=synthetic", "data.samples=200", "batch.size=20", "model.widths=[4,4,8,8]", "--json", "-"]
@@ -294,7 +294,8 @@ def test_step_on_two_ranks_measures_exposed_communication() -> None:
     assert (tree["ranks"], tree["batch"], tree["engine"], tree["rounds"]) == (2, 20, "mpi", 2)
     assert tree["samples_per_s"] == pytest.approx(20 / tree["ms_per_step"] * 1e3)
     assert list(tree["phases_ms"]) == ["data", "forward", "backward", "communication", "update"]
-    assert abs(tree["ms_per_step"] - tree["alone_ms_per_step"] - tree["exposed_communication_ms"]) < 0.5 * tree["ms_per_step"]
+    exposed_ms = tree["ms_per_step"] - tree["alone_ms_per_step"]  # of two rounds the median is the mean
+    assert tree["exposed_communication_ms"] == pytest.approx(exposed_ms, abs=1e-6)
     assert tree["share_of_matmul"] == pytest.approx(tree["gflop_per_s_of_a_rank"] / tree["matmul_gflop_per_s"])
 
 

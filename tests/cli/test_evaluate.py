@@ -145,7 +145,7 @@ def test_the_other_frameworks(framework: str, tmp_path: Path, capsys: pytest.Cap
 def test_on_several_ranks_the_result_is_the_same(ranks: int, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 ranks have 120 samples each in batches of 50: a last batch of 20."""
     alone = evaluated(run, capsys)
-    result = mpirun(ranks, ["-m", "hvdtrain", "evaluate", str(run.absolute()), "batch.evaluate=50", "--json", "-"], timeout_s=120)
+    result = mpirun(ranks, ["-m", "hvdtrain", "evaluate", str(run.absolute()), "batch.evaluate=50", "--json", "-"])
     assert result.returncode == 0, result.stderr
     together = json.loads(result.stdout)
     assert together.pop("ranks") == ranks and alone.pop("ranks") == 1
@@ -294,7 +294,7 @@ def test_predictions_on_three_ranks_are_the_same(run: Path, capsys: pytest.Captu
     assert main(["predict", str(run), "--images", "two", "--to", "-"]) == 0
     alone = capsys.readouterr().out
     words = ["-m", "hvdtrain", "predict", str(run.absolute()), "--images", str(Path("two").absolute()), "--to", "-", "batch.evaluate=9"]
-    together = mpirun(3, words, timeout_s=120)
+    together = mpirun(3, words)
     assert together.returncode == 0 and together.stdout == alone, together.stderr
 
 
@@ -363,7 +363,7 @@ def test_ranks_with_parts_of_the_weights_evaluate_what_one_with_all_does(in_part
     words = ["data.name=synthetic", "data.shape=[8,8,1]", "data.val_samples=5", "batch.evaluate=1"]
     assert main(["evaluate", str(in_parts), *words]) == 0
     alone, (found,) = capsys.readouterr().out.splitlines(), events(in_parts, "evaluation")
-    result = mpirun(2, ["-m", "hvdtrain", "evaluate", str(in_parts), *words, "comm.engine=mpi"], timeout_s=120)
+    result = mpirun(2, ["-m", "hvdtrain", "evaluate", str(in_parts), *words, "comm.engine=mpi"])
     assert result.returncode == 0, result.stderr
     together = result.stdout.splitlines()
     assert together[4:] == alone[4:] and together[2:4] == alone[2:4]
@@ -415,5 +415,5 @@ def test_ranks_with_parts_of_the_weights_predict_what_one_with_all_does(
     capsys.readouterr()
     assert main(words) == 0
     alone = capsys.readouterr().out
-    together = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"], timeout_s=120)
+    together = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"])
     assert together.returncode == 0 and together.stdout == alone and len(predicted(alone)) == 5, together.stderr

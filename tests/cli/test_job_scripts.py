@@ -30,7 +30,7 @@ def run(script: Path, *arguments: str, path: Path | None = None, **variables: st
     batch = ("SLURM_", "PBS_", "CONTAINER", "PYTHON", "RUN", "CUDA_VISIBLE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(batch)} | variables
     env["PATH"] = f"{path or '/nowhere'}:/usr/bin:/bin"
-    return subprocess.run(["bash", str(script), *arguments], env=env, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(["bash", str(script), *arguments], env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "apptainer.sbatch", "elastic.sbatch", "pbs.sh"])

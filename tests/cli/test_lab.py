@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, python
+from ranks import HANG_S, ROOT, environment, python
+from waiting import wait_until
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.lab import child
@@ -121,7 +121,6 @@ def group(leader: int) -> list[str]:
     return [row[2] for row in rows if row[0] == str(leader) and not row[1].startswith("Z")]
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("in_a_job", [False, True])
 def test_nothing_is_left_after_an_interrupt(in_a_job: bool, tmp_path: Path) -> None:
     """Lab 3, which trains in processes of its own, while they start or train; as a terminal sends it, to the whole process group."""
@@ -130,18 +129,17 @@ def test_nothing_is_left_after_an_interrupt(in_a_job: bool, tmp_path: Path) -> N
         command, process_group=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as started:
         try:
-            until_s = time.monotonic() + 90
-            # 4: the command, lab.py, and at least one of its workers and their resource tracker
-            while len(group(started.pid)) < 4 or (in_a_job and not list(tmp_path.glob("out/*/events.jsonl"))):
-                assert started.poll() is None and time.monotonic() < until_s
-                time.sleep(0.05)
+
+            def has_begun() -> bool:
+                """4: the command, lab.py, and at least one of its workers and their resource tracker."""
+                assert started.poll() is None
+                return len(group(started.pid)) >= 4 and (not in_a_job or bool(list(tmp_path.glob("out/*/events.jsonl"))))
+
+            wait_until(has_begun, "a process that trains")
             os.killpg(started.pid, signal.SIGINT)
-            _, errors = started.communicate(timeout=45)
+            _, errors = started.communicate(timeout=HANG_S)
             assert (started.returncode, errors) == (130, "hvdtrain lab 3: interrupted; the same command finishes it\n")
-            until_s = time.monotonic() + 5  # a process has closed its output before it is gone
-            while group(started.pid) and time.monotonic() < until_s:
-                time.sleep(0.01)
-            assert not group(started.pid)
+            wait_until(lambda: not group(started.pid), "the end of all processes")  # each has closed its output before it is gone
         finally:
             if group(started.pid):
                 os.killpg(started.pid, signal.SIGKILL)
@@ -162,22 +160,21 @@ def submit_late(*words):
 
 runs.ProcessPoolExecutor.submit = submit_late
 try:
-    runs.side_by_side(time.sleep, [60, 60])
+    runs.side_by_side(time.sleep, [2000, 2000])
 except KeyboardInterrupt:
     print("ended", *multiprocessing.active_children())
 """
-    done = python(["-c", program], env={"PYTHONPATH": f"{ROOT / 'labs'}:{ROOT}"}, timeout_s=30)
+    done = python(["-c", program], env={"PYTHONPATH": f"{ROOT / 'labs'}:{ROOT}"})
     assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
 def test_a_process_that_does_not_end_after_an_interrupt_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "KILL_S", 0.3)
-    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('deaf', flush=True); time.sleep(60)"
+    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('deaf', flush=True); time.sleep(2000)"
     with (tmp_path / "log").open("wb") as log:
         process = child.start([sys.executable, "-c", deaf], log)
-    while "deaf" not in (tmp_path / "log").read_text():
-        time.sleep(0.02)
+    wait_until(lambda: "deaf" in (tmp_path / "log").read_text(), "the word of the process")
     process.wait, wait = lambda *_: os.kill(os.getpid(), signal.SIGINT), process.wait  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         child.wait([process], patience_s=0.3)
-    assert wait(10) == -signal.SIGKILL
+    assert wait(HANG_S) == -signal.SIGKILL

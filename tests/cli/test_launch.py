@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ranks import environment, mpirun_path, needs_mpirun
+from ranks import HANG_S, environment, mpirun_path, needs_mpirun
 
 from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.command import USAGE, launch
@@ -439,7 +439,7 @@ def run_launch(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     preset = ("PRTE_MCA_rmaps", "PRTE_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_ALLOW")
     env = {name: value for name, value in environment().items() if not name.startswith(preset)}
     code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
-    command = ["timeout", "-k", "5", "90", sys.executable, "-c", code, *arguments]
+    command = ["timeout", "-k", "5", str(HANG_S), sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 

@@ -137,6 +137,7 @@ def out_of_room(*_: object, **options: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.clock  # a host that answers may take five times as long as the slowest before, and is asked again
 def test_a_host_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of n1 prints the word and hangs; n2's says nothing: it is lost long before answer_s, as n1 has answered at once."""
     words = {"n1": "echo answers; sleep 60", "n2": "sleep 60", "n3": "exit 1"}
@@ -298,7 +299,7 @@ def test_a_launcher_that_does_not_end_after_the_jobs_last_word(tmp_path: Path, m
 import json, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path({str(tmp_path / "run" / "events.jsonl")!r}).write_text({"".join(json.dumps(event) + chr(10) for event in events)!r})
-time.sleep(60)
+time.sleep(2000)
 """
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(supervisor, "OVER_S", 0.5)
@@ -306,8 +307,7 @@ time.sleep(60)
     found = supervisor.Supervisor(
         tmp_path / "run", this_machine(1), limits, lambda hosts: LauncherRun([sys.executable, "-c", program]), lambda host: []
     )
-    began_s = time.monotonic()
-    assert found.run() == REQUEUE and time.monotonic() - began_s < 30
+    assert found.run() == REQUEUE
     told = [json.loads(line) for line in (tmp_path / "run" / "launch.jsonl").read_text().splitlines()]
     assert any("its launcher has not for 0.5 s: it is killed" in line["text"] for line in told), told
 

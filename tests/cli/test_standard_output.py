@@ -15,7 +15,7 @@ JOB = ["framework=numpy", "model.name=linear", "max_steps=3"]
 
 def hvdtrain(arguments: list[str], **streams: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hvdtrain", *arguments]
-    return subprocess.run(command, env=environment(), text=True, timeout=60, check=False, **streams)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, env=environment(), text=True, check=False, **streams)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--print-config"], ["report", "--help"], ["export"]], ids=" ".join)
@@ -68,7 +68,7 @@ def test_a_reader_that_goes_away_ends_only_the_printing(arguments: list[str], tm
     words = arguments if arguments == ["--help"] else [*arguments, f"run={run}"]
     env = environment({"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"})
     command = [sys.executable, "-m", "hvdtrain", *words]
-    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     told = "hvdtrain: the standard output: its reader is gone; training goes on without it\n"
     assert (done.returncode, done.stderr) == (0, "" if arguments == ["--help"] else told)

@@ -9,11 +9,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, needs_mpirun
+from ranks import HANG_S, ROOT, environment, needs_mpirun
+from waiting import wait_until
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.sweep import record
@@ -232,7 +232,7 @@ def test_optuna_learns_and_goes_on_from_what_is_recorded() -> None:
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hvdtrain", "sweep", *arguments]
-    return subprocess.run(command, check=False, env=environment(), cwd=ROOT, text=True, capture_output=True, timeout=120)
+    return subprocess.run(command, check=False, env=environment(), cwd=ROOT, text=True, capture_output=True)
 
 
 @pytest.mark.slow
@@ -286,12 +286,15 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
     words = [*JOB, "epochs=200", "--grid", "seed=1,2", "--ranks-per-trial", "2", "--out", str(tmp_path / "s")]
     command = [sys.executable, "-m", "hvdtrain", "sweep", *words]
     with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        events, end_s = tmp_path / "s" / "trial-0001" / "events.jsonl", time.monotonic() + 60
-        while not events.exists() or b'"kind": "step"' not in events.read_bytes():
-            assert time.monotonic() < end_s and started.poll() is None, started.communicate()
-            time.sleep(0.05)
+        events = tmp_path / "s" / "trial-0001" / "events.jsonl"
+
+        def trains() -> bool:
+            assert started.poll() is None, started.communicate()
+            return events.exists() and b'"kind": "step"' in events.read_bytes()
+
+        wait_until(trains, "a step of the first trial")
         started.send_signal(signal.SIGUSR2)
-        output, progress = started.communicate(timeout=60)
+        output, progress = started.communicate(timeout=HANG_S)
     assert started.returncode == REQUEUE and "2 of 2 trials are not done; the same command goes on" in output, (output, progress)
     again = run(words)
     assert again.returncode == DONE and "trial-0001  goes on" in again.stderr and "(2 of 2)" in again.stderr, again

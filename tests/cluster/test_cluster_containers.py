@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_containers import apptainer, debian_13, image, must, run, sif
+from cluster_containers import BUILT_S, apptainer, debian_13, image, must, run, sif
 from cluster_hosts import Hosts
 from cluster_slurm import Slurm
 from faults import Tree, events, outcome
 from ranks import ENGINES, FULL, mpirun, mpirun_path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]  # the first one builds the images
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(BUILT_S)]  # the first one builds the images
 
 # Everything that two ranks in two containers need of each other: the wire, shared memory and its processes, PMIx's files, the user.
 TOGETHER = ["--network=host", "--ipc=host", "--pid=host", "--volume=/tmp:/tmp", "--user=0:0"]
@@ -44,7 +44,7 @@ def test_the_tests_run_inside_as_an_ordinary_user() -> None:
     chosen = "abort or killed or not_installed or traceback or job_says or short_message or micro_batches"
     tests = ["tests/comm/test_communicators.py", "tests/training/test_train.py", "-k", chosen]
     inside = f"id -u && hvdtrain --version && python -m pytest -q {tests[0]} {tests[1]} -k '{chosen}'"
-    ran = run(["podman", "run", "--rm", image("test"), "sh", "-c", inside], timeout_s=240)
+    ran = run(["podman", "run", "--rm", image("test"), "sh", "-c", inside])
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr
     assert ran.stdout.startswith("10001\nhvdtrain "), ran.stdout
     assert int(re.findall(r"(\d+) passed", ran.stdout)[0]) >= 25, ran.stdout[-500:]
@@ -53,11 +53,11 @@ def test_the_tests_run_inside_as_an_ordinary_user() -> None:
 
 def test_the_image_is_small_and_carries_nothing_of_the_machine_that_built_it() -> None:
     name = image("runtime")
-    size = int(must(["podman", "image", "inspect", "--format", "{{.Size}}", name], timeout_s=60))
+    size = int(must(["podman", "image", "inspect", "--format", "{{.Size}}", name]))
     assert size < 1.4e9, f"{size / 1e6:.0f} MB"
-    assert "hvdtrain [--config FILE]" in must(["podman", "run", "--rm", name], timeout_s=60)
+    assert "hvdtrain [--config FILE]" in must(["podman", "run", "--rm", name])
     look = "for name in g++ cmake make; do command -v $name; done; cat /etc/pip.conf; ls ~/.cache /root; hvdtrain --version; touch file"
-    said = run(["podman", "run", "--rm", "--user", "12345", name, "sh", "-c", look], timeout_s=60)
+    said = run(["podman", "run", "--rm", "--user", "12345", name, "sh", "-c", look])
     assert re.fullmatch(r"hvdtrain \S+\n", said.stdout), said
     assert "touch" not in said.stderr, said
 
@@ -85,7 +85,7 @@ def test_apptainer(tmp_path: Path, outside: dict[str, Tree], engine: str, launch
 
 def as_outside(command: list[str], folder: Path, expected: Tree) -> None:
     """One job of two ranks, not two of one, with the result of the job outside, to the last bit."""
-    ran = run(command, timeout_s=120, cwd=folder)
+    ran = run(command, cwd=folder)
     assert ran.returncode == 0, ran
     assert re.findall(r"^ranks   \d+", ran.stdout, re.M) == ["ranks   2"], ran
     assert outcome(folder / "run") == expected
@@ -93,23 +93,23 @@ def as_outside(command: list[str], folder: Path, expected: Tree) -> None:
 
 def test_the_sif_runs_the_code_that_is_in_it(tmp_path: Path) -> None:
     code = "import hvdtrain, torch; print(hvdtrain.__file__, torch.__file__)"
-    said = run([apptainer(), "exec", sif("runtime"), "python", "-c", code], timeout_s=60, cwd=tmp_path)
+    said = run([apptainer(), "exec", sif("runtime"), "python", "-c", code], cwd=tmp_path)
     assert [word.startswith("/opt/hvdtrain/lib/python3") for word in said.stdout.split()] == [True, True], said
-    said = run([apptainer(), "run", sif("runtime"), "--version"], timeout_s=60, cwd=tmp_path)
+    said = run([apptainer(), "run", sif("runtime"), "--version"], cwd=tmp_path)
     assert said.stdout.startswith("hvdtrain "), said
-    said = run([apptainer(), "run-help", sif("runtime")], timeout_s=60, cwd=tmp_path)
+    said = run([apptainer(), "run-help", sif("runtime")], cwd=tmp_path)
     assert "apptainer exec hvdtrain.sif" in said.stdout, said
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # the first one fetches 3 GB: PyPI has only CUDA builds of torch for this Python
+@pytest.mark.timeout(BUILT_S)  # the first one fetches 3 GB: PyPI has only CUDA builds of torch for this Python
 def test_make_train_on_debian_13_with_its_python_3_13() -> None:
     arguments = "epochs=2 model.widths=[4,4,8,8] run=/tmp/run"
-    ran = debian_13(["sh", "-c", f"rm -rf /tmp/run; make -C /src train ARGS='{arguments}'"], timeout_s=2300)
+    ran = debian_13(["sh", "-c", f"rm -rf /tmp/run; make -C /src train ARGS='{arguments}'"], timeout_s=BUILT_S)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert re.findall(r"^ranks   2 .* engine horovod", ran.stdout, re.M), ran.stdout[-3000:]
     look = "cd / && python --version && python -c 'import torchvision' && hvdtrain report /tmp/run && ls /tmp/run/report.html"
-    ran = debian_13(["sh", "-c", f"PATH=/src/.venv/bin:$PATH; {look}"], timeout_s=300)
+    ran = debian_13(["sh", "-c", f"PATH=/src/.venv/bin:$PATH; {look}"])
     assert ran.returncode == 0, ran
     assert ran.stdout.startswith("Python 3.13.") and ran.stdout.endswith("/tmp/run/report.html\n"), ran
 
@@ -135,7 +135,7 @@ def losses(folder: Path) -> list[float]:
 def test_srun_starts_one_job_of_containers(slurm: Slurm, four_outside: list[float], tmp_path: Path) -> None:
     container = [str(apptainer()), "exec", str(sif("runtime")), "python"]
     srun = ["srun", "--mpi=pmix", "--kill-on-bad-exit=1", "-N2", "-n4", "--ntasks-per-node=2", f"--chdir={tmp_path}"]
-    said = slurm.must(*srun, *container, *job("mpi", tmp_path), env={"PYTHONPATH": ""}, timeout_s=120)
+    said = slurm.must(*srun, *container, *job("mpi", tmp_path), env={"PYTHONPATH": ""})
     assert re.findall(r"^ranks   4 \(n1 x 2, n2 x 2\)", said, re.M), said
     assert losses(tmp_path) == pytest.approx(four_outside, rel=1e-4)  # another order of the sums
 
@@ -144,7 +144,7 @@ def test_the_batch_script_is_that_of_slurm_in_containers(slurm: Slurm, four_outs
     path = f"{apptainer().parent}{os.pathsep}{os.environ['PATH']}"
     env = {"PYTHONPATH": "", "PATH": path, "CONTAINER": str(sif("runtime")), "RUN": str(tmp_path / "run"), "PYTHON": "/no/such/python"}
     submit = ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-t4", f"--chdir={tmp_path}", f"--output={tmp_path / 'log'}"]
-    ran = slurm.run(*submit, "jobs/apptainer.sbatch", *job("mpi", tmp_path)[2:-1], env=env, timeout_s=240)
+    ran = slurm.run(*submit, "jobs/apptainer.sbatch", *job("mpi", tmp_path)[2:-1], env=env)
     log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
     assert ran.returncode == 0, (ran, log)
     assert re.findall(r"ranks   4 \(n1 x 2, n2 x 2\)", log), log
@@ -153,7 +153,7 @@ def test_the_batch_script_is_that_of_slurm_in_containers(slurm: Slurm, four_outs
 
 def test_the_batch_script_without_an_image() -> None:
     script = "SLURM_JOB_ID=1 SLURM_SUBMIT_DIR=/no/folder bash jobs/apptainer.sbatch"
-    said = run(["env", "-u", "CONTAINER", "sh", "-c", script], timeout_s=20)
+    said = run(["env", "-u", "CONTAINER", "sh", "-c", script])
     assert said.returncode == 2, said
     assert said.stderr.startswith("no image: /no/folder/hvdtrain.sif on "), said
     assert "make it as jobs/hvdtrain.def says, or set CONTAINER=" in said.stderr

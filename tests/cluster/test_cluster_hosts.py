@@ -117,7 +117,7 @@ def ranks_left(hosts: Hosts) -> set[int]:
     return found
 
 
-def gone(left: Callable[[], set[int]], limit_s: float = 25.0) -> float:
+def gone(left: Callable[[], set[int]], limit_s: float = 300.0) -> float:
     """Seconds until nothing is left."""
     since_s = time.monotonic()
     while pids := left():
@@ -142,7 +142,7 @@ def test_a_script_on_uneven_hosts(hosts: Hosts, tmp_path: Path, engine: str) -> 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_hosts_train_as_one(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
     run, half = tmp_path / "run", 4 if engine == "mpi" else 2  # torch takes 2 s of a core to start
-    with hosts.mpirun(f"n1:{half},n2:{half}", [*JOB, *of(engine), f"run={run}"], timeout_s=120) as job:
+    with hosts.mpirun(f"n1:{half},n2:{half}", [*JOB, *of(engine), f"run={run}"]) as job:
         wait_for(job, lambda: reached(run))
         placed = local_ranks(hosts)
         ended(job, run, ["n1", "n2"])
@@ -202,9 +202,9 @@ def test_pbs_script(hosts: Hosts, one_host: Path, tmp_path: Path) -> None:
 def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: str) -> None:
     """mpirun ends all ranks on both sides of the cut, names the host, and exits 0; the other host alone resumes to the same result."""
     run = tmp_path / "run"
-    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=8"]  # ranks without MPI outlive their daemon until then
+    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=20"]  # ranks without MPI outlive their daemon until then
     ranks = 4 if engine == "mpi" else 2  # on each host; torch takes 2 s of a core to start
-    with hosts.mpirun(f"n1:{ranks},n2:{ranks}", words, timeout_s=120, env=KEEPALIVE) as job:
+    with hosts.mpirun(f"n1:{ranks},n2:{ranks}", words, env=KEEPALIVE) as job:
         wait_for(job, lambda: reached(run) >= 40)
         hosts.cut("n2")
         seconds = gone(hosts.pids)
@@ -222,14 +222,14 @@ def test_a_host_is_lost(hosts: Hosts, one_host: Path, tmp_path: Path, engine: st
 def test_a_lost_host_is_reported(hosts: Hosts, tmp_path: Path, engine: str) -> None:
     """Where mpirun notices nothing, hvdtrain's watchdog reports host and ranks, and ends the ranks on both sides."""
     run = tmp_path / "run"
-    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=3"]
-    with hosts.mpirun("n1:2,n2:2", words, timeout_s=60) as job:
+    words = [*JOB, *of(engine), f"run={run}", "guard.stall_s=10"]
+    with hosts.mpirun("n1:2,n2:2", words) as job:
         wait_for(job, lambda: reached(run) >= 40)
         hosts.cut("n2")
         seconds = gone(lambda: ranks_left(hosts))
         hosts.clear()  # mpirun waits for the other host's daemon until TCP gives up, about 15 minutes
         text = job.wait().stderr
     print(f"{engine}: all ranks gone {seconds:.1f} s after the cut")
-    assert f"no progress for 3 s (guard.stall_s); the job ends with exit code {STALLED}" in text
+    assert f"no progress for 10 s (guard.stall_s); the job ends with exit code {STALLED}" in text
     assert re.search(r"no answer .*its host is down.*:\n +ranks 2-3 on n2\n", text), text
     assert re.search(r"waiting: ranks 0-1 at step", text)

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ import conformance
 import pytest
 import ranks
 from ranks import ENGINES, FULL, needs_horovod, needs_mpirun
+from waiting import wait_until
 
 from hvdtrain import errors
 from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, SingleProcessCommunicator
-
-ENDS_WITHIN_S = 10
 
 # What a rank does in the tests below; the exit code and the words of a UserError are those of the real commands.
 PRELUDE = """
@@ -40,8 +37,8 @@ ABORT = """
 engine = connect(placement(os.environ))
 engine.allreduce(np.ones(3), "first")
 if engine.rank == 1:
-    time.sleep(0.5)  # rank 0 is inside its allreduce
-    print("aborted at", time.time(), end="")  # without a newline: abort flushes it
+    time.sleep(0.5)  # rank 0 is inside its allreduce; where it is not, the end is the same
+    print("aborted", end="")  # without a newline: abort flushes it
     engine.abort(7)
 engine.allreduce(np.ones(3), "second")
 print("a rank went on")
@@ -53,7 +50,7 @@ engine.allreduce(np.ones(3), "first")
 print(f"rank {engine.rank} of {engine.size}, local size {engine.local_size}, waits", flush=True)
 if engine.rank == 0:
     engine.allreduce(np.ones(3), "second")
-time.sleep(60)
+time.sleep(1e6)
 """
 
 
@@ -64,7 +61,7 @@ def conformance_of(engine: str, size: int) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         argv = ["tests/support/conformance.py", engine, str(out)]
-        result = ranks.mpirun(size, argv, timeout_s=240) if size > 1 else ranks.python(argv, timeout_s=120)
+        result = ranks.mpirun(size, argv) if size > 1 else ranks.python(argv)
         if result.returncode or not out.exists():
             why = f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
             return dict.fromkeys(conformance.checks_of(engine), why)
@@ -164,20 +161,17 @@ def test_a_library_that_is_not_installed_is_named(engine: str, tmp_path: Path) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_abort_ends_every_rank(engine: str) -> None:
     result = ranks.mpirun(2, ["-c", PRELUDE + ABORT, engine])
-    seconds = time.time() - float(result.stdout.split()[2])
     assert result.returncode == 7
-    assert "a rank went on" not in result.stdout
-    assert seconds < ENDS_WITHIN_S
+    assert "aborted" in result.stdout and "a rank went on" not in result.stdout
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_killed_rank_ends_every_rank(engine: str) -> None:
     with ranks.Job(2, ["-c", PRELUDE + WAIT, engine]) as job:
-        until(lambda: job.output().count("of 2, local size 2, waits") == 2, 30)
+        wait_until(lambda: job.output().count("of 2, local size 2, waits") == 2, "both ranks wait")
         os.kill(job.pids()[1], signal.SIGKILL)
-        seconds = until(lambda: not job.processes(), ENDS_WITHIN_S)
+        wait_until(lambda: not job.processes(), "all processes are gone")
         assert job.wait().returncode != 0
-    assert seconds < ENDS_WITHIN_S
 
 
 def test_abort_of_a_single_process() -> None:
@@ -191,12 +185,3 @@ finally:
 """
     result = ranks.python(["-c", program])
     assert (result.returncode, result.stdout) == (7, "last words")
-
-
-def until(done: Callable[[], bool], limit_s: float) -> float:
-    """Seconds until done()."""
-    start = time.monotonic()
-    while not done():
-        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
-        time.sleep(0.02)
-    return time.monotonic() - start

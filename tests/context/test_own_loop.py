@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pool import alone
 from ranks import FULL, ROOT, mpirun, needs_horovod, needs_mpirun, python
 
 SCRIPT = str(ROOT / "tests" / "support" / "own_loop_on_ranks.py")
-ON_RANKS = str(ROOT / "tests" / "support" / "context_on_ranks.py")
 STEPS = math.ceil(3 * 100 / 7)
 
 
@@ -21,7 +21,7 @@ def trained(folder: Path, size: int, *arguments: str, code: int = 0) -> dict[str
     """The result of the loop in this folder; size: ranks, 1 without a launcher."""
     out = folder / "out.json"
     words = [SCRIPT, str(out), *arguments, f"run={folder / 'run'}"]
-    done = mpirun(size, words, timeout_s=240) if size > 1 else python(words, timeout_s=240)
+    done = mpirun(size, words) if size > 1 else python(words)
     assert done.returncode == code, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     return result
@@ -130,7 +130,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, straigh
 
 @needs_mpirun
 def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
-    done = mpirun(3, [ON_RANKS, str(tmp_path / "run"), "none"], timeout_s=240)
+    done = mpirun(3, alone("context_on_ranks:main", str(tmp_path / "run"), "none"))
     assert done.returncode == 0 and "all as computed by hand" in done.stdout, done.stdout + done.stderr
 
 
@@ -145,7 +145,7 @@ def test_uneven_shares_on_ranks_and_one_without_samples(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_of_one_rank_ends_all_with_one_message(tmp_path: Path, mistake: str, code: int, text: str) -> None:
-    done = mpirun(3, [ON_RANKS, str(tmp_path / "run"), mistake], timeout_s=240)
+    done = mpirun(3, alone("context_on_ranks:main", str(tmp_path / "run"), mistake))
     assert done.returncode == code and text in done.stderr, done.stderr
     assert done.stderr.count("Traceback") == (mistake == "raise") and done.stderr.count("has logged") == (mistake == "names")
 
@@ -157,9 +157,9 @@ def test_an_exception_outside_of_a_with_block_ends_all_ranks(tmp_path: Path) -> 
     script.write_text(
         "import hvdtrain as ht\nctx = ht.init('comm.engine=mpi')\nif ctx.rank:\n    raise ValueError('mine')\nctx.mean({'a': 1})\n"
     )
-    done = mpirun(2, [str(script)], timeout_s=240)
+    done = mpirun(2, [str(script)])
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-    assert "ValueError: mine" in done.stderr and f"{script}:4, in <module>" in done.stderr and done.seconds < 40
+    assert "ValueError: mine" in done.stderr and f"{script}:4, in <module>" in done.stderr
 
 
 WRONG_MODULE = """
@@ -181,7 +181,7 @@ for batch in ctx.samples({"x": torch.ones(40, 1)}, batch=4):
 def test_ddp_whose_module_is_not_called_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "wrong_module.py"
     script.write_text(WRONG_MODULE)
-    done = mpirun(2, [str(script)], timeout_s=240)
+    done = mpirun(2, [str(script)])
     assert done.returncode == 2 and "was not called, but the module inside of it: its gradients are not reduced" in done.stderr, done.stderr
 
 
@@ -207,10 +207,10 @@ for batch in ctx.samples({"x": torch.ones(40, 1)}, batch=4):
 def test_a_call_on_one_rank_alone_and_a_wrong_key_are_told_with_the_line_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ON_RANK_0_ALONE)
-    done = mpirun(2, [str(script), "checkpoint", str(tmp_path / "run")], timeout_s=240)
+    done = mpirun(2, [str(script), "checkpoint", str(tmp_path / "run")])
     assert done.returncode == 2 and "hvdtrain: ranks make different calls" in done.stderr, done.stderr
     assert f"where: {script}:" in done.stderr and "Traceback" not in done.stderr
-    done = mpirun(2, [str(script), "key", ""], timeout_s=240)
+    done = mpirun(2, [str(script), "key", ""])
     assert done.returncode == 2 and "there is no key comm.engin\n  where: comm.engin, hvdtrain.init()" in done.stderr, done.stderr
     assert f"{script}:6, in <module>" in done.stderr and "Traceback" not in done.stderr
 
@@ -222,7 +222,7 @@ def test_elastic_follows_the_loop_in_its_run_folder(tmp_path: Path, straight: di
     out, run = tmp_path / "out.json", tmp_path / "run"
     code = "import sys; from hvdtrain.cli.launch.command import launch; sys.exit(launch(sys.argv[1:]))"
     words = ["--elastic", "--max", "2", "--", SCRIPT, str(out), "--kill", "27", "1", f"run={run}", "comm.engine=mpi"]
-    done = python(["-c", code, *words], timeout_s=240)
+    done = python(["-c", code, *words])
     assert done.returncode == 0, done.stderr
     assert "start 2: 2 ranks" in done.stderr and "at step 25" in done.stderr
     assert_equal(json.loads(out.read_text()), straight)

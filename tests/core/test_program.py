@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def bash(line: str, path: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path, "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, env=environment, timeout=60)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.skipif(not (SCRIPTS / "hvdtrain").exists(), reason="hvdtrain is not installed")

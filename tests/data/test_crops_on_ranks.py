@@ -42,7 +42,7 @@ def weights(run: Path) -> dict[str, np.ndarray]:
 
 
 def on_two_ranks(*words: str) -> None:
-    result = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"], timeout_s=120)
+    result = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"])
     assert result.returncode == 0, result
 
 

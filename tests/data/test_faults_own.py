@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from faults import events
+from faults import events, wait_for
 from ranks import ROOT, Job, mpirun, needs_mpirun
+from waiting import wait_until
 
 SUPPORT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
 WORDS = ["-m", "hvdtrain", "model.name=mlp", "epochs=2", "batch.size=4", "comm.engine=mpi"]
@@ -33,21 +33,15 @@ def test_a_collate_function_that_gives_another_shape_on_one_rank(tmp_path: Path)
 def test_a_killed_rank_or_worker_leaves_no_process(tmp_path: Path, end: str) -> None:
     words = [*WORDS, "data.name=own_datasets:noisy", "task.name=regression", "data.workers=1", "epochs=100000"]
     run = tmp_path / "run"
-    with Job(2, [*words, f"run={run}"], env=SUPPORT, timeout_s=100) as job:
-        limit = time.monotonic() + 60
-        while not any(event["kind"] == "epoch" for event in events(run)) or len(workers(job)) < 4:  # each has read
-            assert time.monotonic() < limit, job.output()
-            time.sleep(0.2)
+    with Job(2, [*words, f"run={run}"], env=SUPPORT) as job:
+        wait_for(job, lambda: any(event["kind"] == "epoch" for event in events(run)) and len(workers(job)) == 4)  # each has read
         ranks, started = job.pids(), workers(job)
         os.kill(ranks[1] if end == "rank" else started[0], signal.SIGKILL)
         ended = job.wait()
         assert ended.returncode not in (0, 124), ended.stderr
         if end == "worker":
             assert re.search(r"worker process \d+ of data\.workers ended by signal 9 while it read", ended.stderr)
-        limit = time.monotonic() + 20
-        while any(Path(f"/proc/{pid}").exists() for pid in started):
-            assert time.monotonic() < limit
-            time.sleep(0.1)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "the end of the workers")
 
 
 def workers(job: Job) -> list[int]:

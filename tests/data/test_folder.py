@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from ranks import HANG_S
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import folder
@@ -323,7 +324,7 @@ def test_one_of_three_processes_decodes(tmp_path: Path) -> None:
         save(tmp_path / "train" / str(number % 2) / f"{number:03}.png", colour(number, 32, 32))
     command = [sys.executable, "-c", ONE_OF_MANY, str(tmp_path)]
     running = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    output = [process.communicate(timeout=60) for process in running]
+    output = [process.communicate(timeout=HANG_S) for process in running]
     total = sum(int(colour(number, 32, 32).sum()) for number in range(300))
     assert [out for out, _ in output] == [f"{total}\n"] * 3, output
     assert "".join(err for _, err in output).count("300 / 300 images") == 1

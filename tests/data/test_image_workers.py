@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from images_in_memory import EndsItsReader, InMemory, InThisProcess, pixels_of
 from ranks import ROOT, environment
 from test_folder import colour, save
 from test_webdataset import encoded, write
+from waiting import wait_until
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.datasets import folder, webdataset
@@ -162,20 +162,13 @@ def test_a_killed_packing_leaves_no_process(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, env=environment()) as packing:
         tasks = Path(f"/proc/{packing.pid}/task")
         workers: set[int] = set()
-        wait_until(lambda: workers.update(started(tasks)) or len(workers) == 1)  # beside the thread of the process itself
+        wait_until(lambda: workers.update(started(tasks)) or len(workers) == 1, "a worker")  # beside the thread of the process itself
         packing.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of the workers")
 
 
 def started(tasks: Path) -> set[int]:
     return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_the_key_data_workers(tmp_path: Path) -> None:

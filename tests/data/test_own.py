@@ -6,8 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +21,7 @@ from PIL import Image
 from ranks import ROOT, environment
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from waiting import wait_until
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
@@ -247,7 +247,7 @@ def test_no_worker_outlives_its_rank(tmp_path: Path) -> None:
         pids = [int(pid) for pid in rank.stdout.readline().split()]
         assert len(pids) == 2 and all(alive(pid) for pid in pids)
         rank.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not any(alive(pid) for pid in pids), "the end of the workers")
 
 
 WORKERS_OF_A_SCRIPT = """
@@ -261,7 +261,7 @@ from hvdtrain.data.workers.worker import end_script_of_worker
 class Mine(own_datasets.Flawed):
     def __getitem__(self, index):
         if index == 7:
-            time.sleep(60)
+            time.sleep(2000)
         return super().__getitem__(index)
 
 end_script_of_worker()  # as hvdtrain.train() does
@@ -277,13 +277,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 class Windows:
@@ -331,7 +324,7 @@ def test_workers_end_with_their_source() -> None:
     found.read(many())
     (worker,) = found._pool.workers
     del found
-    wait_until(lambda: worker.process.poll() is not None)
+    wait_until(lambda: worker.process.poll() is not None, "the end of the worker")
 
 
 def test_classes_of_a_dataset() -> None:

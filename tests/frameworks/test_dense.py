@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import json
-import tempfile
-from pathlib import Path
 
 import pytest
-import ranks
 import torch
+from pool import on_ranks
+from rank_threads import ThreadRank, in_threads
 from ranks import FULL, needs_horovod, needs_mpirun
 from torch import nn
 
@@ -23,9 +22,10 @@ from hvdtrain.frameworks.torch.parallel.dense.turns import Turn, rows_of_turns, 
 
 slow = pytest.mark.slow
 STARTS = [
-    pytest.param("mpi", 4, marks=[needs_mpirun, slow, pytest.mark.ranks4]),
+    pytest.param("mpi", 3, marks=[needs_mpirun, slow]),
     *[
         pytest.param("mpi", 2, marks=[needs_mpirun, slow]),
+        pytest.param("mpi", 4, marks=[needs_mpirun, slow, pytest.mark.ranks4]),
         pytest.param("horovod", 2, marks=[needs_mpirun, needs_horovod, slow]),
         pytest.param("torchdist", 2, marks=[needs_mpirun, slow]),
     ]
@@ -35,12 +35,8 @@ STARTS = [
 
 @functools.cache
 def found(engine: str, size: int) -> list[dict[str, float]]:
-    """By rank; one start of the ranks for all that is asked."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        result = ranks.mpirun(size, ["tests/support/dense_on_ranks.py", engine, str(out)], timeout_s=200)
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-        return list(json.loads(out.read_text()))
+    """By rank."""
+    return on_ranks(engine, size, "dense_on_ranks:by_case")
 
 
 @pytest.mark.parametrize("scheme", ["a", "b", "c"])
@@ -82,6 +78,36 @@ def test_a_turn_with_an_update_has_the_same_samples_on_any_number_of_ranks() -> 
 
 def test_turn_learning_rate_is_in_proportion() -> None:
     assert turn_learning_rate(0.08, 128, 1024) == pytest.approx(0.01, rel=1e-15)
+
+
+class BodyAndHead(nn.Sequential):
+    dense_part = "1"
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+        self.double()
+
+
+def test_in_a_step_of_several_updates_every_gradient_is_a_mean_over_its_samples() -> None:
+    """7 samples on ranks that are threads, in turns of 4 and 3: of the dense part over a turn, of what is in front of it over the step."""
+    whole, x, shares = BodyAndHead(), torch.randn(7, 3, dtype=torch.float64), [slice(0, 5), slice(5, 7)]
+    squares = whole(x).square().sum(1)
+    body, head = list(whole[0].parameters()), list(whole[1].parameters())
+    of_body = torch.autograd.grad(squares.mean(), body, retain_graph=True)
+    of_head = torch.autograd.grad(squares[:4].mean() + squares[4:].mean(), head)
+
+    def of_rank(rank: ThreadRank) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = copy.deepcopy(whole)
+        hybrid = HybridModel(model, rank, "b")
+        for turn in hybrid.turns(x[shares[rank.rank]], 2):
+            (turn.outputs.square().sum() / turn.samples).backward()
+        return [p.grad for p in model[0].parameters()], [p.grad for p in hybrid.dense_parameters()]
+
+    ranks_found = in_threads(2, of_rank)
+    for expected, *of_ranks in zip(of_body, *(found for found, _ in ranks_found), strict=True):
+        torch.testing.assert_close(sum(of_ranks), expected, rtol=1e-12, atol=1e-14)
+    for expected, *parts in zip(of_head, *(found for _, found in ranks_found), strict=True):
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_one_process_has_the_model_as_it_was() -> None:

@@ -150,7 +150,7 @@ WORDS = ["-m", "hvdtrain", "model.name=mlp", "speed.precision=fp64", "batch.size
 
 def job(size: int, run: Path, *words: str) -> Result:
     argv = [*WORDS, *words, f"run={run}"]
-    result = mpirun(size, argv, timeout_s=120) if size else python(argv, timeout_s=120)
+    result = mpirun(size, argv) if size else python(argv)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result

@@ -59,7 +59,7 @@ class Thread(SingleProcessCommunicator):
 
 
 def on_ranks(of_rank: Callable[[Communicator], Any]) -> list[Any]:
-    given, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=60)
+    given, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=600)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(lambda rank: of_rank(Thread(rank, given, barrier)), range(RANKS)))
 

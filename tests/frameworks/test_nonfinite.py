@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import ranks
 import torch
 from nonfinite_on_ranks import TASK, AllKinds, Net, batch, hyper, same
 from nonfinite_on_ranks import learner as learner_on
+from pool import on_ranks
 from torch import nn
 from torch.nn import Parameter
 
@@ -319,12 +317,9 @@ def test_buffers_settle_in_two_collectives(model: nn.Module, names: list[str]) -
 
 @functools.cache
 def found(engine: str) -> dict[str, list[dict[str, Any]]]:
-    """{case: [what each of two ranks found]}; MPI starts once for all of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        result = ranks.mpirun(2, ["tests/support/nonfinite_on_ranks.py", engine, str(out)], timeout_s=120)
-        assert result.returncode == 0, f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
-        return dict(json.loads(out.read_text()))
+    """{case: [what each of two ranks found]}."""
+    everyone = on_ranks(engine, 2, "nonfinite_on_ranks:by_case", engine)
+    return {case: [one[case] for one in everyone] for case in everyone[0]}
 
 
 SKIPPED = ["torch", "torch, two passes", "torch, sync norm", "torch, RMSprop", "torch, small buckets", "numpy", "jax"]

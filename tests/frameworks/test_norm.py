@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import norms_on_ranks
 import pytest
 import ranks
 import torch
+from pool import on_ranks
 from ranks import needs_horovod, needs_mpirun
 from torch import nn
 
@@ -28,12 +26,9 @@ MARKS = {"mpi": [needs_mpirun], "horovod": [needs_mpirun, needs_horovod]}
 
 
 @functools.cache
-def launch(engine: str, size: int) -> tuple[ranks.Result, dict[str, float]]:
-    """How it ended, and {case: largest difference}; MPI starts once for all of them, even where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        result = ranks.mpirun(size, ["tests/support/norms_on_ranks.py", engine, str(out)], timeout_s=150)
-        return result, dict(json.loads(out.read_text())) if out.exists() else {}
+def apart_on(engine: str, size: int) -> list[dict[str, float]]:
+    """Each rank's."""
+    return on_ranks(engine, size, "norms_on_ranks:apart_by_case", engine)
 
 
 def pairs() -> list[object]:
@@ -55,9 +50,7 @@ def pairs() -> list[object]:
 def test_many_ranks_compute_what_one_does(engine: str, size: int, case: str) -> None:
     """fp32: gradients add up hundreds of numbers in another order; an input around 1000 comes rounded by up to 3e-5."""
     limit = 1e-12 if case.endswith("fp64") else 1e-4 if case.startswith("far_from_zero") else 3e-6
-    result, apart = launch(engine, size)
-    assert result.returncode == 0, f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
-    assert apart[case] < limit
+    assert max(one[case] for one in apart_on(engine, size)) < limit
 
 
 class Idle(SingleProcessCommunicator):

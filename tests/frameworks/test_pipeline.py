@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import FULL, mpirun, needs_mpirun
+from pool import on_ranks
+from ranks import FULL, needs_mpirun
 from torch import nn
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -228,9 +227,10 @@ def test_the_measured_bubble() -> None:
 @pytest.mark.parametrize(
     ("engine", "size", "stages"),
     [
-        pytest.param("torchdist", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
-        pytest.param("mpi", 4, 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
+        pytest.param("mpi", 3, 3, marks=[needs_mpirun, pytest.mark.slow]),
         *[
+            pytest.param("torchdist", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
+            pytest.param("mpi", 4, 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
             pytest.param("mpi", 2, 2, marks=[needs_mpirun, pytest.mark.slow]),
             pytest.param("mpi", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
             pytest.param("torchdist", 4, 2, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
@@ -238,14 +238,17 @@ def test_the_measured_bubble() -> None:
         * FULL,
     ],
 )
-def test_a_pipeline_is_the_whole_model(tmp_path: Path, engine: str, size: int, stages: int) -> None:
+def test_a_pipeline_is_the_whole_model(engine: str, size: int, stages: int) -> None:
     """`stages` ranks are a pipeline, of which there are size / stages with samples of their own."""
-    out = tmp_path / "out.json"
-    result = mpirun(size, ["tests/support/pipeline_on_ranks.py", engine, str(stages), str(out)], timeout_s=240)
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(out.read_text())
-    for name, (measured, predicted) in found.pop("bubbles").items():
-        assert measured == pytest.approx(predicted, abs=0.2), name
+    found: dict[str, Any] = on_ranks(engine, size, "pipeline_on_ranks:apart_by_case", engine, stages)[0]
     faulty = {name: found.pop(name) for name in ("faulty: doubled", "faulty: not tied")}
     assert min(faulty.values()) > 0.1, faulty
     assert len(found) >= 30 and max(found.values()) < 1e-12, found
+
+
+@pytest.mark.slow
+@pytest.mark.clock
+@needs_mpirun
+def test_stages_wait_as_long_as_the_schedule_says() -> None:
+    for name, (measured, predicted) in on_ranks("torchdist", 2, "pipeline_on_ranks:measured_bubbles", 2)[0].items():
+        assert measured == pytest.approx(predicted, abs=0.2), name

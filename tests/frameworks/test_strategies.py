@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
+from pool import on_ranks
 from ranks import needs_horovod, needs_mpirun
 from strategies_on_ranks import batch, hyper, learner
 
@@ -26,12 +23,8 @@ ENGINES = [
 
 @functools.cache
 def found(engine: str) -> dict[str, Any]:
-    """One start of the ranks for all that is asked."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        result = ranks.mpirun(2, ["tests/support/strategies_on_ranks.py", engine, str(out)], timeout_s=120)
-        assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-        return dict(json.loads(out.read_text()))
+    found: dict[str, Any] = on_ranks(engine, 2, "strategies_on_ranks:everything", engine)[0]
+    return found
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 import ranks
 import tensor_parallel_on_ranks
 import torch
+from pool import on_ranks
 from ranks import needs_mpirun
 from torch import nn
 from torch.nn import functional
@@ -27,31 +25,29 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of, r
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import Rows, SplitLogits
 
 RANKS = [
-    *[pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow])] * ranks.FULL,
-    pytest.param("mpi", 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
-    pytest.param("torchdist", 2, marks=[needs_mpirun, pytest.mark.slow]),
+    pytest.param("mpi", 2, marks=[needs_mpirun, pytest.mark.slow]),
+    *[
+        pytest.param("mpi", 4, marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
+        pytest.param("torchdist", 2, marks=[needs_mpirun, pytest.mark.slow]),
+    ]
+    * ranks.FULL,
 ]
 
 
 @functools.cache
-def launch(engine: str, size: int) -> tuple[ranks.Result, dict[str, dict[str, float]]]:
-    """How it ended, and the differences of each case; MPI starts once for all of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        result = ranks.mpirun(size, ["tests/support/tensor_parallel_on_ranks.py", engine, str(out)], timeout_s=150)
-        return result, dict(json.loads(out.read_text())) if out.exists() else {}
+def apart_on(engine: str, size: int) -> list[dict[str, dict[str, float]]]:
+    """Each rank's."""
+    return on_ranks(engine, size, "tensor_parallel_on_ranks:apart_by_case")
 
 
 @pytest.mark.parametrize("case", tensor_parallel_on_ranks.cases())
 @pytest.mark.parametrize(("engine", "size"), RANKS)
 def test_ranks_with_parts_compute_what_the_whole_model_does(engine: str, size: int, case: str) -> None:
-    result, cases = launch(engine, size)
-    assert result.returncode == 0, f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
-    largest = max(cases[case].values())
+    largest = max(max(one[case].values()) for one in apart_on(engine, size))
     if case.startswith("without-"):
         assert largest > 1e-3, "a sum over ranks is missing, and nothing differs"
     else:
-        assert largest < (0.05 if case.startswith("half") else 1e-12), cases[case]
+        assert largest < (0.05 if case.startswith("half") else 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from invariance import JOBS
+from pool import alone, on_ranks
 from ranks import Result, mpirun, python
 from safetensors.numpy import load_file
 from same_curve import check_same
@@ -21,7 +22,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # ranks share its memory
 
 
-def on_ranks(size: int, *argv: str, env: dict[str, str] | None = None) -> Result:
+def finished(size: int, *argv: str, env: dict[str, str] | None = None) -> Result:
     words = list(argv)
     result = mpirun(size, words, timeout_s=250, env=GPU | (env or {})) if size else python(words, timeout_s=250, env=GPU | (env or {}))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -29,25 +30,24 @@ def on_ranks(size: int, *argv: str, env: dict[str, str] | None = None) -> Result
 
 
 @pytest.fixture(scope="module")
-def of_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return curves(tmp_path_factory.mktemp("gpu"), "single", 0)
+def of_a_gpu() -> dict[str, Any]:
+    return curves("single", 0)
 
 
-def curves(folder: Path, engine: str, size: int, *how: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    on_ranks(size, "tests/support/invariance.py", engine, str(folder / "out.json"), *how, env=env)
-    return dict(json.loads((folder / "out.json").read_text()))
+def curves(engine: str, size: int, *how: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    return dict(on_ranks(engine, size or 1, "invariance:curves", engine, *how, env=GPU | (env or {}))[0])
 
 
-def test_a_gpu_computes_what_a_cpu_does(of_a_gpu: dict[str, Any], tmp_path: Path) -> None:
-    of_a_cpu = curves(tmp_path, "single", 0, env=HIDDEN)
+def test_a_gpu_computes_what_a_cpu_does(of_a_gpu: dict[str, Any]) -> None:
+    of_a_cpu = curves("single", 0, env=HIDDEN)
     assert of_a_gpu.keys() == of_a_cpu.keys() == JOBS.keys()
     for job in JOBS.keys() - {DROPS}:
         check_same(job, of_a_gpu[job], of_a_cpu[job])
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_share_a_gpu_compute_what_one_does(of_a_gpu: dict[str, Any], tmp_path: Path, size: int) -> None:
-    found = curves(tmp_path, "mpi", size, "few_jax")
+def test_ranks_that_share_a_gpu_compute_what_one_does(of_a_gpu: dict[str, Any], size: int) -> None:
+    found = curves("mpi", size, "few_jax")
     for job in found.keys() - {DROPS}:
         check_same(job, found[job], of_a_gpu[job])
 
@@ -62,7 +62,7 @@ def test_nccl_refuses_two_ranks_on_one_gpu_and_the_error_says_what_to_do(tmp_pat
 def test_horovods_calls_take_tensors_of_a_gpu(tmp_path: Path, engine: str, size: int) -> None:
     out = tmp_path / "out.json"
     env = {"HVDTRAIN_ENGINE": engine, "HVDTRAIN_TEST_DEVICE": "cuda"}
-    on_ranks(size, "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
+    finished(size, "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
     failures = json.loads(out.read_text())
     assert len(failures) > 100 and not any(failures.values()), {name: failure for name, failure in failures.items() if failure}
 
@@ -71,22 +71,20 @@ def test_horovods_calls_on_tensors_that_stay_on_the_gpu(tmp_path: Path) -> None:
     """What two GPUs do by NCCL, by Gloo on one."""
     out = tmp_path / "out.json"
     env = {"HVDTRAIN_ENGINE": "torchdist", "HVDTRAIN_TEST_DEVICE": "cuda"}
-    on_ranks(2, "tests/support/gloo_on_gpu.py", "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
+    finished(2, "tests/support/gloo_on_gpu.py", "tests/support/horovod_checks.py", "hvdtrain.horovod", str(out), env=env)
     failures = json.loads(out.read_text())
     assert len(failures) > 100 and not any(failures.values()), {name: failure for name, failure in failures.items() if failure}
 
 
 def test_adasum_of_tensors_that_stay_on_the_gpu() -> None:
-    assert on_ranks(2, "tests/support/adasum_on_gpu.py").stdout.count("as by the formula") == 2
+    assert finished(2, "tests/support/adasum_on_gpu.py").stdout.count("as by the formula") == 2
 
 
 @pytest.mark.parametrize("how", ["few", "muon"])
 def test_shards_of_a_state_on_a_gpu(tmp_path: Path, how: str) -> None:
     jobs = {}
     for size, engine, stages in ((0, "single", "0"), (2, "mpi", "1,2" if how == "muon" else "1,2,3")):
-        out = tmp_path / f"{size}.json"
-        on_ranks(size, "tests/support/shards_on_ranks.py", engine, stages, str(out), how)
-        jobs[size] = json.loads(out.read_text())
+        jobs[size] = on_ranks(engine, size or 1, "shards_on_ranks:curves", str(tmp_path), stages, how, env=GPU)[0]
     jobs[2].pop("averaged", None)
     assert len(jobs[2]) >= 4
     for name, job in jobs[2].items():
@@ -100,7 +98,7 @@ def weights(run: Path) -> dict[str, np.ndarray]:
 
 
 def train(run: Path, size: int, *words: str, steps: int = 12) -> str:
-    return on_ranks(size, "-m", "hvdtrain", f"run={run}", "epochs=2", f"max_steps={steps}", "batch.size=50", *words).stdout
+    return finished(size, "-m", "hvdtrain", f"run={run}", "epochs=2", f"max_steps={steps}", "batch.size=50", *words).stdout
 
 
 def test_images_with_their_weights_sharded(tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_a_loop_of_ones_own(tmp_path: Path, size: int, how: list[str]) -> None:
     found = {}
     for name, ranks, words, env in (("cpu", 0, [], HIDDEN), ("gpu", size, how, {})):
         out = tmp_path / f"{name}.json"
-        on_ranks(ranks, "tests/support/own_loop_on_ranks.py", str(out), *words, f"run={tmp_path / name}", env=env)
+        finished(ranks, *alone("own_loop_on_ranks:main", str(out), *words, f"run={tmp_path / name}"), env=env)
         found[name] = json.loads(out.read_text())
     for name, array in found["cpu"]["weights"].items():
         np.testing.assert_allclose(found["gpu"]["weights"][name], array, rtol=1e-11, atol=1e-13)
@@ -161,4 +159,4 @@ def test_a_loop_of_ones_own(tmp_path: Path, size: int, how: list[str]) -> None:
 
 
 def test_a_loop_of_ones_own_with_a_grad_scaler(tmp_path: Path) -> None:
-    assert "all as computed by hand" in on_ranks(3, "tests/support/context_on_ranks.py", str(tmp_path / "run"), "").stdout
+    assert "all as computed by hand" in finished(3, *alone("context_on_ranks:main", str(tmp_path / "run"), "")).stdout

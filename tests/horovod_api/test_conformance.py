@@ -32,7 +32,7 @@ def failures(module: str, engine: str, size: int) -> dict[str, str]:
         skipped = HANGS_HOROVOD * (module == "horovod.torch") + NOT_ON_HOROVOD * (engine == "horovod")
         argv = ["tests/support/horovod_checks.py", module, str(out), ",".join(skipped)]
         env = {"HVDTRAIN_ENGINE": engine}
-        result = ranks.mpirun(size, argv, timeout_s=200, env=env) if size > 1 else ranks.python(argv, timeout_s=200, env=env)
+        result = ranks.mpirun(size, argv, env=env) if size > 1 else ranks.python(argv, env=env)
         if result.returncode or not out.exists():
             why = f"rc {result.returncode} after {result.seconds:.0f} s\n{result.stdout}{result.stderr}"
             return dict.fromkeys(horovod_checks.CHECKS, why)

@@ -10,7 +10,7 @@ from ranks import needs_mpirun
 @needs_mpirun
 @pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
 def test_what_horovod_allows_works_on_three_ranks(engine: str) -> None:
-    result = ranks.mpirun(3, ["tests/support/horovod_edges.py"], timeout_s=100, env={"HVDTRAIN_ENGINE": engine})
+    result = ranks.mpirun(3, ["tests/support/horovod_edges.py"], env={"HVDTRAIN_ENGINE": engine})
     assert result.returncode == 0, result.stdout + result.stderr
     assert sorted(result.stdout.split()) == ["0", "1", "2", "whole", "whole", "whole"]
 

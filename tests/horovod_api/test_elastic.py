@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from pathlib import Path
 
 import pytest
 import ranks
+from ports import free_port
 from ranks import FULL, Job, needs_mpirun
 
 
@@ -16,16 +16,20 @@ def finish(engine: str, out: Path, who: int) -> None:
     """Three ranks: by mpirun with ULFM, or as processes that nothing ends when another one does."""
     argv = ["tests/support/horovod_elastic.py", str(out), str(who)]
     if engine == "mpi":
-        with Job(3, argv, options=["--with-ft", "ulfm"], timeout_s=100, env={"HVDTRAIN_ENGINE": "mpi"}) as job:
+        with Job(3, argv, options=["--with-ft", "ulfm"], env={"HVDTRAIN_ENGINE": "mpi"}) as job:
             job.wait()
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HVDTRAIN_SECRET": "of the test", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "HVDTRAIN_SECRET": "of the test",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+    }
     shared["HVDTRAIN_ENGINE"] = engine
     with contextlib.ExitStack() as stack:
         each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
-        jobs = [stack.enter_context(Job(0, argv, env=env, timeout_s=100)) for env in each]
+        jobs = [stack.enter_context(Job(0, argv, env=env)) for env in each]
         for job in jobs:
             job.wait()
 

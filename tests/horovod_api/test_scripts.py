@@ -14,7 +14,7 @@ def losses(module: str, engine: str, size: int, folder: Path, *words: str) -> li
     """The loss of each epoch, and the accuracy."""
     out = folder / f"{module}-{engine}.json"
     argv = ["tests/support/horovod_script.py", module, str(out), *words]
-    result = ranks.mpirun(size, argv, timeout_s=100, env={"HVDTRAIN_ENGINE": engine})
+    result = ranks.mpirun(size, argv, env={"HVDTRAIN_ENGINE": engine})
     assert result.returncode == 0, result.stderr
     return list(json.loads(out.read_text()))
 

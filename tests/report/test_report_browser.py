@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cluster_packages import need
 from PIL import Image
+from ranks import HANG_S
 from test_report import FULL, SCRIPT
 from test_report_run import CONFIG, write
 
@@ -36,7 +37,7 @@ def shown(page: Path, folder: Path, width: int) -> Seen:
         ["chromium-headless-shell", *arguments, page.absolute().as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
         cwd=folder,
     )

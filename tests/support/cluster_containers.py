@@ -17,10 +17,11 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from cluster_packages import need
 from filelock import FileLock
-from ranks import ROOT, Result, environment
+from ranks import HANG_S, ROOT, Result, environment
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain-cluster"
 HOROVOD = CACHE.parent / "hvdtrain"  # Horovod's wheels
+BUILT_S = 7200.0  # for an image with all that it is made of: minutes on an idle machine with a fast network
 LAYERS = 60  # of an image and of those that it replaced; then all is built anew
 BASE = "docker.io/library/debian:bookworm-slim"
 
@@ -65,7 +66,7 @@ exec /usr/bin/apptainer "$@"
 """
 
 
-def run(command: Sequence[str | Path], *, timeout_s: float, cwd: Path = ROOT) -> Result:
+def run(command: Sequence[str | Path], *, timeout_s: float = HANG_S, cwd: Path = ROOT) -> Result:
     """A command to its end, in the environment of these containers; 124 is the status of one that ran past timeout_s."""
     began = time.monotonic()
     words = ["timeout", "-k", "5", str(timeout_s), *map(str, command)]
@@ -74,7 +75,7 @@ def run(command: Sequence[str | Path], *, timeout_s: float, cwd: Path = ROOT) ->
     return Result(ran.returncode, ran.stdout, ran.stderr, time.monotonic() - began)
 
 
-def must(command: Sequence[str | Path], *, timeout_s: float) -> str:
+def must(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> str:
     """What a command says that must not fail."""
     ran = run(command, timeout_s=timeout_s)
     assert ran.returncode == 0, (
@@ -118,7 +119,7 @@ def image(target: str) -> str:
         ]
         # A machine with pip settings of its own has its own place for torch.
         arguments = [f"--build-arg=BASE={BASE}", *(["--build-arg=TORCH_INDEX="] if pip else [])]
-        must(["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT], timeout_s=900)
+        must(["buildah", "bud", *words, *below, *arguments, "--target", target, "-t", name, ROOT], timeout_s=BUILT_S)
     return name
 
 
@@ -126,20 +127,20 @@ def image(target: str) -> str:
 def _base_image() -> None:
     """debian:bookworm-slim, nearly: what debootstrap makes of Debian's own archive. Before that, too many images are thrown away."""
     with FileLock(CACHE / "images.lock"):
-        if len(must(["buildah", "images", "--all", "--quiet"], timeout_s=60).split()) > LAYERS:
-            must(["buildah", "rmi", "--all", "--force"], timeout_s=300)
-        if run(["podman", "image", "exists", BASE], timeout_s=60).returncode:
+        if len(must(["buildah", "images", "--all", "--quiet"]).split()) > LAYERS:
+            must(["buildah", "rmi", "--all", "--force"])
+        if run(["podman", "image", "exists", BASE]).returncode:
             tar = CACHE / "base.tar"
             words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "bookworm", tar]
-            must(["mmdebstrap", *words], timeout_s=300)
-            must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE], timeout_s=120)
+            must(["mmdebstrap", *words], timeout_s=BUILT_S)
+            must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE])
             tar.unlink()
 
 
 def _pip_mounts() -> list[str]:
     """This machine's own pip settings as bind mounts for a build: nothing of them is written into an image."""
     options: dict[str, str] = {}
-    for line in must([sys.executable, "-m", "pip", "config", "list"], timeout_s=60).splitlines():
+    for line in must([sys.executable, "-m", "pip", "config", "list"]).splitlines():
         key, _, value = line.partition("=")
         options[key.rpartition(".")[2].removeprefix("default-")] = str(ast.literal_eval(value))  # variables come after the files, and win
     kept = {key: value for key, value in options.items() if key in ("index-url", "extra-index-url", "find-links", "proxy", "timeout")}
@@ -187,7 +188,7 @@ def _sid(root: Path) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     unchecked = ["--aptopt=Acquire::Check-Valid-Until false", "--aptopt=Acquire::Check-Date false"]  # a mirror may be behind
     words = ["--quiet", "--variant=apt", "--mode=root", *unchecked, "--include=apptainer,ca-certificates,mount"]
-    ran = run(["mmdebstrap", *words, "sid", fresh], timeout_s=300)
+    ran = run(["mmdebstrap", *words, "sid", fresh], timeout_s=BUILT_S)
     if ran.returncode:
         pytest.skip(f"mmdebstrap could not get apptainer from Debian sid: {ran.stderr.strip()[-500:]}")
     for name in ("localtime", "hosts", "resolv.conf"):  # what is mounted over them has to find them
@@ -208,7 +209,7 @@ exec chroot ROOT /usr/bin/env -i HOME=/root PATH=/usr/bin:/bin "$@"
 """
 
 
-def debian_13(command: Sequence[str | Path], *, timeout_s: float) -> Result:
+def debian_13(command: Sequence[str | Path], *, timeout_s: float = HANG_S) -> Result:
     """Runs a command as root of a Debian 13 with Python, make and a compiler, whose folder /src has the files of this clone.
 
     The folder outlives the tests: the next one finds the environment that `make` has made in it, and the machine's wheels of Horovod.
@@ -220,11 +221,11 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float) -> Result:
             fresh = root.with_suffix(".fresh")
             shutil.rmtree(fresh, ignore_errors=True)
             words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none"]
-            must(["mmdebstrap", *words, "--include=python3-venv,python3-dev,g++,make,ca-certificates", "trixie", fresh], timeout_s=600)
+            must(["mmdebstrap", *words, "--include=python3-venv,python3-dev,g++,make,ca-certificates", "trixie", fresh], timeout_s=BUILT_S)
             for name in ("hosts", "resolv.conf"):
                 (fresh / "etc" / name).touch()
             fresh.rename(root)
-        for name in must(["git", "-C", ROOT, "ls-files", "-z"], timeout_s=60).split("\0"):
+        for name in must(["git", "-C", ROOT, "ls-files", "-z"]).split("\0"):
             if name and (ROOT / name).is_file():
                 (root / "src" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, root / "src" / name)
@@ -238,16 +239,16 @@ def debian_13(command: Sequence[str | Path], *, timeout_s: float) -> Result:
 def sif(target: str) -> Path:
     """The image as one file for apptainer, by jobs/hvdtrain.def; made anew when the image is another."""
     name, program = image(target), apptainer()
-    identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name], timeout_s=60).strip()
+    identity = must(["podman", "image", "inspect", "--format", "{{.Id}}", name]).strip()
     path = CACHE / f"hvdtrain-{target}-{identity[:12]}.sif"
     with FileLock(CACHE / "sif.lock"):
         if not path.exists():
             for old in CACHE.glob(f"hvdtrain-{target}-*.sif"):
                 old.unlink()
             archive, fresh = CACHE / "archive.tar", path.with_suffix(".fresh")
-            must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"], timeout_s=300)
+            must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"])
             fast = ["--force", "--mksquashfs-args", "-comp lz4"]
-            must([program, "build", *fast, "--build-arg", f"ARCHIVE={archive}", fresh, ROOT / "jobs/hvdtrain.def"], timeout_s=600)
+            must([program, "build", *fast, "--build-arg", f"ARCHIVE={archive}", fresh, ROOT / "jobs/hvdtrain.def"], timeout_s=BUILT_S)
             archive.unlink()
             fresh.rename(path)
     return path

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 from cluster_packages import need
-from ranks import Job, Result, mpirun_path
+from ranks import HANG_S, Job, Result, mpirun_path
 
 from hvdtrain.training.replicas.software import variables
 
 NET = "10.77.0"  # each set of hosts has a bridge in a namespace of its own, so two sets may have the same addresses
-GONE_S = 5.0  # for processes that were killed to be gone
-BACK_S = 10.0  # for a host to get answers once it is connected again
+GONE_S = 300.0  # for processes that were killed to be gone
+BACK_S = 300.0  # for a host to get answers once it is connected again
 
 _EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 # Nothing listens at port 9: a refusal is an answer.
@@ -96,19 +96,19 @@ class Hosts:
         """The command line that runs argv on a host."""
         return ["nsenter", f"--uts={self.folder}/{name}.uts", "ip", "netns", "exec", self._prefix + name, *argv]
 
-    def start(self, name: str, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Job:
+    def start(self, name: str, argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None) -> Job:
         """argv in the background on a host."""
         there = {"PRTE_MCA_plm_ssh_agent": str(self.agent), "PRTE_MCA_rmaps_default_mapping_policy": "slot", **(env or {})}
         return Job(0, ["-c", _EXEC, *self.on(name, argv)], timeout_s=timeout_s, env=there)
 
-    def mpirun(self, where: str, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Job:
+    def mpirun(self, where: str, argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None) -> Job:
         """`mpirun -H WHERE python ARGV`, started on n1, with a rank for each place of WHERE: "n1:4,n2:4"."""
         size = sum(int(part.partition(":")[2]) for part in where.split(","))
         sent = ("PYTHONPATH", "OMP_NUM_THREADS", *variables(os.environ))  # ranks are refused where a variable that changes results differs
         words = ["-np", str(size), "-H", where, *(word for name in sent for word in ("-x", name))]
         return self.start("n1", [mpirun_path() or "mpirun", *words, sys.executable, *argv], timeout_s=timeout_s, env=env)
 
-    def run(self, name: str, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
+    def run(self, name: str, argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None) -> Result:
         """argv on a host, to its end."""
         with self.start(name, argv, timeout_s=timeout_s, env=env) as job:
             return job.wait()

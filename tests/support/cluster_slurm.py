@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from cluster_hosts import NET, Hosts
 from cluster_packages import need
-from ranks import ROOT, environment
+from ports import free_port
+from ranks import HANG_S, ROOT, environment
 
 CPUS = 4  # of each node, whatever the machine has
-START_S, STOP_S = 20.0, 10.0
+START_S, STOP_S = 300.0, 60.0
 _PMIX = "usr/lib/*/pmix2/lib/libpmix.so.2"
 
 _CONF = """ClusterName=ci
@@ -82,13 +83,13 @@ class Slurm:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
         """A client's command on n1, to its end."""
         command = ["timeout", "-k", "5", str(timeout_s), *self._on("n1", argv)]
         there = {**environment(env), "SLURM_CONF": str(self.folder / "slurm.conf")}
         return subprocess.run(command, env=there, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
-    def must(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = 60) -> str:
+    def must(self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float = HANG_S) -> str:
         """What a client's command says that must not fail."""
         ran = self.run(*argv, env=env, timeout_s=timeout_s)
         assert ran.returncode == 0, f"{argv}: {ran.returncode}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
@@ -120,7 +121,7 @@ class Slurm:
             time.sleep(0.05)
 
     def _conf(self) -> str:
-        here, ports = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
+        here, ports = socket.gethostname().partition(".")[0], [free_port() for _ in range(len(self.nodes) + 1)]
         if self.hosts:
             addresses = [f"NodeAddr={NET}.{number}" for number in range(1, len(self.nodes) + 1)]
         else:
@@ -163,9 +164,3 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in sockets]

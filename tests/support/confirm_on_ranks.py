@@ -1,4 +1,4 @@
-"""Three MPI ranks of which one dies between two collectives: mpirun --with-ft ulfm -np 3 python tests/support/confirm_on_ranks.py OUT
+"""Three MPI ranks, under mpirun --with-ft ulfm, of which one dies between two collectives.
 
 Rank 0 leaves out the lost rank as if a collective had failed there, while rank 1 waits in confirm(). OUT gets what each of them saw.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +16,26 @@ from mpi4py import MPI
 from hvdtrain.comm import mpi
 from hvdtrain.comm.placement import placement
 
-ranks = mpi.connect(placement(os.environ))
-ranks.be_ready_to_shrink()
-first = ranks.rank
-ranks.confirm()  # nobody is lost
-total = ranks.allreduce(np.array([float(first)]), "sum")
-if first == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-seen = ""
-if first == 1:
-    try:
-        ranks.confirm()
-    except Exception as error:
-        seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
-lost = ranks.shrink()
-ranks.confirm()
-own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))  # nobody else is lost
-after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
-found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
-if ranks.rank == 0:
-    Path(sys.argv[1]).write_text(json.dumps(found))
-ranks.allreduce(np.zeros(1), "end")
+
+def main(out: str) -> None:
+    ranks = mpi.connect(placement(os.environ))
+    ranks.be_ready_to_shrink()
+    first = ranks.rank
+    ranks.confirm()  # nobody is lost
+    total = ranks.allreduce(np.array([float(first)]), "sum")
+    if first == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = ""
+    if first == 1:
+        try:
+            ranks.confirm()
+        except Exception as error:
+            seen = f"{ranks.is_loss(error)}, {ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))}"
+    lost = ranks.shrink()
+    ranks.confirm()
+    own_error = ranks.is_loss(ValueError("of this rank")) or ranks.is_loss(MPI.Exception(MPI.ERR_OTHER))  # nobody else is lost
+    after = ranks.allreduce(np.array([float(ranks.rank + 1)]), "sum")
+    found = ranks.allgather_object([first, total.tolist(), seen, lost, own_error, after.tolist()])
+    if ranks.rank == 0:
+        Path(out).write_text(json.dumps(found))
+    ranks.allreduce(np.zeros(1), "end")

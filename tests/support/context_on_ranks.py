@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ X = np.arange(14, dtype=np.float64).reshape(7, 2)
 DATA = {"x": X, "y": X.sum(1)}
 
 
-def main(run: Path, mistake: str) -> None:
+def main(folder: str, mistake: str) -> None:
+    run = Path(folder)
     with ht.init(f"run={run}", "comm.engine=mpi", "log.every_steps=1", "checkpoint.every_steps=2") as ctx:
         model = torch.nn.Linear(2, 1).double().to(ctx.device)
         model.register_buffer("running_mean", torch.zeros(1, device=ctx.device))
@@ -83,7 +83,3 @@ def evaluate(ctx: ht.Context, model: Any) -> None:
     assert counts == [[2, 0], [2, 0], [2, 1]], counts
     seen = sorted(value for of_rank in everyone for values, count in of_rank[0] for value in values[:count])
     assert seen == sorted(DATA["x"][:, 0].tolist())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,6 +1,4 @@
-"""Runs on the ranks: the loss curves of jobs with parallel.dense on one engine, and the files of a checkpoint, as JSON from rank 0.
-
-python tests/support/dense_jobs_on_ranks.py ENGINE OUT.json [few]
+"""The loss curves of jobs with parallel.dense, and the files of a checkpoint, on the ranks.
 
 few: each job with one scheme, and one with several updates of the dense part. The job "faulty" leaves out a sum over ranks, which the
 test must notice.
@@ -8,9 +6,6 @@ test must notice.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +15,11 @@ import numpy as np
 import shards_on_ranks
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.data.sampler import share_bounds
 from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.build import build_learner
 
 SCHEMES = ("a", "b", "c")
 STEPS = "batch.size=11 optim.base_batch=11 recipe.warmup=0"
@@ -78,24 +72,18 @@ def left_out(communicator: Communicator, precision: str) -> dict[str, Any]:
     return {"nonfinite": float(nonfinite), "changed": {name: change for name, change in changed.items() if change}}
 
 
-def main(engine: str, out: str, how: str = "") -> None:
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
+def curves(communicator: Communicator, folder: str, how: str = "") -> dict[str, Any]:
+    """By job; folder: of the checkpoint."""
     alone = communicator.size == 1
     jobs = jobs_of(how)
     if alone:
         first = next(iter(JOBS))
         jobs = {job: words for job, (_, words) in JOBS.items()} | {f"{first} a": f"{JOBS[first][1]} parallel.dense=a"} | UPDATES
     results: dict[str, Any] = {job: invariance.losses(words, communicator) for job, words in jobs.items()}
-    results["files"] = shards_on_ranks.checkpoint(Path(out).with_suffix(""), FILES + " parallel.dense=a" * (not alone), communicator)
+    results["files"] = shards_on_ranks.checkpoint(Path(folder), FILES + " parallel.dense=a" * (not alone), communicator)
     results["left out"] = {precision: left_out(communicator, precision) for precision in ("fp64", "fp16")}
     if not alone:
         faulty: Any = dense_on_ranks.NotSummed(communicator)
         words = f"{JOBS['one layer'][1]} parallel.dense=a"
         results["faulty"] = invariance.losses(words, faulty)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return results

@@ -1,26 +1,17 @@
-"""Runs on the ranks and writes {case: largest difference to one process}: dense layers cut over ranks, schemes a, b and c.
-
-python tests/support/dense_on_ranks.py ENGINE OUT.json
+"""Dense layers cut over ranks, schemes a, b and c: {case: largest difference to one process}, on the ranks.
 
 The differences are relative, of the losses and of all gradients of three steps of SGD with momentum in float64.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, part_of
-from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
-from hvdtrain.config.schema import CommConfig
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import alexnet, convnet
 from hvdtrain.frameworks.torch.parallel.buckets import Buckets
@@ -237,9 +228,7 @@ def evaluated(name: str, scheme: Scheme, communicator: Communicator) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def main(engine: str, out: str) -> None:
-    torch.set_num_threads(1)
-    communicator: Communicator = plugins.load("comm", engine, "").connect(placement(os.environ), CommConfig(engine=engine))
+def by_case(communicator: Communicator) -> dict[str, float]:
     size = communicator.size
     found: dict[str, float] = {}
     for scheme in SCHEMES:
@@ -251,11 +240,4 @@ def main(engine: str, out: str) -> None:
         found[f"variable batch {scheme}"] = largest_difference(in_turns, one_process_in_turns("alexnet", scheme, size))
         faulty: Any = NotSummed(communicator)
         found[f"faulty {scheme}"] = largest_difference(on_ranks("convnet", scheme, communicator, faulty), one_process("convnet", size))
-    everyone = communicator.allgather_object(found)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(everyone))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

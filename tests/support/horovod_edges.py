@@ -12,6 +12,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 import hvdtrain.horovod as hvd
 
@@ -103,9 +104,8 @@ def removed_sets_leave_no_threads() -> None:
         if handle is not None:
             assert hvd.synchronize(handle)[0] == 2
         hvd.barrier()
-        time.sleep(0.05)
         counts.append(threading.active_count())
-    assert counts[-1] <= counts[0], counts
+    wait_until(lambda: threading.active_count() <= counts[0], f"the end of all threads but the {counts[0]} of the first turn")
 
 
 def every_dtype_leaves_the_queue_whole() -> None:

@@ -32,7 +32,7 @@ class InMemory:
 
     def content(self, index: int) -> bytes:
         if index == self.endless:
-            time.sleep(60)
+            time.sleep(2000)
         file = io.BytesIO()
         Image.fromarray(pixels_of(index)).save(file, "png")
         return b"nothing" if index == self.broken else file.getvalue() + bytes(self.padding)

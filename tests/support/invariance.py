@@ -1,28 +1,18 @@
-"""Runs on the ranks: the loss curves of several jobs on one engine, as JSON from rank 0.
-
-python tests/support/invariance.py ENGINE OUT.json [unreduced | few_jax]
-
-unreduced: gradients are not added up, which the test must notice; few_jax: one job of JAX, which compiles for seconds on each rank
-"""
+"""The loss curves of several jobs on one engine, on the ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle, Op
-from hvdtrain.comm.placement import placement
+from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op
 from hvdtrain.config.read import configure
 from hvdtrain.core.digest import digest
 from hvdtrain.events.log import Event, Log
 from hvdtrain.training.begin import begin
-from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
@@ -146,23 +136,14 @@ def losses(
     }
 
 
-def main() -> None:
-    name, out = sys.argv[1:3]
-    config = configure(None, [f"comm.engine={name}"])
-    communicator, _ = connect(config, placement(os.environ))
-    used = Unreduced(communicator) if sys.argv[3:] == ["unreduced"] else communicator
-    jobs = FEW_JAX if sys.argv[3:] == ["few_jax"] else JOBS
-    if sys.argv[3:] == ["unreduced"]:
+def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, Any]:
+    """By job. how: few_jax: one job of JAX, which compiles for seconds on each rank; unreduced: gradients are not added up."""
+    used = Unreduced(communicator) if how == "unreduced" else communicator
+    jobs = FEW_JAX if how == "few_jax" else JOBS
+    if how == "unreduced":
         jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs.pop("torch softmax, micro-batches")
         jobs = {job: f"{words} comm.reduce=bucket" if "torch" in job else words for job, words in jobs.items()}  # not past the communicator
-    if name == "torchdist":
+    if engine == "torchdist":
         jobs = {job: words.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, words in jobs.items()}
-    results = {job: losses(words, used) for job, words in jobs.items()}
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main()
+    return {job: losses(words, used) for job, words in jobs.items()}

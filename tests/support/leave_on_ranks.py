@@ -1,4 +1,4 @@
-"""Four ranks of torchdist of which rank 0 is lost: python tests/support/leave_on_ranks.py OUT, once for each rank.
+"""Four ranks of torchdist of which rank 0 is lost.
 
 Of the others rank 1 waits for rank 3 in a collective that rank 3 does not begin, and rank 3 for rank 1 in one that rank 1 has given up.
 Each line of OUT: the rank before, after, who is lost, the seconds that it took to go on, and a sum of the ranks that are left.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 
 import numpy as np
@@ -17,25 +16,27 @@ import numpy as np
 from hvdtrain.comm import torchdist
 from hvdtrain.comm.placement import placement
 
-ranks = torchdist.connect(placement(os.environ))
-ranks.be_ready_to_shrink()
-first = ranks.rank
-x, y = np.ones(9), np.ones(9)
-if first == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-if first == 2:
-    time.sleep(1)
-began_s = time.monotonic()
-try:
-    under_way = [ranks.start_broadcast(x, "x", root=0)]
-    if first == 1:
-        under_way.append(ranks.start_broadcast(y, "y", root=3))
-    under_way[0].wait()
-except RuntimeError as error:
-    assert ranks.is_loss(error), error
-lost = ranks.shrink()
-took_s = time.monotonic() - began_s
-total = ranks.allreduce(np.array([10.0**first]), "total")
-with open(sys.argv[1], "a") as file:
-    file.write(json.dumps([first, ranks.rank, lost, took_s, total.tolist()]) + "\n")
-ranks.close()
+
+def main(out: str) -> None:
+    ranks = torchdist.connect(placement(os.environ))
+    ranks.be_ready_to_shrink()
+    first = ranks.rank
+    x, y = np.ones(9), np.ones(9)
+    if first == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if first == 2:
+        time.sleep(1)
+    began_s = time.monotonic()
+    try:
+        under_way = [ranks.start_broadcast(x, "x", root=0)]
+        if first == 1:
+            under_way.append(ranks.start_broadcast(y, "y", root=3))
+        under_way[0].wait()
+    except RuntimeError as error:
+        assert ranks.is_loss(error), error
+    lost = ranks.shrink()
+    took_s = time.monotonic() - began_s
+    total = ranks.allreduce(np.array([10.0**first]), "total")
+    with open(out, "a") as file:
+        file.write(json.dumps([first, ranks.rank, lost, took_s, total.tolist()]) + "\n")
+    ranks.close()

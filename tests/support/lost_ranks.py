@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from faults import events, newest
+from ports import free_port
 from ranks import ROOT, Job, Result, python
 from safetensors.numpy import load_file
 
 SYNC_EVERY = 3  # steps
 KILLED_RANKS = str(ROOT / "tests" / "support" / "killed_ranks.py")
 DATA = "data.name=synthetic data.shape=[8,8,3] data.samples=200 data.val_samples=40 batch.size=24 batch.evaluate=5 epochs=4"
-RULE = "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 guard.equal_steps=6 guard.stall_s=20"
+RULE = "speed.precision=fp64 optim.name=sgd optim.base_lr=0.05 guard.equal_steps=6 guard.stall_s=300"
 WHEN = f"log.every_steps={SYNC_EVERY} log.every_s=0 checkpoint.every_steps=6"
 MODELS = {
     "torch": "model.name=convnet model.widths=[3,4] model.dense=[7] norm.kind=sync comm.bucket_mb=0.001",
@@ -36,13 +36,11 @@ def start(engine: str, size: int, argv: Sequence[str], stack: contextlib.ExitSta
     """mpi: one mpirun; torchdist: a process for each rank, which nothing ends when another one does."""
     if engine == "mpi":
         options = ["--with-ft", "ulfm"] if ulfm else []
-        return [stack.enter_context(Job(size, [*argv, "comm.engine=mpi"], env=ENV, options=options, timeout_s=100))]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HVDTRAIN_SECRET": "of the test", **ENV}
+        return [stack.enter_context(Job(size, [*argv, "comm.engine=mpi"], env=ENV, options=options))]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HVDTRAIN_SECRET": "of the test", **ENV}
     shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [stack.enter_context(Job(0, [*argv, "comm.engine=torchdist"], env=env, timeout_s=100)) for env in each]
+    return [stack.enter_context(Job(0, [*argv, "comm.engine=torchdist"], env=env)) for env in each]
 
 
 def finish(engine: str, size: int, argv: Sequence[str], *, ulfm: bool = True) -> list[Result]:

@@ -1,24 +1,19 @@
-"""Counts on the ranks the tensors of real steps, and what they send, and writes {case: {"counted": ..., "predicted": ...}}.
+"""Counts on the ranks the tensors of real steps, and what they send: {case: {"counted": ..., "predicted": ...}}.
 
-python tests/support/memory_on_ranks.py ENGINE OUT.json CASE ...     a case: "stage recompute passes", as "2 all 1", of a small image GPT;
+A case: "stage recompute passes", as "2 all 1", of a small image GPT;
 or SAMPLES:MODEL WORDS, as "4:wide_resnet model.widths=[16,160,320,640] shard.stage=1", of images of 32x32 or of 256 tokens
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.counted import Moved, counted
-from hvdtrain.comm.placement import placement
 from hvdtrain.config.length import read_length
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
@@ -30,7 +25,7 @@ from hvdtrain.frameworks.torch.predict_memory import mark, planned_work
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.build import build_learner
 
 SAMPLES = 8
 
@@ -71,8 +66,8 @@ def by_kind(moved: Iterable[Moved]) -> dict[str, int]:
     return dict(found)
 
 
-def main(engine: str, out: str, cases: list[str]) -> None:
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
+def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
+    """What each case takes and sends, and what was planned."""
     found, moved = {}, list[Moved]()
     communicator = counted(communicator, moved)  # once: torch keeps the first one that it makes process groups of
     for case in cases:
@@ -98,10 +93,4 @@ def main(engine: str, out: str, cases: list[str]) -> None:
         found[case] = {"counted": real, "sum": max(size for size, _ in ranks), "predicted": planned.named(), "step": planned.step}
         found[case]["sent"] = [sent for _, sent in ranks][: len(works)]  # by the first rank of each stage
         found[case]["planned to send"] = [by_kind(work.moved) for work in works]
-        if communicator.rank == 0:
-            Path(out).write_text(json.dumps(found))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    return found

@@ -1,18 +1,13 @@
-"""Runs on the ranks and writes {case: [what each rank found]}; and a model whose loss becomes infinite or NaN.
-
-python tests/support/nonfinite_on_ranks.py ENGINE OUT.json
+"""A model whose loss becomes infinite or NaN, and {case: what a rank found}.
 
 In every case the loss of the last rank alone is not finite in the second of three steps.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +16,6 @@ from torch import nn
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.digest import digest
@@ -151,14 +145,6 @@ def cases(communicator: Communicator, engine: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main(name: str, out: str) -> None:
+def by_case(communicator: Communicator, engine: str) -> dict[str, Any]:
     warnings.simplefilter("error")
-    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    everyone = communicator.allgather_object(cases(communicator, name))
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps({case: [one[case] for one in everyone] for case in everyone[0]}))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return cases(communicator, engine)

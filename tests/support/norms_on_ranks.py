@@ -1,6 +1,4 @@
-"""Runs on the ranks and writes {case: largest difference from one process, over all ranks}.
-
-python tests/support/norms_on_ranks.py ENGINE OUT.json
+"""Norms over ranks beside one process: {case: largest difference}, on the ranks.
 
 Every case computes on all ranks before results are compared, so that a wrong number on one rank lets no other rank wait.
 """
@@ -8,21 +6,15 @@ Every case computes on all ranks before results are compared, so that a wrong nu
 from __future__ import annotations
 
 import copy
-import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence, Sized
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.frameworks.stopwatch import HostStopwatch
 from hvdtrain.frameworks.torch.models import convnet
@@ -186,15 +178,7 @@ def cases(engine: str) -> dict[str, Case]:
     return found | {"far_from_zero-fp32": far_from_zero, "one_value-fp32": one_value_in_all}
 
 
-def main(name: str, out: str) -> None:
+def apart_by_case(communicator: Communicator, engine: str) -> dict[str, float]:
+    """The largest difference from one process."""
     warnings.simplefilter("error")
-    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    mine = {case: run(communicator) for case, run in cases(name).items()}
-    everyone = communicator.allgather_object(mine)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps({case: max(one[case] for one in everyone) for case in mine}))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {case: run(communicator) for case, run in cases(engine).items()}

@@ -1,4 +1,4 @@
-"""A loop of 15 lines on this rank: `own_loop_on_ranks.py OUT.json [--kill STEP RANK] [--signal STEP RANK] key=value ...`.
+"""A loop of 15 lines on this rank, which takes [--kill STEP RANK] [--signal STEP RANK] key=value ...
 
 Rank 0 writes the weights, the losses and how the loop ended; --kill and --signal send a rank SIGKILL or SIGUSR2 after a step.
 """
@@ -21,8 +21,8 @@ import hvdtrain as ht
 SAMPLES, BATCH, EPOCHS = 100, 7, 3  # uneven shares, and batches across the ends of epochs
 
 
-def main(out: Path, arguments: list[str]) -> int:
-    faults = {}
+def main(out: str, *words: str) -> int:
+    faults, arguments = {}, list(words)
     while arguments and arguments[0].startswith("--"):
         faults[int(arguments[1]), int(arguments[2])] = {"--kill": signal.SIGKILL, "--signal": signal.SIGUSR2}[arguments[0]]
         arguments = arguments[3:]
@@ -73,9 +73,9 @@ def main(out: Path, arguments: list[str]) -> int:
             "lr": optimizer.param_groups[0]["lr"],
             "notes": notes,
         }
-        out.write_text(json.dumps(result))
+        Path(out).write_text(json.dumps(result))
     return code
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+if __name__ == "__main__":  # as a script of a user's: launch --elastic looks for the run folder in its words
+    sys.exit(main(*sys.argv[1:]))

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ranks import python
+from ranks import HANG_S, python
 
 RESULTS = "pages.json"
 TOLERANCE = 0.03  # of a loss or an accuracy on another machine, where sums round otherwise
@@ -32,7 +32,7 @@ _FENCE = re.compile(r"^```(\w*) ?(\S*)$")
 _TIMING = re.compile(r"\d+\.\d+(?= s\b)|[\d,]+(?= (?:images|samples|tokens)/s)")  # differs from run to run
 _EPOCH = re.compile(r"^( +\d+) +\d+\.\d +\d+\.\d +\d+ (?= )")  # a line of hvdtrain: epoch, seconds, epoch s, images/s or samples/s
 _NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d{4,}(?!\d)")  # a loss or an accuracy
-_MPIRUN = 'mpirun() { timeout -k 5 60 mpirun "$@"; }\n'
+_MPIRUN = f'mpirun() {{ timeout -k 5 {HANG_S:g} mpirun "$@"; }}\n'
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path, folder: Path, timeout_s: float) -> dict[int, Result]:
+def run_page(page: Path, folder: Path) -> dict[int, Result]:
     """Runs a page in a process of its own, up to the first block that fails; returns the outcome of each block by its number."""
-    done = python([__file__, str(page.resolve()), str(folder)], timeout_s=timeout_s)
+    done = python([__file__, str(page.resolve()), str(folder)])
     path = folder / RESULTS
     results = [Result(**fields) for fields in map(json.loads, path.read_text().splitlines() if path.exists() else ())]
     last = results[-1].number if results else 0

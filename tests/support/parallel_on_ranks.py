@@ -1,19 +1,15 @@
-"""Runs on the ranks: the loss curves of jobs on meshes of one engine, and the files of a checkpoint, as JSON from rank 0.
+"""The loss curves of jobs on meshes, and the files of a checkpoint, on the ranks.
 
-python tests/support/parallel_on_ranks.py ENGINE OUT.json [MESH ...] [few]
-
-MESH: words of a configuration, as in parallel.tensor=2,shard.stage=1; none: one process; with parallel.sequence=true the jobs of gpt. few:
-some jobs. On two ranks of mpi the job "unsummed" is one in which ranks do not add up the gradients that their parts of a layer give, which
-the test must notice; with parallel.sequence=true "positions" has the losses of a job, and of one whose ranks do not add up those of norms
-and positions, "masks" says what dropout drops.
+A mesh is words of a configuration, as in parallel.tensor=2,shard.stage=1; none: one process; with parallel.sequence=true the jobs of gpt.
+few: some jobs. On two ranks of mpi the job "unsummed" is one in which ranks do not add up the gradients that their parts of a layer give,
+which the test must notice; with parallel.sequence=true "positions" has the losses of a job, and of one whose ranks do not add up those of
+norms and positions, "masks" says what dropout drops.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +17,9 @@ import invariance
 import shards_on_ranks
 import torch
 
-from hvdtrain.comm.communicator import Buffer, Op
-from hvdtrain.comm.placement import placement
-from hvdtrain.config.read import configure
+from hvdtrain.comm.communicator import Buffer, Communicator, Op
 from hvdtrain.core.digest import digest
 from hvdtrain.errors import UserError
-from hvdtrain.training.build import connect
 
 GPT = (
     "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=2 model.heads=4 model.width=24 "
@@ -145,16 +138,15 @@ def masks(mesh: str, communicator: object) -> dict[str, list]:
     return {name: [one[name][0] for one in everyone] for name in found}
 
 
-def main(engine: str, out: str, *words: str) -> None:
-    meshes = [word for word in words if word != "few"]
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}", *(["parallel.tensor=2"] if meshes else [])]), placement(os.environ))
-    results: dict[str, dict] = {}
+def curves(communicator: Communicator, engine: str, folder: str, meshes: list[str], few: bool) -> dict[str, Any]:
+    """By job and mesh; folder: of the checkpoints. Without a mesh: one process."""
+    results: dict[str, Any] = {}
     for mesh in meshes or ("",):
         options = mesh.replace(",", " ")
-        for job in jobs_on(mesh, "few" in words):
+        for job in jobs_on(mesh, few):
             results[f"{job} / {mesh}"] = invariance.losses(f"{JOBS[job]} {options}", communicator)
         for name in files_on(mesh):
-            run = Path(out).with_suffix(f".{len(results)}")
+            run = Path(folder, str(len(results)))
             results[f"{name} / {mesh}"] = shards_on_ranks.checkpoint(run, f"{OF_FILES[name]} {options}", communicator)
     if engine == "mpi" and communicator.size == 2:
         results["refused"] = {model: refusal(model, communicator) for model in ("HalfAPlan", "CutOutputs")}
@@ -164,10 +156,4 @@ def main(engine: str, out: str, *words: str) -> None:
             steep = f"{JOBS['gpt, uneven']} optim.base_lr=1 {meshes[-1].replace(',', ' ')}"
             results["positions"] = [invariance.losses(steep, each)["losses"] for each in (communicator, unsummed)]
             results["masks"] = masks(meshes[-1], communicator)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return results

@@ -1,18 +1,13 @@
-"""Runs on the ranks: the loss curves of jobs on pipelines of one engine, and the files of a checkpoint, as JSON from rank 0.
+"""Loss curves of jobs on pipelines, and the files of a checkpoint, on the ranks.
 
-python tests/support/pipeline_jobs_on_ranks.py ENGINE OUT.json [few | faulty | half] [MESH ...]
-
-MESH: words of a configuration, as in parallel.pipeline=2,shard.stage=1; none: one process. faulty: one more job, with a fault. half: only
-jobs in 16 bits, beside one in 32 bits of one process, and a step in which a gradient of the last stage overflows.
+A mesh is words of a configuration, as in parallel.pipeline=2,shard.stage=1.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import invariance
 import nonfinite_on_ranks
@@ -22,13 +17,10 @@ import torch
 from parallel_on_ranks import CLIPPED, GPT
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
-from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
 from hvdtrain.frameworks.torch.precision import NAME as LOSS_SCALE
-from hvdtrain.training.build import connect
 from hvdtrain.training.replicas.compare import check_equal
 
 MLP = "model.name=mlp model.widths=[24,12,8] max_steps=6"
@@ -99,26 +91,21 @@ def overflow(communicator: Communicator) -> list[list[dict[str, Any]]]:
     return communicator.allgather_object(found)
 
 
-def main(engine: str, out: str, *words: str) -> None:
-    meshes = [word for word in words if "=" in word]
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
-    results: dict[str, dict] = {}
-    if "half" in words:
-        results |= {"overflow": overflow(communicator), **in_16_bits(communicator)}
-    for mesh in () if "half" in words else meshes or ("shard.stage=0",):
+def curves(communicator: Communicator, folder: str, meshes: list[str], few: bool, faulty: bool) -> dict[str, Any]:
+    """By job and mesh; folder: of the checkpoints. Without a mesh: one process."""
+    results: dict[str, Any] = {}
+    for mesh in meshes or ("shard.stage=0",):
         options = mesh.replace(",", " ")
-        jobs = {job: words_of for job, words_of in JOBS.items() if "few" not in words or job in FEW}
+        jobs = {job: words_of for job, words_of in JOBS.items() if not few or job in FEW}
         results |= {f"{job} / {mesh}": invariance.losses(f"{words_of} {options}", communicator) for job, words_of in jobs.items()}
-        run = Path(out).with_suffix(f".{len(results)}")
-        results[f"files / {mesh}"] = shards_on_ranks.checkpoint(run, f"{OF_FILES} {options}", communicator)
-    if "faulty" in words:
-        Pipelined.add_tied = lambda self: None  # type: ignore[method-assign]  # each copy has the gradient of its own stage
-        results["altered"] = altered(communicator)
-        results["faulty"] = invariance.losses(f"{JOBS['gpt, tied']} parallel.pipeline=2", communicator)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
+        results[f"files / {mesh}"] = shards_on_ranks.checkpoint(Path(folder, str(len(results))), f"{OF_FILES} {options}", communicator)
+    if faulty:
+        with mock.patch.object(Pipelined, "add_tied", lambda self: None):  # each copy has the gradient of its own stage
+            results["altered"] = altered(communicator)
+            results["faulty"] = invariance.losses(f"{JOBS['gpt, tied']} parallel.pipeline=2", communicator)
+    return results
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def half(communicator: Communicator) -> dict[str, Any]:
+    """Jobs in 16 bits, beside one in 32 bits of one process, and a step in which a gradient of the last stage overflows."""
+    return {"overflow": overflow(communicator), **in_16_bits(communicator)}

@@ -1,6 +1,4 @@
-"""Runs on the ranks and writes {case: the largest relative difference to the whole model, over ranks}: pipelines of every schedule.
-
-python tests/support/pipeline_on_ranks.py ENGINE RANKS_OF_A_PIPELINE OUT.json
+"""Pipelines of every schedule beside the whole model: {case: the largest relative difference}, on the ranks.
 
 Three steps of SGD in float64: losses, every gradient, and what the last model gives in evaluation mode. Each rank trains the whole model
 beside. The names that begin with "faulty" are pipelines with a fault, which the test must notice.
@@ -8,24 +6,17 @@ beside. The names that begin with "faulty" are pipelines with a fault, which the
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import Buffer, Communicator, Handle
-from hvdtrain.comm.placement import placement
 from hvdtrain.comm.process_group import start_process_group
-from hvdtrain.config import plugins
 from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts
 from hvdtrain.frameworks.torch.parallel.pipeline.executor import Pipeline, Spent, measured_bubble
@@ -201,10 +192,9 @@ def bubble_of_a_job(pipe: Communicator, schedule: Schedule, virtual: int, micro:
     return measured_bubble(spent)
 
 
-def main(engine: str, size: str, out: str) -> None:
-    torch.set_num_threads(1)
-    communicator: Communicator = plugins.load("comm", engine, "tests").connect(placement(os.environ))
-    pipe, data = communicator.split(communicator.rank // int(size)), communicator.split(communicator.rank % int(size))
+def apart_by_case(communicator: Communicator, engine: str, size: int) -> dict[str, Any]:
+    """The largest difference from the whole model, of pipelines of `size` ranks; and the share of time that stages wait."""
+    pipe, data = communicator.split(communicator.rank // size), communicator.split(communicator.rank % size)
     assert pipe is not None and data is not None
     found: dict[str, Any] = {}
     for case in cases():
@@ -216,14 +206,14 @@ def main(engine: str, size: str, out: str) -> None:
     if engine == "mpi" and pipe.size == communicator.size:
         for schedule in (ScheduleGPipe, Schedule1F1B):
             found[f"torch's {schedule.__name__}"] = max(communicator.allgather_object(torchs_own(pipe, schedule)))
-        dist.destroy_process_group()
-    found["bubbles"] = {f"{schedule} {m}": bubbles(pipe, schedule, v, m) for schedule, v, m in BUBBLES}
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(found))
-    communicator.close()
+    return found
+
+
+def measured_bubbles(communicator: Communicator, size: int) -> dict[str, Any]:
+    """The share of time that stages wait, measured and predicted."""
+    pipe = communicator.split(communicator.rank // size)
+    assert pipe is not None
+    return {f"{schedule} {m}": bubbles(pipe, schedule, v, m) for schedule, v, m in BUBBLES}
 
 
 BUBBLES: tuple[tuple[Schedule, int, int], ...] = (("gpipe", 1, 1), ("1f1b", 1, 6), ("interleaved", 2, 4))
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,6 @@
-"""Runs on the ranks: programs of new users, one after the other, each in a folder of its own; what each ended with, as JSON from rank 0.
+"""Programs of new users on the ranks, one after the other, each in a folder of its own; what each ended with, as JSON from rank 0.
 
-python tests/support/programs_on_ranks.py FOLDER PROGRAM.py ... [resumed]
-resumed: the job of FOLDER/resumed goes on, with a worker on each rank
+resumed, as the last one: the job of FOLDER/resumed goes on, with a worker on each rank.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import sys
 from pathlib import Path
 
 import hvdtrain
@@ -26,8 +24,8 @@ RESUMED = {
 }
 
 
-def main() -> None:
-    folder, *programs = map(Path, sys.argv[1:])
+def main(home: str, *names: str) -> None:
+    folder, *programs = map(Path, (home, *names))
     ended = {}
     for program in programs:
         here = folder / program.stem
@@ -40,7 +38,3 @@ def main() -> None:
         ended[program.stem] = {"rank": run.rank, "code": run.code, "why": run.why, "objective": run.objective, "best": run.best}
     if run.rank == 0:
         (folder / "ended.json").write_text(json.dumps(ended))
-
-
-if __name__ == "__main__":
-    main()

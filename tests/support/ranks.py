@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
+from record import note
 
 from hvdtrain.comm.placement import placement
 from hvdtrain.errors import UserError
@@ -49,6 +50,7 @@ needs_horovod = pytest.mark.skipif(
 ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", marks=[needs_mpirun, needs_horovod])]
 
 
+HANG_S = 900.0  # whatever takes so long hangs: on an idle machine the longest takes a minute
 FULL = os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"  # every row of the largest tables, which take an hour or more; else some of each
 
 
@@ -71,13 +73,13 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
 
 
-def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Result:
+def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Result:
     """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past timeout_s."""
     with Job(size, argv, timeout_s=timeout_s, env=env, cwd=cwd) as job:
         return job.wait()
 
 
-def python(argv: Sequence[str], *, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Result:
+def python(argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None) -> Result:
     """`python ARGV` without a launcher, to its end; `env` may have the variables of one."""
     with Job(0, argv, timeout_s=timeout_s, env=env) as job:
         return job.wait()
@@ -91,15 +93,14 @@ class Job:
         size: int,
         argv: Sequence[str],
         *,
-        timeout_s: float = 60,
+        timeout_s: float = HANG_S,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         options: Sequence[str] = (),
     ) -> None:
         """options: of mpirun."""
-        if count := os.environ.get("HVDTRAIN_TEST_STARTS"):  # a file: a line for each start
-            with open(count, "a") as file:
-                file.write(f"{size} {os.environ.get('PYTEST_CURRENT_TEST', '')}\n")
+        if size:
+            note({"ranks": size})
         launcher = [mpirun_path() or "mpirun", *options, "-np", str(size)] if size else []
         command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
@@ -143,6 +144,14 @@ class Job:
                 if place.launcher != "none":
                     ranks[place.rank] = pid
         return ranks
+
+    def is_running(self) -> bool:
+        """Whether mpirun is."""
+        return self._process.poll() is None
+
+    def errors(self) -> str:
+        """What the job has printed so far to its standard error."""
+        return _text(self._stderr)
 
     def output(self) -> str:
         """What the job has printed so far."""

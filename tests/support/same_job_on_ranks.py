@@ -1,11 +1,7 @@
-"""Compares the ranks of a job of which the last one differs, in seven ways; rank 0 writes {case: [message of each rank]} and seconds.
-
-python tests/support/same_job_on_ranks.py ENGINE FOLDER
-"""
+"""Compares the ranks of a job of which the last one differs, in seven ways: {case: message}, on the ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -17,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
 from hvdtrain.data.source import ArraySource
@@ -104,15 +98,7 @@ def write_metadata(folder: Path, package: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
 
 
-def main(engine: str, folder: str) -> None:
+def found(communicator: Communicator, folder: str) -> dict[str, Any]:
+    """What cases() gives; with a path and an environment that are those of before."""
     warnings.simplefilter("error")
-    communicator: Communicator = plugins.load("comm", engine, "tests").connect(placement(os.environ))
-    of_all = communicator.allgather_object(cases(communicator, Path(folder) / str(communicator.rank)))
-    if communicator.rank == 0:
-        found = {case: [one["messages"][case] for one in of_all] for case in of_all[0]["messages"]}
-        Path(folder, "found.json").write_text(json.dumps({"found": found, "seconds": max(one["seconds"] for one in of_all)}))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return cases(communicator, Path(folder) / str(communicator.rank))

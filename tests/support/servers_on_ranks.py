@@ -1,33 +1,29 @@
-"""Runs on the ranks: jobs with parameter servers on one engine, as JSON from rank 0.
+"""Jobs with parameter servers on one engine, on the ranks.
 
-python tests/support/servers_on_ranks.py ENGINE OUT.json SERVERS [few] [faulty]
-
-SERVERS 0: one process. Jobs with servers.bound=0 give a loss curve, one of each rule; the others say how old gradients were, with the last
-rank twenty times as slow as the others. Sync points are close: with a bound of 1 two workers take turns from the third ticket on, so that
-the fast one is ahead by two in each window, on a busy machine too. faulty: one more job, whose servers leave out the gradient of a worker.
+Without servers: one process. Jobs with servers.bound=0 give a loss curve, one of each rule; the others say how old gradients were, with
+the last rank twenty times as slow as the others. Sync points are close: with a bound of 1 two workers take turns from the third ticket
+on, so that the fast one is ahead by two in each window, on a busy machine too. faulty: one more job, whose servers leave out the gradient
+of a worker.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import invariance
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.events.log import Event, Log
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import AllWorkers
 from hvdtrain.training.begin import begin
-from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.build import build_learner
 from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
@@ -97,21 +93,14 @@ def staleness(words: str, communicator: Communicator) -> dict[str, Any]:
     return {"ages": ages, "workers": workers, "count": count, "steps": now.progress.step}
 
 
-def main(engine: str, out: str, servers: str, *words: str) -> None:
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}"]), placement(os.environ))
+def curves(communicator: Communicator, servers: int, few: bool, faulty: bool) -> dict[str, Any]:
     of_servers = f"servers.count={servers}"
-    jobs = {name: words_of for name, words_of in JOBS.items() if "few" not in words or name in FEW}
+    jobs = {name: words_of for name, words_of in JOBS.items() if not few or name in FEW}
     found: dict[str, Any] = {"jobs": {name: invariance.losses(f"{of_job} {of_servers}", communicator) for name, of_job in jobs.items()}}
-    if int(servers):
+    if servers:
         found["one ticket"] = staleness(f"{SLOW} {of_servers} servers.bound=4 log.every_steps=1 max_steps=6", communicator)
         found["stale"] = {bound: staleness(f"{SLOW} {of_servers} servers.bound={bound}", communicator) for bound in BOUNDS}
-    if "faulty" in words:
-        AllWorkers.chosen = lambda self: self._workers[:-1]  # type: ignore[method-assign]
-        found["faulty"] = invariance.losses(f"{JOBS['sgd, micro-batches']} {of_servers} max_steps=4", communicator)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(found))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if faulty:
+        with mock.patch.object(AllWorkers, "chosen", lambda self: self._workers[:-1]):
+            found["faulty"] = invariance.losses(f"{JOBS['sgd, micro-batches']} {of_servers} max_steps=4", communicator)
+    return found

@@ -1,23 +1,11 @@
-"""Runs on the ranks: the loss curves of jobs with every shard.stage on one engine, as JSON from rank 0.
-
-python tests/support/shards_on_ranks.py ENGINE STAGES OUT.json [few] [muon] [nodes] [jax]
-
-few: some jobs; muon: those with optim.name=muon; nodes: the ranks are on two hosts of half as many each; jax: jobs of that framework, and
-the files of a checkpoint. The job "averaged" is the first one with reductions that give the mean over ranks, which the test must notice.
-
-python tests/support/shards_on_ranks.py ENGINE skipping
-
-The job "empty shares" with stage 3, in which ranks without samples do not call the model: the others wait for them.
-"""
+"""The loss curves of jobs with every shard.stage on one engine, on the ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle
-from hvdtrain.comm.placement import placement
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import Diverged
 from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.training.build import build_learner, connect
+from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.datasets import open_datasets
@@ -178,43 +165,29 @@ def skipping(engine: str) -> None:
         sys.exit(failed.code)
 
 
-def main(engine: str, stages: str, out: str, *how: str) -> None:
-    if "nodes" in how:
-        rank, half = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
-        os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank % half), "OMPI_COMM_WORLD_LOCAL_SIZE": str(half)}
-    if "jax" in how:  # one program serves many jobs
-        cache = tempfile.TemporaryDirectory()
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    words = ["shard.stage=1", "shard.group=node"] if "nodes" in how else []
-    communicator, _ = connect(configure(None, [f"comm.engine={engine}", *words]), placement(os.environ))
+def curves(communicator: Communicator, folder: str, stages: str, *how: str) -> dict[str, Any]:
+    """By job and stage. how: few: some jobs; muon: those with optim.name=muon; nodes: the ranks are on two hosts of half as many each; jax:
+    jobs of that framework, and the files of a checkpoint in `folder`. "averaged" is the first job with reductions that give the mean over
+    ranks, which the test must notice.
+    """
     group = " shard.group=node" if "nodes" in how else ""
-    results: dict[str, dict] = {}
+    results: dict[str, Any] = {}
     jobs = jobs_of(*how)
     for stage in stages.split(","):
         for job, options in jobs.items():
             results[f"{job}, stage {stage}"] = invariance.losses(f"{options} shard.stage={stage}{group}", communicator)
         if "jax" in how:
-            run = Path(out).with_suffix(f".{stage}")
-            results[f"files, stage {stage}"] = checkpoint(run, f"{jobs['mlp, novograd']} shard.stage={stage}", communicator)
+            results[f"files, stage {stage}"] = checkpoint(Path(folder, stage), f"{jobs['mlp, novograd']} shard.stage={stage}", communicator)
     if "jax" in how and communicator.size > 1:  # compared on these ranks: each estimates it from its own gradient
         stages_and_none = ["0", *stages.split(",")]
         results["noise scales"] = {
             s: invariance.losses(f"{NOISE_SCALE} shard.stage={s}", communicator)["noise_scales"] for s in stages_and_none
         }
-    if engine == "mpi" and not group and FEW[0] in jobs:  # groups are not the communicator that averages
+    if communicator.name == "mpi" and not group and FEW[0] in jobs:  # groups are not the communicator that averages
         if dist.is_initialized():
             dist.destroy_process_group()  # the next one is over the communicator that averages
         last = f"{jobs[FEW[0]]} shard.stage={stages[-1]}{group}"
         results["averaged"] = invariance.losses(last, Averaged(communicator))
     if group:
         results["altered"] = {stage: altered(communicator, stage) for stage in stages.split(",")}
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    if sys.argv[2:] == ["skipping"]:
-        skipping(sys.argv[1])
-    else:
-        main(*sys.argv[1:])
+    return results

@@ -1,24 +1,14 @@
-"""Runs on the ranks and writes {case: what all ranks found}: reductions of gradients, by hand.
-
-python tests/support/strategies_on_ranks.py ENGINE OUT.json
-"""
+"""Reductions of gradients by hand, on the ranks: {case: what all ranks found}."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
-from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
-from hvdtrain.config.schema import CommConfig
 from hvdtrain.core.arrays import Arrays, Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.progress import Hyper
@@ -165,9 +155,7 @@ def sums(communicator: Communicator) -> dict[str, Any]:
     return found
 
 
-def main(name: str, out: str) -> None:
-    place = placement(os.environ)
-    communicator: Communicator = plugins.load("comm", name, "").connect(place, CommConfig(engine=name))
+def everything(communicator: Communicator, engine: str) -> dict[str, Any]:
     found = {
         "local": local(communicator),
         "post-local": post_local(communicator),
@@ -175,14 +163,8 @@ def main(name: str, out: str) -> None:
         "sums": sums(communicator),
         "tuned": tuned(communicator),
     }
-    if name != "horovod":
+    if engine != "horovod":
         found["bf16"] = compression(communicator, "bf16")
     elif communicator.size == 2:
         found["adasum"] = adasum(communicator)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(found))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return found

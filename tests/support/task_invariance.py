@@ -1,23 +1,16 @@
-"""Runs on the ranks: the loss curves of other tasks than classification on one engine, as JSON from rank 0.
+"""The loss curves of other tasks than classification on one engine, on the ranks.
 
-python tests/support/task_invariance.py ENGINE OUT.json [no_jax] [no_torch_workers] [datasets_alone] [own_weights]
-no_jax: without the jobs of JAX; no_torch_workers: without workers that import torch; datasets_alone: users' Datasets; own_weights: no
-rank asks for the tokens of the others, of jobs with padding alone
+Words: no_jax: without the jobs of JAX; no_torch_workers: without workers that import torch; datasets_alone: users' Datasets; own_weights:
+no rank asks for the tokens of the others, of jobs with padding alone
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
+from typing import Any
 
 from invariance import losses
 
-from hvdtrain.comm.communicator import Buffer, Op
-from hvdtrain.comm.placement import placement
-from hvdtrain.config.read import configure
-from hvdtrain.training.build import connect
+from hvdtrain.comm.communicator import Buffer, Communicator, Op
 
 NUMBERS = "data.name=own_data:numbers task.name=regression model.name=linear optim.base_lr=0.02 max_steps=12"
 CLASSES = "data.name=own_data:classes model.name=linear optim.base_lr=0.5 max_steps=12"
@@ -76,22 +69,13 @@ class OwnWeights:
         return x if name == "step.weight" else self._communicator.allreduce(x, name, op)
 
 
-def main() -> None:
-    name, out, *words = sys.argv[1:]
+def curves(communicator: Communicator, engine: str, *words: str) -> dict[str, Any]:
     own = "own_weights" in words
-    communicator, _ = connect(configure(None, [f"comm.engine={name}"]), placement(os.environ))
     jobs = {
         job: options
         for job, options in JOBS.items()
         if (not own or "padded" in job) and not any(job in WITHOUT.get(word, ()) for word in words)
     }
-    if name == "torchdist":
+    if engine == "torchdist":
         jobs = {job: options.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, options in jobs.items()}
-    results = {job: losses(options, OwnWeights(communicator) if own else communicator) for job, options in jobs.items()}
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps(results))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main()
+    return {job: losses(options, OwnWeights(communicator) if own else communicator) for job, options in jobs.items()}

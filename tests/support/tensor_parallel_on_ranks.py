@@ -1,6 +1,4 @@
-"""Runs on the ranks and writes {case: {what: largest difference from the whole model, over all ranks}}.
-
-python tests/support/tensor_parallel_on_ranks.py ENGINE OUT.json
+"""Layers cut over ranks beside the whole model: {case: {what: largest difference}}, on the ranks.
 
 Every rank has the whole model too, and the same samples. Each case computes on all ranks before results are compared.
 """
@@ -8,14 +6,10 @@ Every rank has the whole model too, and the same samples. Each case computes on 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,8 +17,6 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain.comm.communicator import Buffer, Communicator, CompletedHandle, Handle, Op, part_of
-from hvdtrain.comm.placement import placement
-from hvdtrain.config import plugins
 from hvdtrain.core.pieces import Cut
 from hvdtrain.frameworks.torch.models import gpt, mlp
 from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
@@ -227,15 +219,6 @@ def cases() -> dict[str, Callable[[Communicator], Found]]:
     }
 
 
-def main(name: str, out: str) -> None:
+def apart_by_case(communicator: Communicator) -> dict[str, dict[str, float]]:
     warnings.simplefilter("error")
-    communicator: Communicator = plugins.load("comm", name, "tests").connect(placement(os.environ))
-    mine = {case: run(communicator) for case, run in cases().items()}
-    everyone = communicator.allgather_object(mine)
-    if communicator.rank == 0:
-        Path(out).write_text(json.dumps({case: {what: max(one[case][what] for one in everyone) for what in mine[case]} for case in mine}))
-    communicator.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {case: run(communicator) for case, run in cases().items()}

@@ -1,12 +1,11 @@
-"""Ranks that only pretend to train under a watchdog, and hang: `watchdog_on_ranks.py ENGINE STALL_S START_S HANG...`, HANG is RANK:HOW."""
+"""Ranks that only pretend to train under a watchdog, and hang: each word is RANK:HOW."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
+import signal
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -41,48 +40,47 @@ def alone(communicator: Communicator) -> None:
     communicator.allreduce(np.ones(3), "alone")
 
 
-def go_on(communicator: Communicator) -> None:
-    """No hang, but a while in which a test can suspend this process."""
-    for _ in range(20):
-        time.sleep(0.02)
+def stop(communicator: Communicator) -> None:
+    """Stopped by the system, for ever."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-HOW: dict[str, Callable[[Communicator], None]] = {"sleep": sleep, "loop": loop, "hold": hold, "alone": alone, "go_on": go_on}
+def suspend(communicator: Communicator) -> None:
+    """Stopped twice, until somebody sends SIGCONT."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def main(name: str, stall_s: float, start_s: float, hangs: dict[int, str]) -> None:
+HANGS = {call.__name__: call for call in (sleep, loop, hold, alone, stop, suspend)}
+
+
+def main(name: str, stall_s: float, start_s: float, *words: str) -> None:
+    hangs = {int(rank): how for rank, _, how in (word.partition(":") for word in words)}
     place, heartbeat = placement(os.environ), Heartbeat()
     guard = GuardConfig(stall_s=stall_s or None, start_s=start_s or None)
+    engine = None if name == "single" else plugins.load("comm", name, "tests")  # before the limits count: an import takes a second
     with Signals(place.rank) as signals, Watchdog(heartbeat, signals, guard, place.rank) as watchdog:
         heartbeat.beat("reading the data", 0, 0)
         if hangs.get(place.rank) == "never":
             say(place.rank, "never connects")
             time.sleep(1000)  # before it connects
-        communicator: Communicator = SingleProcessCommunicator() if name == "single" else plugins.load("comm", name, "tests").connect(place)
+        communicator: Communicator = engine.connect(place) if engine else SingleProcessCommunicator()
         heartbeat.beat("attaching the watchdog", 0, 0)
         watchdog.attach(communicator)
         if hangs.get(place.rank) == "start":
             say(place.rank, "builds endlessly")
-            HOW["sleep"](communicator)
+            sleep(communicator)
+        communicator.allreduce(np.ones(3), "sum")  # the first one connects the ranks
         heartbeat.training, heartbeat.limit = True, "stall_s"
         for step in range(HANGS_AT + 1):
             heartbeat.beat("step", 3, step)
             communicator.allreduce(np.ones(3), "sum")
-        heartbeat.beat("reading samples" if place.rank in hangs else "step", 3, step + 1)
         say(place.rank, "trained")
-        HOW[hangs.get(place.rank, "alone" if hangs else "go_on")](communicator)
+        heartbeat.beat("reading samples" if place.rank in hangs else "step", 3, step + 1)
+        HANGS[hangs.get(place.rank, "alone")](communicator)
         say(place.rank, f"received {signals.received or 'nothing'}")
         communicator.close()
 
 
 def say(rank: int, what: str) -> None:
     print(f"rank {rank} {what} at {time.time():.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main(
-        sys.argv[1],
-        float(sys.argv[2]),
-        float(sys.argv[3]),
-        {int(rank): how for rank, _, how in (word.partition(":") for word in sys.argv[4:])},
-    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dense_jobs_on_ranks import JOBS, UPDATES, jobs_of
+from pool import on_ranks
 from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -24,11 +25,7 @@ slow = pytest.mark.slow
 
 
 def run(tmp: Path, engine: str, size: int, how: str = "") -> dict:
-    out = tmp / f"{engine}-{size}.json"
-    argv = ["tests/support/dense_jobs_on_ranks.py", engine, str(out), how]
-    result = mpirun(size, argv, timeout_s=280) if size > 1 else python(argv, timeout_s=200)
-    assert result.returncode == 0, result.stderr
-    return dict(json.loads(out.read_text()))
+    return dict(on_ranks(engine, size, "dense_jobs_on_ranks:curves", str(tmp / f"{engine}-{size}"), how)[0])
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +152,7 @@ def events(run: Path, kind: str) -> list[dict]:
 
 def train(ranks: int, words: list[str]) -> None:
     argv = ["-m", "hvdtrain", *CNN, *words]
-    result = mpirun(ranks, [*argv, "comm.engine=mpi"], timeout_s=200) if ranks > 1 else python(argv, timeout_s=200)
+    result = mpirun(ranks, [*argv, "comm.engine=mpi"]) if ranks > 1 else python(argv)
     assert result.returncode == DONE, result.stderr
 
 

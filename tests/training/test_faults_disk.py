@@ -19,7 +19,6 @@ import pytest
 from faults import (
     CHECKPOINT_EVERY,
     ENV,
-    LIMIT_S,
     SYNC_EVERY,
     Command,
     Row,
@@ -34,7 +33,8 @@ from faults import (
     wait_for,
 )
 from PIL import Image
-from ranks import FULL, Job, Result, environment, mpirun_path, needs_horovod, needs_mpirun, python
+from ranks import FULL, HANG_S, Job, Result, environment, mpirun_path, needs_horovod, needs_mpirun, python
+from waiting import wait_until
 
 from hvdtrain.errors import DONE, REQUEUE, USER
 
@@ -45,7 +45,7 @@ NUMPY = Command("mpi", 2, ("checkpoint.keep_last=20",), framework="numpy")
 
 def test_a_kill_before_any_call_of_a_write_leaves_a_good_checkpoint(tmp_path: Path) -> None:
     start = time.monotonic()
-    result = python(["tests/support/killed_at.py", str(tmp_path)], timeout_s=240, env=ENV)
+    result = python(["tests/support/killed_at.py", str(tmp_path)], env=ENV)
     assert result.returncode == 0, result
     trials = [json.loads(line) for line in result.stdout.splitlines()]
     wrong = [t for t in trials if (t["code"], t["equal"]) != (DONE, True) or t["good"] < 4]
@@ -125,7 +125,7 @@ class Disk:
     def __init__(self, inside: Path, size: str) -> None:
         inside.mkdir()
         self.inside = inside
-        words = f'mount -t tmpfs -o size={size} none "$0" && echo mounted && exec sleep 300'
+        words = f'mount -t tmpfs -o size={size} none "$0" && echo mounted && exec sleep 100000'
         self.holder = subprocess.Popen(
             ["unshare", "-m", "sh", "-c", words, str(inside)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -137,17 +137,17 @@ class Disk:
         launcher = [mpirun_path() or "", "-np", str(command.size)] if command.size else []
         enter = [*self.enter(), *launcher, sys.executable]
         code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-        return Job(0, ["-c", code, *enter, *command.argv(self.inside / run)], timeout_s=90, env=ENV)
+        return Job(0, ["-c", code, *enter, *command.argv(self.inside / run)], env=ENV)
 
     def enter(self) -> list[str]:
         return ["nsenter", "-t", str(self.holder.pid), "-m"]
 
     def remount(self, options: str) -> None:
         command = [*self.enter(), "mount", "-o", f"remount,{options}", str(self.inside)]
-        for _ in range(500):  # busy as long as the job writes a file
-            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-                return
-        raise AssertionError(f"{command} fails")
+        wait_until(
+            lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0,
+            f"{command}: the disk is busy as long as the job writes a file",
+        )
 
     def fill(self) -> None:
         with (self.path / "filler").open("wb", buffering=0) as file:
@@ -306,7 +306,7 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
             env=environment(ENV),
             stdout=full,
             stderr=subprocess.PIPE,
-            timeout=LIMIT_S,
+            timeout=HANG_S,
             check=False,
         )
     assert (done.returncode, done.stderr) == (DONE, b"")
@@ -318,7 +318,7 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
 def _cut_off_while_it_is_read(words: list[str], folder: Path) -> Result:
     run = folder / f"run-{len(list(folder.iterdir()))}"
     events = run / "events.jsonl"
-    with Job(0, [*words, "epochs=1000000", f"run={run}"], timeout_s=LIMIT_S, env=ENV) as job:
+    with Job(0, [*words, "epochs=1000000", f"run={run}"], env=ENV) as job:
         wait_for(job, lambda: events.exists() and '"epoch"' in events.read_text())
         for path in folder.glob("cache/*/images.npy"):
             os.truncate(path, 0)
@@ -340,5 +340,5 @@ def test_a_cache_that_is_cut_off_while_it_is_mapped_is_not_silent(tmp_path: Path
         result = _cut_off_while_it_is_read(words, tmp_path)
     assert result.returncode in (-signal.SIGBUS, 128 + signal.SIGBUS), result
     assert "Fatal Python error: Bus error" in result.stderr and 'source.py", line ' in result.stderr, result.stderr
-    again = python([*words, "max_steps=5", f"run={tmp_path / 'again'}"], timeout_s=LIMIT_S, env=ENV)
+    again = python([*words, "max_steps=5", f"run={tmp_path / 'again'}"], env=ENV)
     assert again.returncode == DONE and again.stderr.count(" is damaged: decoding again\n") == 2, again

@@ -44,7 +44,7 @@ def by_hand() -> np.ndarray:
 def test_two_ranks_begin_with_the_weights_of_one_and_a_resumed_job_keeps_them(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert main([*WORDS, f"run={one}"]) == 0
-    result = mpirun(2, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={two}"], timeout_s=120)
+    result = mpirun(2, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={two}"])
     assert result.returncode == 0, result
     alone, together = weights(one), weights(two)
     name = next(name for name in alone if name.endswith("whitening.weight"))

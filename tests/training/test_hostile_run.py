@@ -7,16 +7,31 @@ from pathlib import Path
 
 import pytest
 from hostile_run import JOB, KINDS, clear, outside_folder, sound_run, tree
-from ranks import FULL, mpirun, needs_mpirun, python
+from ranks import FULL, HANG_S, ROOT, mpirun, needs_mpirun, python
 
 SCRIPT = "tests/support/hostile_run.py"
 # HVDTRAIN_TEST_ROUNDS=full PYTEST_TIMEOUT=7200 pytest -m slow --basetemp=/dev/shm/hostile tests/training/test_hostile_run.py
 # tries every case, in half an hour of processor time.
+# Torch's build for CUDA on PyPI starts a process where it is imported, by its package cuda-pathfinder: no doing of the folder that is read.
+TORCH_STARTS_A_PROCESS = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            import subprocess
+
+            subprocess.run(["true"], check=True)
+
+sys.meta_path.insert(0, Finder())
+"""
 
 
-def check(tmp_path: Path, *arguments: str, timeout_s: int = 120) -> int:
-    """The number of cases, of which none went wrong."""
-    result = python([SCRIPT, str(tmp_path), *arguments], timeout_s=timeout_s)
+def check(tmp_path: Path, *arguments: str, path: str = "") -> int:
+    """The number of cases, of which none went wrong; path: more folders with modules."""
+    env = {"PYTHONPATH": f"{path}:{ROOT}"} if path else None
+    result = python([SCRIPT, str(tmp_path), *arguments], timeout_s=7200 if FULL else HANG_S, env=env)
     *wrong, counts = [json.loads(line) for line in result.stdout.splitlines()] or [{}]
     assert (result.returncode, wrong, result.stderr) == (0, [], ""), result
     return int(counts["tried"])
@@ -24,7 +39,10 @@ def check(tmp_path: Path, *arguments: str, timeout_s: int = 120) -> int:
 
 @pytest.mark.parametrize("arguments", [("planted", "24"), ("swapped", "2")], ids=lambda words: words[0])
 def test_a_sample_of_hostile_run_folders(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert check(tmp_path, *arguments) == int(arguments[1])
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "sitecustomize.py").write_text(TORCH_STARTS_A_PROCESS)
+    assert check(tmp_path, *arguments, path=str(modules)) == int(arguments[1])
 
 
 @needs_mpirun
@@ -42,7 +60,7 @@ def test_a_sample_of_hostile_run_folders(tmp_path: Path, arguments: tuple[str, .
     ],
     ids=["events", "configuration", "log of a rank"],
 )
-def test_two_ranks_end_within_seconds(tmp_path: Path, arguments: list[str], name: str, kind: str, refusal: str) -> None:
+def test_two_ranks_end_together(tmp_path: Path, arguments: list[str], name: str, kind: str, refusal: str) -> None:
     """Rank 0 refuses what is planted, rank 1 its own log; one message, and both ranks have ended."""
     run, outside = tmp_path / "run", outside_folder(tmp_path)
     sound_run(run)
@@ -50,22 +68,22 @@ def test_two_ranks_end_within_seconds(tmp_path: Path, arguments: list[str], name
     KINDS[kind](run / name, outside)
     before = tree(outside)
     words = [argument.replace("RUN", str(run)) for argument in arguments]
-    result = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"], timeout_s=60)
-    assert (result.returncode, result.stderr.count("hvdtrain: ")) == (2, 1) and result.seconds < 30, result
+    result = mpirun(2, ["-m", "hvdtrain", *words, "comm.engine=mpi"])
+    assert (result.returncode, result.stderr.count("hvdtrain: ")) == (2, 1), result
     assert refusal.replace("NAME", str(run / name)) in result.stderr and "do not trust this folder" in result.stderr, result
     assert "Traceback" not in result.stderr and tree(outside) == before, result
 
 
 @pytest.mark.slow
 def test_every_odd_thing_under_every_name(tmp_path: Path) -> None:
-    most = 0 if FULL else 100
-    assert check(tmp_path, "planted", str(most), timeout_s=3600) >= (most or 2400)
+    most = 0 if FULL else 48
+    assert check(tmp_path, "planted", str(most)) >= (most or 2400)
 
 
 @pytest.mark.slow
 def test_a_name_that_becomes_a_link_while_a_job_writes(tmp_path: Path) -> None:
-    rounds = 50 if FULL else 4
-    assert check(tmp_path, "swapped", str(rounds), timeout_s=1200) == rounds
+    rounds = 50 if FULL else 3
+    assert check(tmp_path, "swapped", str(rounds)) == rounds
 
 
 @pytest.mark.slow
@@ -75,5 +93,5 @@ def test_a_name_that_becomes_a_link_while_a_job_writes(tmp_path: Path) -> None:
 )
 def test_damaged_files(tmp_path: Path, file: str) -> None:
     path = f"checkpoints/step-00000002/{file}" if file[0] in "wopS" else file
-    count = 2000 if FULL else 50
-    assert check(tmp_path, "mutated", str(count), path, timeout_s=3600) == count
+    count = 2000 if FULL else 20
+    assert check(tmp_path, "mutated", str(count), path) == count

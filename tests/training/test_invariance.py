@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from invariance import FEW_JAX, JOBS
-from ranks import ENGINES, FULL, mpirun, needs_horovod, python
+from pool import on_ranks
+from ranks import ENGINES, FULL, needs_horovod
 
-SIZES = [("single", 1), ("horovod", 2), ("torchdist", 3), ("mpi", 4), *[("mpi", 2), ("mpi", 3), ("horovod", 3), ("horovod", 4)] * FULL]
+SIZES = [
+    ("single", 1),
+    ("horovod", 2),
+    ("torchdist", 2),
+    ("mpi", 3),
+    *[("mpi", 2), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)] * FULL,
+]
 
 
 def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
@@ -34,30 +38,27 @@ SAME = [  # jobs that compute the same numbers, with any framework and any way t
 
 
 @pytest.fixture(scope="session")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """(engine, size) -> job -> losses; one start of MPI for each, when a test first asks for it."""
+def curves() -> dict[str, dict]:
+    """(engine, size) -> job -> losses, when a test first asks for it."""
     return {}
 
 
 def jobs_on(engine: str, size: int) -> dict[str, str]:
-    """All of them on one process and on three ranks."""
+    """All of them on one process and on two ranks of torchdist."""
     return JOBS if FULL or engine in ("single", "torchdist") else FEW_JAX
 
 
-def run(curves: dict, tmp: Path, engine: str, size: int) -> dict:
+def run(curves: dict, engine: str, size: int) -> dict:
     key = f"{engine} x {size}"
     if key not in curves:
-        out = tmp / "out.json"
-        argv = ["tests/support/invariance.py", engine, str(out), *["few_jax"] * (jobs_on(engine, size) is FEW_JAX)]
-        result = python(argv, timeout_s=120) if size == 1 else mpirun(size, argv, timeout_s=240)
-        assert result.returncode == 0, result.stderr
-        curves[key] = json.loads(out.read_text())
+        how = "few_jax" if jobs_on(engine, size) is FEW_JAX else ""
+        curves[key] = on_ranks(engine, size, "invariance:curves", engine, how)[0]
     return curves[key]
 
 
 @pytest.mark.parametrize(("engine", "size"), GROUPS)
-def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine: str, size: int) -> None:
-    one, many = run(curves, tmp_path, "single", 1), run(curves, tmp_path, engine, size)
+def test_loss_curves_are_those_of_one_rank(curves: dict, engine: str, size: int) -> None:
+    one, many = run(curves, "single", 1), run(curves, engine, size)
     assert one.keys() == JOBS.keys() and many.keys() == jobs_on(engine, size).keys()
     assert {job: found["digests"] for job, found in many.items()} == dict.fromkeys(many, 1)
     statistics = many["torch wide_resnet"]
@@ -77,11 +78,8 @@ def test_loss_curves_are_those_of_one_rank(curves: dict, tmp_path: Path, engine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:1])
-def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, tmp_path: Path, engine: str) -> None:
-    out = tmp_path / "unreduced.json"
-    result = mpirun(2, ["tests/support/invariance.py", engine, str(out), "unreduced"], timeout_s=120)
-    assert result.returncode == 0, result.stderr
-    one, unreduced = run(curves, tmp_path, "single", 1), json.loads(out.read_text())
+def test_the_comparison_notices_an_allreduce_that_does_nothing(curves: dict, engine: str) -> None:
+    one, unreduced = run(curves, "single", 1), on_ranks(engine, 2, "invariance:curves", engine, "unreduced")[0]
     assert {"torch softmax", "numpy softmax", "torch mlp, buckets and micro-batches"} <= unreduced.keys()
     for job, curve in unreduced.items():
         assert np.abs(np.array(curve["losses"]) - np.array(one[job]["losses"])).max() > 1e-3, job

@@ -18,7 +18,7 @@ WORDS = ["-m", "hvdtrain", "model.widths=[4,4,8,8]", "batch.size=33", "speed.pre
 
 def job(size: int, run: Path, *words: str) -> Result:
     argv = [*WORDS, *words, f"run={run}"]
-    result = mpirun(size, argv, timeout_s=120) if size else python(argv, timeout_s=120)
+    result = mpirun(size, argv) if size else python(argv)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result
@@ -81,7 +81,7 @@ def test_only_rank_0_sees_the_run_folder(tmp_path: Path) -> None:
 @needs_horovod
 @pytest.mark.slow
 def test_auto_takes_horovod_under_mpirun() -> None:
-    result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"], timeout_s=60)
+    result = mpirun(2, ["-m", "hvdtrain", "batch.size=1"])
     assert result.returncode == 2
     assert result.stderr.count("batch 1 does not split over 2 ranks: some would have no sample") == 1, result.stderr
     code = (
@@ -89,12 +89,12 @@ def test_auto_takes_horovod_under_mpirun() -> None:
         "from hvdtrain.comm.placement import placement; engine, why = connect(configure(None, []), placement(os.environ))\n"
         "print(engine.name, engine.size, why)"
     )
-    found = mpirun(2, ["-c", code], timeout_s=60)
+    found = mpirun(2, ["-c", code])
     assert found.stdout.splitlines() == ["horovod 2 started by Open MPI's mpirun, Horovod is installed"] * 2
 
 
 def test_single_is_refused_under_mpirun() -> None:
-    result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"], timeout_s=60)
+    result = mpirun(2, ["-m", "hvdtrain", "comm.engine=single"])
     assert result.returncode == 2
     assert result.stderr.count("comm.engine=single is for one process; the job has 2 ranks") == 1, result.stderr
 
@@ -110,7 +110,7 @@ def test_the_noise_scale_is_that_of_the_samples_own_gradients(tmp_path: Path, en
     """At rest (lr 0) from zero weights a sample's gradient of the squared error is -(one-hot label) x, so |G|^2 and S are sums by hand."""
     run = tmp_path / "run"
     words = ["model.name=linear", "model.loss=squared_error", "optim.base_lr=0", "log.noise_scale=true", "epochs=8", "log.every_steps=20"]
-    result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"], timeout_s=120)
+    result = mpirun(2, ["-m", "hvdtrain", *words, "batch.size=33", f"comm.engine={engine}", *more, f"run={run}"])
     assert result.returncode == 0, result.stderr
     config = configure(None, [])
     parts = open_datasets(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from faults import events, wait_for
 from lost_ranks import SYNC_EVERY, Outcome, arguments, difference, finish, losses_of_ranks, outcome, start, undisturbed
+from pool import alone
 from ranks import FULL, Job, Result, needs_mpirun
 
 from hvdtrain.errors import DONE, LOST, MEMORY, REQUEUE, STALLED, USER
@@ -87,7 +88,7 @@ def test_ranks_that_are_lost_while_the_others_form_their_group(tmp_path: Path) -
     results = finish("torchdist", 4, arguments("numpy", run, "guard.lost=shrink", plan))
     check_end(run, "torchdist", 4, {0, 1, 2}, results, straight("numpy"))
     (loss,) = losses_of_ranks(run)
-    assert sorted(loss["ranks"]) == [0, 1, 2] and loss["go_on_s"] < 9, loss
+    assert sorted(loss["ranks"]) == [0, 1, 2], loss
 
 
 @needs_mpirun
@@ -154,7 +155,7 @@ def test_a_signal_after_a_loss_stops_at_a_sync_point(engine: str, by: signal.Sig
 def test_a_rank_that_hangs_after_a_loss_is_named_by_its_new_number(tmp_path: Path) -> None:
     """Rank 0 is lost; the last of the other two hangs, and the same command goes on from the checkpoint before."""
     trouble = f"model.name=trouble:Trouble model.fault=sleep model.rank=2 model.at=20 model.once={tmp_path / 'once'}"
-    words = f"{trouble} guard.lost=shrink guard.stall_s=2 guard.start_s=60 resume=auto run={tmp_path / 'run'}"
+    words = f"{trouble} guard.lost=shrink guard.stall_s=5 guard.start_s=600 resume=auto run={tmp_path / 'run'}"
     argv = [word for word in arguments("torch", tmp_path / "run", "", "0 learner.py:step 7") if not word.startswith(("model.", "guard."))]
     (result,) = finish("mpi", 3, [*argv, *words.split()])
     assert result.returncode == STALLED, result
@@ -194,16 +195,17 @@ def test_without_ulfm_restart_says_what_it_does_not_do(tmp_path: Path) -> None:
 def test_what_collectives_gave_before_a_loss_is_not_confirmed(tmp_path: Path) -> None:
     """One rank that finds the loss elsewhere does not leave another one waiting for it in confirm()."""
     out = tmp_path / "out.json"
-    with Job(3, ["tests/support/confirm_on_ranks.py", str(out)], options=["--with-ft", "ulfm"], timeout_s=60) as job:
+    with Job(3, alone("confirm_on_ranks:main", str(out)), options=["--with-ft", "ulfm"]) as job:
         result = job.wait()
     assert out.exists(), result
     assert json.loads(out.read_text()) == [[0, [3.0], "", [2], False, [3.0]], [1, [3.0], "True, True", [2], False, [3.0]]]
 
 
+@pytest.mark.clock
 @pytest.mark.ranks4
 def test_ranks_that_wait_for_each_other_in_different_collectives_leave_both(tmp_path: Path) -> None:
-    """torchdist: what a rank has begun with Gloo keeps it in the group, until the connections are cut."""
-    finish("torchdist", 4, ["tests/support/leave_on_ranks.py", str(tmp_path / "out")])
+    """torchdist: what a rank has begun with Gloo keeps it in the group, until the connections are cut: after the second of rank 2."""
+    finish("torchdist", 4, alone("leave_on_ranks:main", str(tmp_path / "out")))
     found = sorted(json.loads(line) for line in (tmp_path / "out").read_text().splitlines())
     assert [of_rank[:3] + of_rank[4:] for of_rank in found] == [[first, first - 1, [0], [1110.0]] for first in (1, 2, 3)]
-    assert max(took_s for *_, took_s, _ in found) < 8, found
+    assert max(took_s for *_, took_s, _ in found) < 20, found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
+from pool import on_ranks
 from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
 from same_curve import check_same
 
@@ -26,10 +26,8 @@ STAGES = [  # buckets so small that there are several, which are cut elsewhere o
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """A job's name -> its results without parts."""
-    out = tmp_path_factory.mktemp("one") / "one.json"
-    result = python(["tests/support/parallel_on_ranks.py", "single", str(out)], timeout_s=200)
-    assert result.returncode == 0, result.stderr
-    return {name.partition(" / ")[0]: job for name, job in json.loads(out.read_text()).items()}
+    found = on_ranks("single", 1, "parallel_on_ranks:curves", "single", str(tmp_path_factory.mktemp("one")), [], False)[0]
+    return {name.partition(" / ")[0]: job for name, job in found.items()}
 
 
 @needs_mpirun
@@ -49,11 +47,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     ],
 )
 def test_every_mesh_is_one_process(one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], few: bool) -> None:
-    out = tmp_path / "ranks.json"
-    words = [*meshes, *["few"] * few]
-    result = mpirun(size, ["tests/support/parallel_on_ranks.py", engine, str(out), *words], timeout_s=300)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(out.read_text())
+    found = on_ranks(engine, size, "parallel_on_ranks:curves", engine, str(tmp_path), meshes, few)[0]
     if size == 2 and engine == "mpi":
         refused = found.pop("refused")
         assert "HalfAPlan, cut as its tensor_plan() says, fails: RuntimeError: mat1 and mat2" in refused["HalfAPlan"]
@@ -106,7 +100,7 @@ def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> 
     starts += [(2, [f"resume={tmp_path}/1", *of_positions], 4), (1, [f"resume={tmp_path}/2", "parallel.tensor=1"], 4)]
     for size, how, steps in starts:
         argv = ["-m", "hvdtrain", *([] if "resume" in how[0] else words.split()), *how, f"stop.steps={steps}"]
-        result = mpirun(size, argv, timeout_s=120) if size > 1 else python(argv, timeout_s=120)
+        result = mpirun(size, argv) if size > 1 else python(argv)
         assert result.returncode == 0, result.stderr
     pictures = {run: {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/**/step-*.png")} for run in "142"}
     assert len(pictures["1"]) == 3 and pictures["1"] == pictures["2"]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from pipeline_jobs_on_ranks import FEW, JOBS
-from ranks import FULL, Job, mpirun, needs_mpirun, python
+from pool import on_ranks
+from ranks import FULL, Job, mpirun, needs_mpirun
 from same_curve import check_same
 from test_telemetry import check_documented
 from torch import nn
+from waiting import wait_until
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -54,11 +55,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str
     return {}
 
 
-def reference(known: dict[bool, dict[str, dict]], out: Path, few: bool) -> dict[str, dict]:
+def reference(known: dict[bool, dict[str, dict]], folder: Path, few: bool) -> dict[str, dict]:
     if few not in known:
-        result = python(["tests/support/pipeline_jobs_on_ranks.py", "single", str(out), *["few"] * few], timeout_s=200)
-        assert result.returncode == 0, result.stderr
-        known[few] = {name.partition(" / ")[0]: job for name, job in json.loads(out.read_text()).items()}
+        found = on_ranks("single", 1, "pipeline_jobs_on_ranks:curves", str(folder), [], few, False)[0]
+        known[few] = {name.partition(" / ")[0]: job for name, job in found.items()}
     return known[few]
 
 
@@ -76,11 +76,11 @@ def reference(known: dict[bool, dict[str, dict]], out: Path, few: bool) -> dict[
 def test_every_pipeline_is_one_process(
     one_process: dict, tmp_path: Path, engine: str, size: int, meshes: list[str], words: list[str]
 ) -> None:
-    one_of = reference(one_process, tmp_path / "one.json", few="few" in words)
-    out = tmp_path / "ranks.json"
-    result = mpirun(size, ["tests/support/pipeline_jobs_on_ranks.py", engine, str(out), *words, *meshes], timeout_s=300)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(out.read_text())
+    few, faulty = "few" in words, "faulty" in words
+    for folder in ("one", "ranks"):
+        (tmp_path / folder).mkdir()
+    one_of = reference(one_process, tmp_path / "one", few)
+    found = on_ranks(engine, size, "pipeline_jobs_on_ranks:curves", str(tmp_path / "ranks"), meshes, few, faulty)[0]
     if "faulty" in words:
         difference = np.array(found.pop("faulty")["losses"]) - np.array(one_of["gpt, tied"]["losses"])
         assert found.pop("altered") == ["", "ranks differ after step 1: p.tokens.weight[0:408]"]
@@ -235,12 +235,9 @@ def test_measured_seconds_are_those_of_rank_0() -> None:
 
 @slow
 @needs_mpirun
-def test_stages_of_16_bits(tmp_path: Path) -> None:
+def test_stages_of_16_bits() -> None:
     """With dropout, of which stages draw other masks, they learn as one process in 32 bits; all agree on the steps that are left out."""
-    out = tmp_path / "ranks.json"
-    result = mpirun(2, ["tests/support/pipeline_jobs_on_ranks.py", "mpi", str(out), "half"], timeout_s=100)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(out.read_text())
+    found = on_ranks("mpi", 2, "pipeline_jobs_on_ranks:half")[0]
     loss = {name: found[name]["val"]["loss"] / found[name]["val"]["tokens"] for name in ("fp32", "bf16", "fp16")}
     assert loss["bf16"] == pytest.approx(loss["fp32"], rel=0.01) and loss["fp16"] == pytest.approx(loss["fp32"], rel=0.01), loss
     assert loss["fp32"] < 2.4, "from ln 16 = 2.77"
@@ -270,7 +267,7 @@ def test_a_model_without_units_is_refused_on_all_ranks(tmp_path: Path) -> None:
 def test_a_job_in_a_mesh_says_who_waits(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = "model.name=mlp model.widths=[64,64,64] comm.engine=mpi parallel.tensor=2 parallel.pipeline=2 epochs=2 log.step_times=true"
-    result = mpirun(4, ["-m", "hvdtrain", *words.split(), f"run={run}"], timeout_s=120)
+    result = mpirun(4, ["-m", "hvdtrain", *words.split(), f"run={run}"])
     assert result.returncode == 0, result.stderr
     assert re.search(r"stage [01] is slowest: [\d.]+ ms of own work a step, stage [01] [\d.]+; stage [01] waits most: \d+%", result.stdout)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -305,9 +302,10 @@ def test_a_job_in_a_mesh_says_who_waits(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.parametrize("hang", [True, False])
 def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) -> None:
-    words = ["model.name=faulty:Staged", f"model.hang={hang}", "model.bad_step=50", "guard.stall_s=2", "epochs=100", "comm.engine=mpi"]
+    words = ["model.name=faulty:Staged", f"model.hang={hang}", "model.bad_step=50", "epochs=100", "comm.engine=mpi"]
+    words += ["guard.stall_s=3"] * hang
     env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
-    result = mpirun(2, ["-m", "hvdtrain", *words, "parallel.pipeline=2", f"run={tmp_path / 'run'}"], timeout_s=100, env=env)
+    result = mpirun(2, ["-m", "hvdtrain", *words, "parallel.pipeline=2", f"run={tmp_path / 'run'}"], env=env)
     place = rf"rank 1 on {socket.gethostname()} \(stage 1, data 0\)"
     doing = r"in the forward pass of micro-batch 1 in stage 1"
     if hang:
@@ -325,16 +323,9 @@ def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) ->
 @pytest.mark.parametrize("engine", ["mpi", "torchdist"])
 def test_a_killed_rank_of_a_pipeline_ends_all(tmp_path: Path, engine: str) -> None:
     words = ["-m", "hvdtrain", "model.name=mlp", "parallel.pipeline=2", "epochs=1000000", "log.every_s=0.5"]
-    with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"], timeout_s=150) as job:
-        end = time.monotonic() + 120
-        while job.output().count("\n") <= 12:  # it trains
-            assert time.monotonic() < end, job.output()
-            time.sleep(0.05)
-        killed = time.monotonic()
+    with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"]) as job:
+        wait_until(lambda: job.output().count("\n") > 12, "it trains")
         os.kill(job.pids()[0], signal.SIGKILL)
         result = job.wait()
-        while job.processes():
-            assert time.monotonic() < killed + 10
-            time.sleep(0.05)
-    assert time.monotonic() - killed < 10
+        wait_until(lambda: not job.processes(), "all processes are gone")
     assert result.returncode not in (0, 124)

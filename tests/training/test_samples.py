@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from ranks import Job, mpirun, needs_mpirun
+from waiting import wait_until
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -99,17 +100,18 @@ def test_two_ranks_draw_what_one_draws_and_stop_meanwhile(tmp_path: Path) -> Non
         runs = {ranks: tmp_path / f"{ranks}-{samples}-{stage}" for ranks in (1, 2)}
         words = [*IMAGES, "speed.precision=fp64", "model.residual_dropout=0", f"log.samples={samples}", "max_steps=3"]
         assert main([*words, f"run={runs[1]}"]) == DONE
-        result = mpirun(2, ["-m", "hvdtrain", *words, f"shard.stage={stage}", "comm.engine=mpi", f"run={runs[2]}"], timeout_s=200)
+        result = mpirun(2, ["-m", "hvdtrain", *words, f"shard.stage={stage}", "comm.engine=mpi", f"run={runs[2]}"])
         assert result.returncode == DONE, result.stderr
         for name in ("step-00000000.png", "step-00000003.png"):
             one, two = (run / "samples" / name for run in runs.values())
             assert one.read_bytes() == two.read_bytes()
     run = tmp_path / "stopped"
     long = [*IMAGES, "data.side=8", "model.layers=12", "model.width=64", "log.samples=1024", "batch.evaluate=1024", "comm.engine=mpi"]
-    with Job(2, ["-m", "hvdtrain", *long, f"run={run}"], timeout_s=300) as job:
-        while not (run / "events.jsonl").exists():
-            time.sleep(0.1)
-        time.sleep(1.0)
+    long += ["log.per_rank=true"]
+    with Job(2, ["-m", "hvdtrain", *long, f"run={run}"]) as job:
+        log = run / "ranks" / "rank-00001.log"  # whose first line is written just before the first samples are drawn
+        wait_until(lambda: log.exists() and log.read_text(), "rank 1 trains")
+        time.sleep(1.0)  # before that the job would stop, too
         os.kill(job.pids()[1], signal.SIGTERM)
         result = job.wait()
     assert result.returncode == REQUEUE, result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,12 @@ def test_at_the_end_of_an_epoch_once(tmp_path: Path) -> None:
 
 def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write waits until the state has been changed behind its back: what is on the disk is the state of the call."""
-    free, open_file = threading.Event(), os.open
+    free, writing, open_file = threading.Event(), threading.Event(), os.open
 
     def slow(*arguments: Any, **more: Any) -> int:
-        assert threading.current_thread().name != "checkpoint" or free.wait(20)
+        if threading.current_thread().name == "checkpoint":
+            writing.set()
+            assert free.wait(300)
         return open_file(*arguments, **more)
 
     monkeypatch.setattr(os, "open", slow)
@@ -133,6 +136,8 @@ def test_training_goes_on_while_the_disk_is_busy(tmp_path: Path, monkeypatch: py
     job.saver.save_if_due(at(3), job.learner)  # type: ignore[arg-type]
     assert job.steps() == []  # training is at step 3, and nothing is on the disk yet
     job.learner.copies = 50
+    assert writing.wait(300)
+    time.sleep(0.1)  # a part of write_s
     free.set()
     job.saver.close()
     assert job.steps() == [2]
@@ -145,7 +150,7 @@ def test_a_write_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Mo
     free, open_file = threading.Event(), os.open
 
     def slow(*arguments: Any, **more: Any) -> int:
-        assert threading.current_thread().name != "checkpoint" or free.wait(20)
+        assert threading.current_thread().name != "checkpoint" or free.wait(300)
         return open_file(*arguments, **more)
 
     monkeypatch.setattr(os, "open", slow)
@@ -245,7 +250,7 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
     job.learner.is_sharded = True  # type: ignore[attr-defined]
     ranks = LostInTheSecondSum()
     of_job = Checkpoints(ranks, job.learner, tmp_path, 2**20, job.saver)  # type: ignore[arg-type]
-    job.saver._thread = threading.Thread(target=given_up.wait, args=(10,))
+    job.saver._thread = threading.Thread(target=given_up.wait, args=(300,))
     job.saver._thread.start()
     with pytest.raises(ConnectionError):
         of_job.save(at(8))

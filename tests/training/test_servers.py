@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from pool import on_ranks
 from ranks import FULL, mpirun, needs_mpirun, python
 from same_curve import check_same
 from servers_on_ranks import BOUNDS, FEW, JOBS
@@ -161,11 +161,8 @@ def test_servers_make_an_update_all_or_none() -> None:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    out = tmp_path_factory.mktemp("servers") / "one.json"
-    result = python(["tests/support/servers_on_ranks.py", "single", str(out), "0"], timeout_s=200)
-    assert result.returncode == 0, result.stderr
-    return dict(json.loads(out.read_text())["jobs"])
+def one_process() -> dict[str, dict]:
+    return dict(on_ranks("single", 1, "servers_on_ranks:curves", 0, False, False)[0]["jobs"])
 
 
 @slow
@@ -179,12 +176,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         pytest.param("torchdist", 2, 2, ["few"], marks=pytest.mark.ranks4, id="torchdist-2-2"),
     ],
 )
-def test_servers(one_process: dict, tmp_path: Path, engine: str, servers: int, workers: int, words: list[str]) -> None:
-    out = tmp_path / "ranks.json"
-    arguments = ["tests/support/servers_on_ranks.py", engine, str(out), str(servers), *words]
-    result = mpirun(servers + workers, arguments, timeout_s=300)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(out.read_text())
+def test_servers(one_process: dict, engine: str, servers: int, workers: int, words: list[str]) -> None:
+    found = on_ranks(engine, servers + workers, "servers_on_ranks:curves", servers, "few" in words, "faulty" in words)[0]
     assert found["jobs"].keys() == set(FEW if "few" in words else JOBS)
     for name, job in found["jobs"].items():
         check_same(name, job, one_process[name])
@@ -215,7 +208,7 @@ def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engi
     words = f"-m hvdtrain run={run} comm.engine={engine} model.name=mlp model.widths=[24,7] comm.bucket_mb=0.004 servers.count={servers} "
     words += f"servers.bound=2 servers.log=true optim.clip_norm=1 {options}"
     for epochs in (1, 2):
-        result = mpirun(servers + 2, [*words.split(), f"epochs={epochs}"], timeout_s=120)
+        result = mpirun(servers + 2, [*words.split(), f"epochs={epochs}"])
         assert result.returncode == 0, result.stderr
         assert "servers  staleness of an update" in result.stdout and f"worker {servers}: " in result.stdout
         replayed = python(["-m", "hvdtrain", "replay", str(run)], env={"OMP_NUM_THREADS": "2"})

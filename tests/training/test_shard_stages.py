@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
+from pool import on_ranks
+from ranks import FULL, mpirun, needs_horovod, needs_mpirun
 from same_curve import check_same
 from shards_on_ranks import FEW, jobs_of
 
@@ -24,12 +24,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...
     return {}
 
 
-def run(tmp: Path, engine: str, size: int, stages: str, *how: str, timeout_s: float = 400) -> dict:
-    out = tmp / f"{engine}-{size}-{stages}.json"
-    argv = ["tests/support/shards_on_ranks.py", engine, stages, str(out), *how]
-    result = mpirun(size, argv, timeout_s=timeout_s) if size > 1 else python(argv, timeout_s=timeout_s)
-    assert result.returncode == 0, result.stderr
-    return dict(json.loads(out.read_text()))
+def run(tmp: Path, engine: str, size: int, stages: str, *how: str) -> dict:
+    env = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if "jax" in how else {}
+    folder = tmp / f"{engine}-{size}"
+    folder.mkdir()
+    return dict(on_ranks(engine, size, "shards_on_ranks:curves", str(folder), stages, *how, env=env, hosts=2 if "nodes" in how else 1)[0])
 
 
 def reference(one_process: dict, tmp: Path, *how: str) -> dict:

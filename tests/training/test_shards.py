@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ROOT, environment, mpirun, mpirun_path, needs_mpirun
+from ranks import HANG_S, ROOT, environment, mpirun, mpirun_path, needs_mpirun
 
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.core.arrays import Arrays
@@ -181,4 +181,6 @@ def test_ranks_that_do_not_see_one_disk_gather_the_state_and_say_so(tmp_path: Pa
 def mpirun_of(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Two ranks of another program than Python."""
     environ = {**environment(), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([str(mpirun_path()), "-np", "2", *command], capture_output=True, text=True, timeout=120, check=False, env=environ)
+    return subprocess.run(
+        [str(mpirun_path()), "-np", "2", *command], capture_output=True, text=True, timeout=HANG_S, check=False, env=environ
+    )

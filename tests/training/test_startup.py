@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from ranks import needs_mpirun
+from ranks import HANG_S, needs_mpirun
 
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Progress
@@ -84,7 +84,7 @@ def test_a_process_has_an_age() -> None:
     assert age is not None and 0 <= age < 24 * 3600
     time.sleep(0.05)
     again = _age_s(os.getpid())
-    assert again is not None and 0.04 < again - age < 5
+    assert again is not None and 0.04 < again - age < 300
     assert _stat(os.getpid())[0].startswith("py") and _stat(2**30) is None
 
 
@@ -111,7 +111,7 @@ def test_the_launcher_of_this_start(above: str, by_srun: bool, began: int | None
 
 def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: Path) -> None:
     """slurmstepd -> mpirun -> sh -> us, where the script slept before: mpirun's age counts, not slurmstepd's; srun's step has its own."""
-    code = "import time; from hvdtrain.training.telemetry.startup import _launcher_age_s; print(_launcher_age_s())"
+    code = "import os; from hvdtrain.training.telemetry.startup import _age_s, _launcher_age_s as age; print(age(), _age_s(os.getpid()))"
     for name in ("slurmstepd", "mpirun"):
         shutil.copy(shutil.which("bash") or "", tmp_path / name)
     us = f"sh -c '{sys.executable} -c \"{code}\"; true'; true"
@@ -124,9 +124,10 @@ def test_earlier_commands_of_a_batch_script_are_no_part_of_the_start(tmp_path: P
         subprocess.Popen([tmp_path / "slurmstepd", "-c", script], env=clean | more, stdout=subprocess.PIPE, text=True)
         for script, more in jobs
     ]
-    of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=60)[0].strip() for job in running]
-    assert 0 <= float(of_mpirun) < float(of_step) and float(of_step) >= 5 and of_script == of_shell == "None"
-    assert float(of_step) - float(of_mpirun) > 1.5  # five seconds, less what one of four at once may wait
+    of_mpirun, of_script, of_step, of_shell = [job.communicate(timeout=HANG_S)[0].split() for job in running]
+    assert of_script[0] == of_shell[0] == "None"
+    before_mpirun, before_step = (float(of_launcher) - float(ours) for of_launcher, ours in (of_mpirun, of_step))
+    assert -0.1 < before_mpirun < 4.9 < before_step  # mpirun has begun just before us, and the step before it slept
 
 
 def test_a_job_searches_for_garbage_only_after_its_imports_and_never_among_them(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
+from pool import on_ranks
+from ranks import FULL, needs_horovod, needs_mpirun
 from task_invariance import JOBS, WITHOUT
 
 SAME = [  # jobs that compute the same numbers
@@ -36,20 +35,15 @@ if FULL:
     ]
 
 
-def curves(tmp: Path, engine: str, size: int, *more: str) -> dict[str, Any]:
-    out = tmp / f"{engine}-{size}{''.join(more)}.json"
-    argv = ["tests/support/task_invariance.py", engine, str(out), *more]
-    env = {"PYTHONPATH": "tests/support"}
-    result = python(argv, timeout_s=120, env=env) if size == 1 else mpirun(size, argv, timeout_s=240, env=env)
-    assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(out.read_text())
+def curves(engine: str, size: int, *more: str) -> dict[str, Any]:
+    found: dict[str, Any] = on_ranks(engine, size, "task_invariance:curves", engine, *more, env={"PYTHONPATH": "tests/support"})[0]
     return found
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one() -> dict[str, Any]:
     """Of one process."""
-    return curves(tmp_path_factory.mktemp("one"), "single", 1, "no_torch_workers")
+    return curves("single", 1, "no_torch_workers")
 
 
 def test_frameworks_and_micro_batches_compute_the_same(one: dict[str, Any]) -> None:
@@ -60,8 +54,8 @@ def test_frameworks_and_micro_batches_compute_the_same(one: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("engine", "size", "words"), GROUPS)
-def test_curves_are_those_of_one_rank(one: dict[str, Any], tmp_path: Path, engine: str, size: int, words: list[str]) -> None:
-    many = curves(tmp_path, engine, size, *words)
+def test_curves_are_those_of_one_rank(one: dict[str, Any], engine: str, size: int, words: list[str]) -> None:
+    many = curves(engine, size, *words)
     assert many.keys() == JOBS.keys() - {job for word in words for job in WITHOUT[word]}
     check(one, one | many)
 
@@ -84,6 +78,6 @@ def check(one: dict[str, Any], many: dict[str, Any]) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-def test_the_comparison_notices_ranks_that_count_their_own_tokens_alone(one: dict[str, Any], tmp_path: Path) -> None:
-    for job, found in curves(tmp_path, "mpi", 2, "own_weights").items():
+def test_the_comparison_notices_ranks_that_count_their_own_tokens_alone(one: dict[str, Any]) -> None:
+    for job, found in curves("mpi", 2, "own_weights").items():
         assert np.abs(np.array(found["losses"]) - one[job]["losses"]).max() > 1e-3, job

@@ -1,0 +1,22 @@
+"""Waiting in tests: until something has happened, on a machine of any speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+GLANCE_S = 0.02  # between two looks
+
+
+def wait_until(condition: Callable[[], object], what: str, limit_s: float = 300) -> None:
+    """Until the condition holds. `what` is said where it does not hold within limit_s, which only ends a test that hangs."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
+        time.sleep(GLANCE_S)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has received SIGSTOP, and no SIGCONT since."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
