@@ -56,6 +56,14 @@ JOBS = {
     "torch mlp, RMSprop": "model.name=mlp model.widths=[24,16] optim.name=torch.optim.RMSprop optim.base_lr=0.001",
     "torch mlp, buckets and micro-batches": "model.name=mlp model.widths=[24,16] optim.base_lr=0.05 comm.reduce=bucket batch.micro=4",
 }
+FEW = {  # one of each way to reduce and of each framework, and what they are compared with
+    job: JOBS[job]
+    for job in (
+        *("numpy softmax", "torch softmax, buckets", "jax softmax", "numpy least squares", "torch with an unused layer"),
+        *("torch mlp", "torch mlp, buckets and micro-batches", "torch wide_resnet", "numpy, grown"),
+        *("torch, grown, buckets and partition", "torch convnet, sync norm", "torch convnet, sync norm, buckets"),
+    )
+}
 FEW_JAX = {job: words for job, words in JOBS.items() if job not in ("jax convnet, micro-batches", "jax, grown")}
 
 
@@ -137,12 +145,11 @@ def losses(
 
 
 def curves(communicator: Communicator, engine: str, how: str = "") -> dict[str, Any]:
-    """By job. how: few_jax: one job of JAX, which compiles for seconds on each rank; unreduced: gradients are not added up."""
+    """By job. how: few: FEW; few_jax: one job of JAX, which compiles for seconds on each rank; unreduced: gradients are not added up."""
     used = Unreduced(communicator) if how == "unreduced" else communicator
-    jobs = FEW_JAX if how == "few_jax" else JOBS
+    jobs = {"few": FEW, "few_jax": FEW_JAX}.get(how, JOBS)
     if how == "unreduced":
-        jobs = {job: words for job, words in JOBS.items() if "softmax" in job or "numpy" in job or "buckets" in job}
-        jobs.pop("torch softmax, micro-batches")
+        jobs = {job: words for job, words in FEW.items() if "softmax" in job or "numpy" in job or "buckets" in job}
         jobs = {job: f"{words} comm.reduce=bucket" if "torch" in job else words for job, words in jobs.items()}  # not past the communicator
     if engine == "torchdist":
         jobs = {job: words.replace("comm.reduce=bucket", "comm.reduce=ddp") for job, words in jobs.items()}
