@@ -101,7 +101,7 @@ SUBMISSIONS = {  # verdict, exit code, the script, options of the grader, what t
 }
 
 EACH_VERDICT = ["official labels", "slow", "hangs", "crashes", "floods", "other network", "trains on val.npz", "not converted"]
-EACH_VERDICT += ["fakes a verdict", "each rank for itself"]
+EACH_VERDICT.append("fakes a verdict")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ROOT, mpirun, needs_mpirun, python
+from ranks import ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
 from hvdtrain.data.source import NamedArrays
 
@@ -100,6 +100,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytes
 
 
 @pytest.mark.slow
+@in_full_rounds
 def test_recompute_measures_each_way(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     sizes = ["--layers", "2", "--context", "64", "--width", "32", "--vocabulary", "33", "--which", "none,all"]
@@ -122,6 +123,7 @@ def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@in_full_rounds
 @needs_mpirun
 def test_shards_compares_stages_and_fsdp2_on_the_same_job(tmp_path: Path) -> None:
     """Without the same losses there is nothing to compare: that only hvdtrain takes optim.momentum, Adam's beta1, must be noticed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pages import Block, blocks, differences, failures, run_page
-from ranks import FULL, ROOT, needs_horovod, needs_mpirun, python
+from ranks import FULL, ROOT, in_full_rounds, needs_horovod, needs_mpirun, python
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -83,6 +83,7 @@ def test_the_loop_has_fifteen_lines() -> None:
 @needs_mpirun
 @needs_horovod
 @pytest.mark.slow
+@in_full_rounds
 def test_the_script_and_the_configuration_train_alike(tmp_path: Path) -> None:
     results = run_page(FROM_HOROVOD, tmp_path)
     messages = failures(FROM_HOROVOD, results)

@@ -76,7 +76,7 @@ def pairs() -> list[Any]:
         *(
             (communicator, size)
             for communicator in ("mpi", "horovod", "torchdist")
-            for size in ((1, 2, 4) if communicator == "mpi" or FULL else (1, 2))
+            for size in ((1, 2, 4) if FULL else (1, 2, 3) if communicator == "mpi" else (1, 2))
         ),
     ]
     return [
@@ -84,7 +84,10 @@ def pairs() -> list[Any]:
             communicator,
             size,
             id=f"{communicator}-x{size}",
-            marks=[*marks[communicator], *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [])],
+            marks=[
+                *marks[communicator],
+                *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [pytest.mark.slow] if size == 3 else []),
+            ],
         )
         for communicator, size in sizes
     ]

@@ -49,7 +49,7 @@ def test_a_step_on_two_ranks_takes_what_was_predicted() -> None:
 
     wide_resnet has blocks of many sizes.
     """
-    cases = ["0 none 1", "1 none 2", "2 all 2", "3 all 2"]
+    cases = ["0 none 1", "2 all 2", "3 all 2", *["1 none 2"] * FULL]
     gpt = "gpt model.layers=2 model.width=32 model.heads=2 optim.name=adamw optim.clip_norm=1"
     cases += [f"2:{gpt} parallel.tensor=2 parallel.sequence=true", f"2:{HYBRID} parallel.dense=c"]
     cases.append(f"2:{gpt} comm.local_steps=4 comm.local_from=0.5")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ranks import ENGINES, Result, mpirun, python
+from ranks import ENGINES, FULL, Result, mpirun, python
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -170,7 +170,7 @@ def torchs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return first, rest
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], pytest.param("horovod", marks=[*ENGINES[1].marks, pytest.mark.slow])])
+@pytest.mark.parametrize("engine", [ENGINES[0], *[pytest.param("horovod", marks=[*ENGINES[1].marks, pytest.mark.slow])] * FULL])
 def test_two_ranks_continue_a_job_of_torch(engine: str, torchs: tuple[Path, Path], tmp_path: Path) -> None:
     run, (first, rest) = tmp_path / "run", torchs
     found = job(2, run, "framework=jax", "epochs=3", f"resume={first}", f"comm.engine={engine}")

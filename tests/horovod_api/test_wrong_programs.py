@@ -30,10 +30,10 @@ CASES = {
 FAST = ("a call is missing on a rank", "another shape of many", "a rank ends", "a rank ends without join")
 SLOW = {  # what ranks decide does not depend on the engine, and test_agree.py has each kind of refusal
     "mpi": (
-        *("a rank fails", "a rank does not come", "a poll of what does not come", "a process set without threads", "no barrier"),
+        *("a rank fails", "a poll of what does not come", "a process set without threads", "no barrier"),
         "a failure in a process set that the script catches",
     ),
-    "torchdist": ("a rank fails", "a rank does not come"),
+    "torchdist": ("a rank does not come",),
 }
 if FULL:
     SLOW = {"mpi": tuple(case for case in CASES if case not in FAST), "torchdist": tuple(case for case in CASES if "threads" not in case)}

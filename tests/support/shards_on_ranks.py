@@ -103,7 +103,8 @@ def jobs_of(*how: str) -> dict[str, str]:
     """Name -> words, without the stage."""
     jobs = JAX_JOBS if "jax" in how else JOBS
     named = {name: words for name, words in jobs.items() if name.endswith("muon") or "muon" not in how}
-    return {name: words for name, words in named.items() if name in FEW or "few" not in how}
+    few = (*FEW, "mlp, lamb") if "jax" in how else FEW  # a rule that needs norms over ranks
+    return {name: words for name, words in named.items() if name in few or "few" not in how}
 
 
 def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, str]:
@@ -177,7 +178,9 @@ def curves(communicator: Communicator, folder: str, stages: str, *how: str) -> d
         for job, options in jobs.items():
             results[f"{job}, stage {stage}"] = invariance.losses(f"{options} shard.stage={stage}{group}", communicator)
         if "jax" in how:
-            results[f"files, stage {stage}"] = checkpoint(Path(folder, stage), f"{jobs['mlp, novograd']} shard.stage={stage}", communicator)
+            results[f"files, stage {stage}"] = checkpoint(
+                Path(folder, stage), f"{JAX_JOBS['mlp, novograd']} shard.stage={stage}", communicator
+            )
     if "jax" in how and communicator.size > 1:  # compared on these ranks: each estimates it from its own gradient
         stages_and_none = ["0", *stages.split(",")]
         results["noise scales"] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pool import on_ranks
+from pool import alone, on_ranks
 from ranks import FULL, mpirun, needs_horovod, needs_mpirun
 from same_curve import check_same
 from shards_on_ranks import FEW, jobs_of
@@ -26,7 +26,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...
 
 def run(tmp: Path, engine: str, size: int, stages: str, *how: str) -> dict:
     env = {"JAX_COMPILATION_CACHE_DIR": str(tmp / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} if "jax" in how else {}
-    folder = tmp / f"{engine}-{size}"
+    folder = tmp / f"{engine}-{size}-{stages}"
     folder.mkdir()
     return dict(on_ranks(engine, size, "shards_on_ranks:curves", str(folder), stages, *how, env=env, hosts=2 if "nodes" in how else 1)[0])
 
@@ -44,12 +44,16 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
         pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
         pytest.param("single", 1, "1,2", ("muon",), marks=slow, id="single-1-muon"),
         pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
-        pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3"),
-        pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
-        pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
-        pytest.param("mpi", 3, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-3"),
+        pytest.param("mpi", 3, "2,3", (), marks=[needs_mpirun, slow], id="mpi-3"),
+        pytest.param("mpi", 4, "1,3", ("nodes", "few"), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2-few"),
+        pytest.param("torchdist", 2, "1,3", ("few",), marks=[needs_mpirun, slow], id="torchdist-2-few"),
+        pytest.param("mpi", 2, "1,2", ("jax", "few"), marks=[needs_mpirun, slow], id="jax-mpi-2-few"),
         *(
             [
+                pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3-all"),
+                pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
+                pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
+                pytest.param("mpi", 3, "1,2", ("jax",), marks=[needs_mpirun, slow], id="jax-mpi-3"),
                 pytest.param("mpi", 2, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-2-muon"),
                 pytest.param("mpi", 4, "0,1,2", ("muon",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4-muon"),
                 pytest.param("horovod", 2, "1,2", (), marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
@@ -101,7 +105,7 @@ def test_a_rank_that_skips_its_empty_batch_is_reported() -> None:
     """Forward passes of stage 3 are collectives: the others wait in the first step in which it has no samples."""
     shares = [[len(indices(2 * step, 2, rank, 2, 7, 1, "partition")) for rank in range(2)] for step in range(7)]
     assert shares == [[1, 1]] * 3 + [[2, 0]] + [[1, 1]] * 3, "of the job, whose other steps give each rank a sample"
-    result = mpirun(2, ["tests/support/shards_on_ranks.py", "mpi", "skipping"], timeout_s=120)
+    result = mpirun(2, alone("shards_on_ranks:skipping", "mpi"))
     assert result.returncode == STALLED, result.stderr
     assert "no progress for 8 s (guard.stall_s)" in result.stderr
     waiting, skipping = re.findall(r"rank \d on .*?, pid \d+: step, epoch 0, step 3.*?(?=\n  rank|\nto do)", result.stderr, re.DOTALL)
