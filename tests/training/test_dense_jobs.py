@@ -50,9 +50,10 @@ def test_one_rank_has_the_whole_dense_part(one_process: dict) -> None:
 @pytest.mark.parametrize(
     ("engine", "size", "how"),
     [
-        pytest.param("mpi", 4, "", marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4"),
-        pytest.param("horovod", 2, "few", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2-few"),
+        pytest.param("mpi", 3, "", marks=[needs_mpirun, slow], id="mpi-3"),
         *[
+            pytest.param("mpi", 4, "", marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4"),
+            pytest.param("horovod", 2, "few", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2-few"),
             pytest.param("mpi", 2, "few", marks=[needs_mpirun, slow], id="mpi-2-few"),
             pytest.param("horovod", 2, "", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2"),
             pytest.param("torchdist", 2, "", marks=[needs_mpirun, slow], id="torchdist-2"),

@@ -34,12 +34,13 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("engine", "size", "meshes", "few"),
     [
-        *[pytest.param("mpi", 2, FOUR[:1], True, marks=slow, id="mpi-2")] * FULL,
         pytest.param("mpi", 2, [FOUR[3], POSITIONS[3]], False, marks=slow, id="mpi-2-all"),
-        pytest.param("mpi", 4, FOUR, True, marks=[slow, pytest.mark.ranks4], id="mpi-4"),
-        pytest.param("mpi", 4, [*POSITIONS[2:], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-positions"),
-        pytest.param("torchdist", 2, [FOUR[0], POSITIONS[0]], True, marks=slow, id="torchdist-2"),
+        pytest.param("mpi", 4, [FOUR[1], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-stages"),
         *[
+            pytest.param("mpi", 2, FOUR[:1], True, marks=slow, id="mpi-2"),
+            pytest.param("mpi", 4, FOUR, True, marks=[slow, pytest.mark.ranks4], id="mpi-4"),
+            pytest.param("mpi", 4, [*POSITIONS[2:], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-positions"),
+            pytest.param("torchdist", 2, [FOUR[0], POSITIONS[0]], True, marks=slow, id="torchdist-2"),
             pytest.param("torchdist", 4, [FOUR[0], FOUR[3], POSITIONS[0]], True, marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
             pytest.param("horovod", 2, [FOUR[0], POSITIONS[0]], True, marks=[slow, needs_horovod], id="horovod-2"),
         ]

@@ -68,9 +68,13 @@ def reference(known: dict[bool, dict[str, dict]], folder: Path, few: bool) -> di
     [
         pytest.param("mpi", 2, [TWO], ["faulty"], marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 2, SCHEDULES, ["few"], marks=slow, id="mpi-2-schedules"),
-        pytest.param("torchdist", 2, SCHEDULES[:1], ["few"], marks=slow, id="torchdist-2"),
-        pytest.param("mpi", 4, FOUR, ["few"], marks=[slow, pytest.mark.ranks4], id="mpi-4"),
-        *[pytest.param("torchdist", 4, FOUR[:2], ["few"], marks=[slow, pytest.mark.ranks4], id="torchdist-4")] * FULL,
+        pytest.param("mpi", 4, FOUR[1:3], ["few"], marks=[slow, pytest.mark.ranks4], id="mpi-4-two"),
+        *[
+            pytest.param("mpi", 4, FOUR, ["few"], marks=[slow, pytest.mark.ranks4], id="mpi-4"),
+            pytest.param("torchdist", 2, SCHEDULES[:1], ["few"], marks=slow, id="torchdist-2"),
+            pytest.param("torchdist", 4, FOUR[:2], ["few"], marks=[slow, pytest.mark.ranks4], id="torchdist-4"),
+        ]
+        * FULL,
     ],
 )
 def test_every_pipeline_is_one_process(
