@@ -67,7 +67,7 @@ def test_a_notebook_has_the_text_the_figures_and_the_code_of_its_page(path: Path
 
 @pytest.mark.slow
 @needs_mpirun
-@pytest.mark.parametrize("path", LABS if FULL else LABS[1:2], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", LABS if FULL else LABS[:1], ids=lambda path: path.parent.name)
 def test_a_notebook_runs_its_lab_and_shows_the_figures(path: Path, tmp_path: Path) -> None:
     """As Jupyter runs it. The lab is run once, in its quick form, so that no other test has to."""
     notebook = notebook_of(path.parent.name[0], tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pool import alone
 from programs_on_ranks import RESUMED
-from ranks import ROOT, mpirun, needs_mpirun
+from ranks import ROOT, in_full_rounds, mpirun, needs_mpirun
 
 import hvdtrain
 
@@ -48,6 +48,7 @@ def test_programs_train_on_two_ranks_and_an_augmented_job_goes_on_there(tmp_path
 
 @needs_mpirun
 @pytest.mark.slow
+@in_full_rounds
 def test_a_hugging_face_dataset_on_two_ranks(tmp_path: Path) -> None:
     check("hugging_face", on_two_ranks(tmp_path, ["hugging_face"])["hugging_face"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import mpirun, needs_mpirun
+from ranks import in_full_rounds, mpirun, needs_mpirun
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import DONE
@@ -44,6 +44,7 @@ def test_16_bit_types_learn_as_float32(single: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@in_full_rounds
 @needs_mpirun
 def test_16_bit_types_learn_on_two_ranks(single: dict[str, Path], tmp_path: Path) -> None:
     for name in ("bf16", "fp16"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from parallel_on_ranks import DROPPED, files_on, jobs_on
 from pool import on_ranks
-from ranks import FULL, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, in_full_rounds, mpirun, needs_horovod, needs_mpirun, python
 from same_curve import check_same
 
 from hvdtrain.config.read import configure
@@ -89,6 +89,7 @@ def test_the_picture_of_a_mesh() -> None:
 
 
 @slow
+@in_full_rounds
 @needs_mpirun
 @pytest.mark.ranks4
 def test_ranks_of_a_tensor_group_draw_what_one_process_draws(tmp_path: Path) -> None:

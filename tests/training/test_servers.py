@@ -172,8 +172,11 @@ def one_process() -> dict[str, dict]:
     [
         pytest.param("mpi", 1, 2, ["faulty"], id="mpi-1-2"),
         pytest.param("mpi", 2, 2, ["few"], marks=pytest.mark.ranks4, id="mpi-2-2"),
-        *[pytest.param("mpi", 1, 3, ["few"], marks=pytest.mark.ranks4, id="mpi-1-3")] * FULL,
-        pytest.param("torchdist", 2, 2, ["few"], marks=pytest.mark.ranks4, id="torchdist-2-2"),
+        *[
+            pytest.param("mpi", 1, 3, ["few"], marks=pytest.mark.ranks4, id="mpi-1-3"),
+            pytest.param("torchdist", 2, 2, ["few"], marks=pytest.mark.ranks4, id="torchdist-2-2"),
+        ]
+        * FULL,
     ],
 )
 def test_servers(one_process: dict, engine: str, servers: int, workers: int, words: list[str]) -> None:
@@ -200,7 +203,7 @@ def test_servers(one_process: dict, engine: str, servers: int, workers: int, wor
     ("engine", "servers", "options"),
     [
         ("mpi", 1, "optim.name=lamb servers.correct=scale model.dropout=0.2"),
-        pytest.param("torchdist", 2, "optim.name=novograd servers.correct=delay_compensation", marks=pytest.mark.ranks4),
+        *[pytest.param("torchdist", 2, "optim.name=novograd servers.correct=delay_compensation", marks=pytest.mark.ranks4)] * FULL,
     ],
 )
 def test_a_job_is_replayed_resumed_with_servers_and_without(tmp_path: Path, engine: str, servers: int, options: str) -> None:

@@ -23,10 +23,11 @@ SAME = [  # jobs that compute the same numbers
     ["the user's own"],
 ]
 GROUPS = [
-    pytest.param("mpi", 2, [], marks=[needs_mpirun, pytest.mark.slow]),
+    pytest.param("mpi", 2, ["no_jax"], marks=[needs_mpirun, pytest.mark.slow]),
 ]
 if FULL:
     GROUPS += [
+        pytest.param("mpi", 2, [], marks=[needs_mpirun, pytest.mark.slow]),
         pytest.param("mpi", 3, ["no_jax", "no_torch_workers"], marks=[needs_mpirun, pytest.mark.slow]),
         pytest.param("horovod", 2, [], marks=[needs_mpirun, needs_horovod, pytest.mark.slow]),
         pytest.param("mpi", 4, [], marks=[needs_mpirun, pytest.mark.slow, pytest.mark.ranks4]),
