@@ -10,7 +10,7 @@ from pathlib import Path
 import horovod_checks
 import pytest
 import ranks
-from ranks import FULL, needs_horovod, needs_mpirun
+from ranks import FULL, in_full_rounds, needs_horovod, needs_mpirun
 
 NEW_DTYPES = "Horovod has no such dtype"
 # Checks that Horovod 0.28.1 itself fails, and why; the same table is in docs/horovod-api.md.
@@ -63,7 +63,8 @@ def test_our_engines_pass_every_check(engine: str, size: int) -> None:
 @needs_mpirun
 @needs_horovod
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, *[1] * FULL])
+@in_full_rounds  # it is about Horovod, of which no version comes any more, and which has hung here, once in a dozen runs on a busy machine
+@pytest.mark.parametrize("size", [1, 2])
 def test_horovod_itself_fails_what_the_table_says_and_nothing_else(size: int) -> None:
     known = {name for name in DISAGREEMENTS if size > 1 or name != "join_average"}
     assert set(failed("horovod.torch", "horovod", size)) == known
