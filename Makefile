@@ -42,7 +42,7 @@ export OMP_NUM_THREADS ?= $(THREADS)
 # Containers often have it: each process would compile our 280 modules anew, 0.2 s of 1.5.
 unexport PYTHONDONTWRITEBYTECODE
 # Several test files at a time: many tests wait for processes that they start. make test PARALLEL= runs them one after the other.
-PARALLEL ?= --dist loadfile --no-loadscope-reorder
+PARALLEL ?= --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 workers = $(if $(strip $(PARALLEL)),-n $(1) $(PARALLEL))
 # $(call tests,WORKERS,MARKS): those that look at the clock come last, one after the other, and are tried once more before they count as failed.
 # 5 is pytest's code where no test is chosen, as by ARGS="-k NAME"

@@ -171,15 +171,15 @@ Framework; in an entry: on the same engine and ranks / on others.
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Starts four ranks only where a test was asked for that needs them."""
+    """Starts four ranks only where a test was asked for that needs them, which are of full rounds."""
     here = [item for item in request.session.items if item.path == request.path]
-    sizes = SIZES if any(item.get_closest_marker("ranks4") for item in here) else SIZES[:2]
+    sizes = SIZES if FULL and any(item.get_closest_marker("ranks4") for item in here) else SIZES[:2]
     engines = [str(engine.values[0]) for engine in ENGINES if not any(mark.args[0] for mark in engine.marks)]  # type: ignore[union-attr]
     return Matrix(tmp_path_factory.mktemp("resume"), engines, sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.ranks4)])
+@pytest.mark.parametrize("ranks", [1, 2, *[pytest.param(4, marks=pytest.mark.ranks4)] * FULL])
 def test_interrupted_and_resumed_equals_uninterrupted(matrix: Matrix, ranks: int) -> None:
     """`ranks` are the most of the two settings."""
     cells = [found for found in matrix.cells() if max(found[0].size, found[1].size) == ranks]

@@ -72,6 +72,7 @@ def check(arguments: Sequence[str]) -> int:
 
         communicator, engine_reason = connect(config, place)
     except Exception as error:
+        _let_go(time_limit, place.size)
         return _report_unconnected(options, place, error)
     try:
         rank = RankInspection(connected_facts(place, communicator))
@@ -87,7 +88,14 @@ def check(arguments: Sequence[str]) -> int:
         communicator.close()
         return exit_code
     except BaseException as error:  # SystemExit too
+        _let_go(time_limit, communicator.size)
         return end_every_rank(error, communicator, "check")
+
+
+def _let_go(time_limit: TimeLimit, size: int) -> None:
+    """One process, which may be a script's own, waits for nobody after an error; several ranks may, until the limit."""
+    if size == 1:
+        time_limit.cancel()
 
 
 def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: Communicator) -> Config | None:
