@@ -8,11 +8,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from record import note
 
-PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # of the tests, each with a target of the Makefile; the rest is `make test`
+PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # marks by which the Makefile chooses tests; without one of them: `make test`
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
 LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
 
@@ -50,6 +51,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Here alone, not in a worker too, which hands its reports over."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         note({"test": report.nodeid, "seconds": report.duration, "outcome": report.outcome})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """How a worker ended that should not have: by a signal (a negative status), or by itself. Without it pytest-xdist says nothing of that."""
+    if error:
+        status = node.gateway._io.popen.wait(10)
+        print(f"\n{node.gateway.id} ended with status {status}", file=sys.stderr, flush=True)
 
 
 def pytest_sessionfinish() -> None:

@@ -100,6 +100,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone(monkeypatch: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 @in_full_rounds
 def test_recompute_measures_each_way(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
@@ -108,10 +109,11 @@ def test_recompute_measures_each_way(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     row = json.loads(out.read_text())
     assert row["all"]["kept"]["all"] < row["none"]["kept"]["all"] / 3 and row["all"]["tensors"]["total"] < row["none"]["tensors"]["total"]
-    assert row["all"]["to none"][0] > 0
+    assert row["all"]["to none"][0] > 1
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["--rounds", "2", "--steps", "2", "--draws", "2", "--json", str(out), "model.layers=1", "data.side=4"]
@@ -119,7 +121,7 @@ def test_gpt_compares_training_and_drawing(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     row = json.loads(out.read_text())
     assert row["training"]["quartiles"][0] <= row["training"]["hvdtrain_to_by_hand"] <= row["training"]["quartiles"][1]
-    assert row["drawing"]["positions"] == 16 and row["drawing"]["times_as_fast"] > 0
+    assert row["drawing"]["positions"] == 16 and row["drawing"]["times_as_fast"] > 1
 
 
 @pytest.mark.slow

@@ -84,10 +84,7 @@ def pairs() -> list[Any]:
             communicator,
             size,
             id=f"{communicator}-x{size}",
-            marks=[
-                *marks[communicator],
-                *([pytest.mark.ranks4, pytest.mark.slow] if size == 4 else [pytest.mark.slow] if size == 3 else []),
-            ],
+            marks=[*marks[communicator], *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size > 2)],
         )
         for communicator, size in sizes
     ]
