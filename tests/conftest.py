@@ -55,7 +55,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """How a worker ended that should not have: by a signal (a negative status), or by itself. Without it pytest-xdist says nothing of that."""
+    """Says how a worker ended that should not have: by a signal (a negative status) or by itself. pytest-xdist does not say it."""
     if error:
         status = node.gateway._io.popen.wait(10)
         print(f"\n{node.gateway.id} ended with status {status}", file=sys.stderr, flush=True)
