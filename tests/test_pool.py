@@ -56,6 +56,8 @@ def test_one_start_serves_many_calls_until_one_goes_wrong(tmp_path: Path) -> Non
         with pytest.raises(AssertionError) as error:
             call(name, limit_s)
         assert re.search(said, str(error.value), re.DOTALL), error.value
+        with pytest.raises(AssertionError, match="as before: "):
+            call(name, limit_s)
         wait_until(lambda gone=first: not any(Path(f"/proc/{pid}").exists() for pid in gone), "the ranks are gone")
         new = pids()
         assert not first & new

@@ -1,9 +1,10 @@
 """Ranks that a test session starts once for an engine and a size, and calls functions of tests/support on.
 
-    on_ranks("mpi", 2, "norms_on_ranks:apart_by_case")        what the function returned on each rank, through JSON
+    on_ranks("mpi", 2, "norms_on_ranks:apart_by_case", "mpi")        what the function returned on each rank, through JSON
 
-A call that fails or hangs, and one after which a rank's environment is another, ends the ranks; the next call gets new ones. Tests whose
-ranks are signalled or ended start their own, by `alone()`.
+A call that fails or hangs, and one after which a rank's environment is another, ends the ranks; the next call gets new ones. A call
+that has failed is not made again: a hundred tests that ask for one result do not wait a hundred times for what hangs. Tests whose ranks
+are signalled or ended start their own, by `alone()`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def on_ranks(
     env: of new ranks, where those that wait have another one; hosts: how many the ranks believe to be on.
     """
     kind = (engine, size, hosts, tuple(sorted((env or {}).items())))
+    asked = (kind, function, json.dumps(arguments))
+    if asked in _FAILED:
+        raise AssertionError(f"as before: {_FAILED[asked]}")
     if kind not in _WAITING:
         while len(_WAITING) >= AT_MOST:
             _end(next(iter(_WAITING)))
@@ -40,7 +44,8 @@ def on_ranks(
     ranks = _WAITING[kind] = _WAITING.pop(kind)  # the last one used is the last one ended
     try:
         results, is_as_before = ranks.call(function, arguments, limit_s)
-    except BaseException:
+    except BaseException as error:
+        _FAILED[asked] = str(error)
         _end(kind)
         raise
     if not is_as_before:
@@ -129,6 +134,7 @@ class WaitingRanks:
 
 
 _WAITING: dict[Kind, WaitingRanks] = {}  # in the order of their last call
+_FAILED: dict[tuple[Kind, str, str], str] = {}  # what a call failed with
 
 
 def _end(kind: Kind) -> None:
