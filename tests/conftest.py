@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark} by another file: write `pytest.mark.{mark}` in its own")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A report has the seconds of a core that this process and those that it waited for have taken since the report before."""
+    report = yield
+    report.cpu_s = sum(os.times()[:4]) - _CPU_S[0]  # type: ignore[attr-defined]
+    _CPU_S[0] += report.cpu_s  # type: ignore[attr-defined]
+    return report
+
+
+_CPU_S = [0.0]  # at the report before
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Here alone, not in a worker too, which hands its reports over."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        note({"test": report.nodeid, "seconds": report.duration, "outcome": report.outcome})
+        note({"test": report.nodeid, "seconds": report.duration, "cpu_s": getattr(report, "cpu_s", 0.0), "outcome": report.outcome})
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,16 +21,17 @@ def note(fields: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    seconds, starts = Counter[str](), [row["ranks"] for row in rows if "ranks" in row]
+    seconds, of_core, starts = Counter[str](), Counter[str](), [row["ranks"] for row in rows if "ranks" in row]
     for row in rows:
         seconds[row["test"]] += row.get("seconds", 0.0)
+        of_core[row["test"]] += row.get("cpu_s", 0.0)
     again = sorted({row["test"] for row in rows if row.get("outcome") == "rerun"})
     tests = {row["test"] for row in rows if "seconds" in row}
-    slowest = [f"{taken:7.1f} s  {test}" for test, taken in seconds.most_common(SLOWEST)]
+    slowest = [f"{taken:7.1f} s {of_core[test]:7.1f} s  {test}" for test, taken in seconds.most_common(SLOWEST)]
     return "\n".join(
         [
             f"{len(tests)} tests, {len(starts)} starts of MPI with {sum(starts)} ranks",
-            f"the {len(slowest)} slowest:",
+            f"the {len(slowest)} slowest, of the clock and of a core:",
             *slowest,
             f"tried again: {len(again)}",
             *again,

@@ -32,7 +32,7 @@ def wait(engine: str, hosts: int, address: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         lines = connection.makefile("rw")
-        send(lines, {"rank": communicator.rank})
+        send(lines, {"rank": communicator.rank, "pid": os.getpid()})
         for line in lines:
             before, call = state(), json.loads(line)
             answer = answered(communicator, engine, **call)
