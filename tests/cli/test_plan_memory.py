@@ -41,6 +41,16 @@ def test_stage_3_of_torchdist_has_a_row(capsys: pytest.CaptureFixture[str]) -> N
     assert rows[3]["optimizer_state"] == pytest.approx(BYTES, abs=64)
 
 
+@pytest.mark.parametrize("samples", ["32", "64", "80"])
+def test_a_job_that_fits_has_a_largest_pass(samples: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a smaller pass takes no less, since the update takes most."""
+    words = ["plan", "data.name=digits", "model.name=mlp", f"batch.size={samples}", "--memory=16GiB", "--ranks", "1,2", "--json", "-"]
+    assert main(words) == 0
+    rows = json.loads(capsys.readouterr().out)["memory"]["rows"]
+    assert min(row["bytes_per_sample"] for row in rows) <= 0
+    assert all(row["fits"] and row["largest_micro"] == row["micro"] for row in rows)
+
+
 def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *MLP, "--memory", "1MB", "--ranks", "1"]) == 0
     out = capsys.readouterr().out

@@ -42,9 +42,11 @@ class Row(NamedTuple):
     def largest_micro(self, room: float) -> int:
         """Samples of the largest pass that fits; 0: none does."""
         evaluation = MARGIN * (self.footprint.evaluation + self.footprint.total - self.footprint.tensors)
-        if evaluation > room or self.bytes_per_sample <= 0:
-            return 0
         beside = self.footprint.total - self.footprint.tensors + self.footprint.step
+        if evaluation > room:
+            return 0
+        if self.bytes_per_sample <= 0:  # a step takes most elsewhere, in the update
+            return self.share if MARGIN * beside <= room else 0
         return max(0, min(self.share, self.micro + int((room / MARGIN - beside) // self.bytes_per_sample)))
 
 
