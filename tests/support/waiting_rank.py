@@ -23,6 +23,7 @@ from hvdtrain.comm.placement import placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import CommConfig
 
+BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when its compiler is first imported: no reason for new ranks
 SEED = torch.initial_seed()  # of a new process
 
 
@@ -36,7 +37,8 @@ def wait(engine: str, hosts: int, address: str) -> None:
         for line in lines:
             before, call = state(), json.loads(line)
             answer = answered(communicator, engine, **call)
-            send(lines, answer | {"changed": [name for name, value in state().items() if before[name] != value]})
+            after = state()
+            send(lines, answer | {"changed": [name for name in {**before, **after} if before.get(name) != after.get(name)]})
     os._exit(0)  # the tests are over; the other ranks need not be there any more
 
 
@@ -71,7 +73,7 @@ def answered(communicator: Communicator, engine: str, function: str, arguments: 
 
 def state() -> dict[str, Any]:
     return {
-        "environment": dict(os.environ),
+        **{name: value for name, value in os.environ.items() if name != BY_TORCH},
         "folder": os.getcwd(),
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
