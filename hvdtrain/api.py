@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.config.given import Given
     from hvdtrain.context.context import Context
+    from hvdtrain.tasks.inputs.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Run:
     epochs: float  # done
     steps: int
     seconds: float  # spent, over all its runs
+    inputs: Transform | None = field(default=None, repr=False, compare=False)  # what was done to x; None where the task says nothing
+
+    def transform(self, x: Any) -> Any:
+        """What the model got of rows x (n, ...) of the data: model(run.transform(x)). An array of an array, a tensor of a tensor."""
+        if self.inputs is None:
+            raise UserError("the task of this run makes the inputs of its model itself", "run.transform()", "its Part.inputs()")
+        found = self.inputs(x)
+        if not hasattr(x, "detach"):
+            return found
+        from hvdtrain.tasks.inputs.torch import as_tensor
+
+        return as_tensor(found, x)
 
 
 def train(
@@ -96,6 +109,7 @@ def train(
         epochs=now.progress.epochs,
         steps=now.progress.step,
         seconds=now.seconds,
+        inputs=result.transform,
     )
 
 

@@ -1,4 +1,4 @@
-"""Mean and deviation of the numbers of a data set, exact and the same bits on every rank; and inputs that are standardized by them."""
+"""Mean and deviation of the numbers of a data set, exact and the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.core.seeds import fold
-from hvdtrain.data.source import LabelledImages, Source
+from hvdtrain.data.source import Field, LabelledImages, Source
 
 _VALUES = 2**22  # that are read at most: about 2 s of exact sums
 
@@ -30,12 +30,12 @@ def column_stats(source: Source, name: str) -> ColumnStats:
     if samples > most:
         chosen = np.unique(fold(np.arange(most, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
     values = source.read(chosen)[name].astype(np.float64).reshape(-1, field.shape[-1] if field.shape else 1)  # (values, C)
-    values = values / scale(field.dtype, field.shape)
+    values = values / (255.0 if is_image(field) else 1.0)
     means = [math.fsum(column.tolist()) / len(column) for column in values.T]
     squares = [math.fsum(((column - mean) ** 2).tolist()) / len(column) for column, mean in zip(values.T, means, strict=True)]
     return ColumnStats(np.array(means), np.array([math.sqrt(square) if square else 1.0 for square in squares]))
 
 
-def scale(dtype: str, shape: tuple[int, ...]) -> float:
-    """What a field is divided by before all else: images by 255."""
-    return 255.0 if dtype == "uint8" and len(shape) == 3 else 1.0
+def is_image(field: Field) -> bool:
+    """Whether it is of pixels, (H, W, C), which are divided by 255 before all else."""
+    return field.dtype == "uint8" and len(field.shape) == 3

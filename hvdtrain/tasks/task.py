@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.config.schema import Config
+from hvdtrain.config.plugins import is_dotted
+from hvdtrain.config.schema import Config, ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric
 from hvdtrain.data.source import Field, Source
@@ -121,6 +122,11 @@ def part_of(task: Task, framework: str, config: Config, place: Place) -> Any:
         what = f"task.name={task.name} does not compute with framework={framework}"
         raise UserError(what, config.where("framework"), f"framework={' or framework='.join(known)}")
     return make(config.model, place)
+
+
+def is_users_model(model: ModelConfig) -> bool:
+    """Whether it is a class, a function or an object of the user's own, not one of hvdtrain's."""
+    return is_dotted(model.name)
 
 
 def find_field(source: Source, name: str, task: str, where: str, expected: str) -> Field:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config import plugins
@@ -12,7 +13,8 @@ from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification.build import without_statistics
-from hvdtrain.tasks.task import MEMBERS, Task
+from hvdtrain.tasks.inputs.transform import Transform, transform_of
+from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 
 
 def build_task(train: Source, val: Source, config: Config) -> Task:
@@ -20,7 +22,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
     name, where = config.task.name, config.where("task.name")
     if not plugins.is_dotted(name):
         build = plugins.load("tasks", name, where).build
-        task: Task = build(name, train, val, where, **plugins.convert_options(config.task, "tasks"))
+        task: Task = build(name, train, val, where, is_users_model(config.model), **plugins.convert_options(config.task, "tasks"))
     else:
         task = _build_own(config, train, val)
     given = config.task.given
@@ -31,9 +33,10 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
 
 
 def _build_own(config: Config, train: Source, val: Source) -> Task:
-    """Of the user's own package.module:build, which gets train, val and name where its parameters have these names, and its options."""
+    """Of the user's own package.module:build, which gets its options, and train, val, name and users_model where it has such parameters."""
     name, where = config.task.name, config.where("task.name")
-    task: Task = plugins.call_own(config.task, {"name": name, "train": train, "val": val})
+    known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
+    task: Task = plugins.call_own(config.task, known)
     missing = [member for member in MEMBERS if not hasattr(task, member)]
     if missing:
         raise UserError(f"{name} gave a {type(task).__name__} without {', '.join(missing)}", where, "docs/tasks.md lists what a task has")
@@ -100,6 +103,16 @@ def restore_task(config: Config, facts: dict[str, Any]) -> Task:
             raise UserError(what, where, "define it: it gives the task again that has these facts()")
     task: Task = restore(facts)
     return task
+
+
+def job_transform(task: Task, config: Config) -> Transform | None:
+    """What a job does to x, as its model gets it; None of a task that says nothing about it."""
+    found = transform_of(task)
+    if found is None:
+        return None
+    dtype = "float64" if config.speed.precision == "fp64" else "float32"
+    keeps_integers = is_users_model(config.model)
+    return replace(found, dtype=dtype, keeps_integers=keeps_integers, channels_last=config.framework == "jax")
 
 
 def planned_task(config: Config, source: Source) -> Task:

@@ -22,7 +22,8 @@ from hvdtrain.data.source import LabelledImages, Source, Split, reads_in_process
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.data.tokens.images import UnencodedImages
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.classification.build import Classification, is_image
+from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.columns import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
 from hvdtrain.training.build_task import build_task

@@ -59,8 +59,10 @@ def given_task(loss: Any, metrics: Mapping[str, Any] | None, objective: str | No
     if loss is None:
         return Given(None, with_metrics, objects)
 
-    def task(train: Source, val: Source, outputs: int | None = None) -> Task:
-        return with_metrics(own_loss(name, train, val, "hvdtrain.train(), loss", loss, outputs), train)
+    def task(train: Source, val: Source, users_model: bool, outputs: int | None = None, standardize: bool | None = None) -> Task:
+        if standardize not in (None, True, False):
+            raise UserError(f"task.standardize is {standardize!r:.40}", "hvdtrain.train()", "true, false, or leave it out")
+        return with_metrics(own_loss(name, train, val, "hvdtrain.train(), loss", loss, outputs, standardize, users_model), train)
 
     name = name_of(loss)
     return Given(name, task, {"loss": loss, **objects})

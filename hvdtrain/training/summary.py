@@ -17,7 +17,8 @@ from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import batch_summary, lr_summary
-from hvdtrain.tasks.task import samples_of
+from hvdtrain.tasks.task import Task, samples_of
+from hvdtrain.training.build_task import job_transform
 from hvdtrain.training.checkpoint.changes import PLACE, flat
 from hvdtrain.training.checkpoint.resume_command import further, resume_command
 from hvdtrain.training.input.micro_batches import micro_batches_per_step
@@ -105,6 +106,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         *([f"servers {_server_summary(config.servers, ranks)}"] if config.servers.count else []),
         f"data    {config.data.name}: {counts}, {job.task.summary}{first_names(config.data.class_names)}",
         f"        {of_each}{config.data.sampling} sampling, {job.prefetcher.summary}",
+        *inputs_lines(job.task, config),
         f"batch   {batch_summary(job.recipe)} {'of one worker in each step' if config.servers.are_asynchronous else divided}",
         f"recipe  {config.optim.name}, {lr_summary(config, job.prefetcher.samples, job.task.sizes.get('context'))}",
     ]
@@ -128,6 +130,12 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
     if job.health.deadline and job.health.deadline.reason:
         lines.append(f"limit   {job.health.deadline.reason}")
     return lines + [f"        {note}" for note in start.notes]
+
+
+def inputs_lines(task: Task, config: Config) -> list[str]:
+    """What is done to x before the model gets it."""
+    transform = job_transform(task, config)
+    return [] if transform is None else [f"inputs  {transform.summary}"]
 
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:

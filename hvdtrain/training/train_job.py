@@ -21,8 +21,10 @@ from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
 from hvdtrain.frameworks.learner import HasPipeline
+from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, load_libraries
+from hvdtrain.training.build_task import job_transform
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes
 from hvdtrain.training.elastic_job import ElasticJob, ready_for_losses
 from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
@@ -54,6 +56,7 @@ class JobResult(NamedTuple):
     run: Path  # as rank 0 knows it
     reason: str
     train_state: TrainState
+    transform: Transform | None = None  # what was done to x
 
 
 def train_job(
@@ -125,7 +128,8 @@ def train_job(
         heartbeat.training = True
         if memory.warning:
             warn(memory.warning)
-        return living.run(lambda job, now: train_to_the_end(job, start, now, lock), start.train_state)
+        result = living.run(lambda job, now: train_to_the_end(job, start, now, lock), start.train_state)
+        return result._replace(transform=job_transform(datasets.task, config))
 
 
 def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> JobResult:

@@ -25,6 +25,7 @@ hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
   --to           the file to write: model.safetensors, or model.pt for torch.load
   --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
   --force        overwrite FILE if it exists"""
+_WIDTH = 120  # letters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
 
 
@@ -112,18 +113,32 @@ def _progress(train_state: TrainState) -> str:
     return f"{epochs}, validation {train_state.objective} {train_state.last:.4f}{of_step}"
 
 
+def _input(fields: dict[str, str]) -> str:
+    """What the model is called with."""
+    if "dtype" in fields:  # of numbers that are not images
+        of_x = f"x {fields['dtype']} {fields['shape']:.200} as the data have it"
+        if "mean" not in fields:
+            return of_x
+        return f"{fields['inputs']}, by the last axis: mean {_cut(fields['mean'])}, std {_cut(fields['std'])}, {of_x}"
+    if "task" in fields and "inputs" not in fields:
+        return f"of task.name={fields['task']:.200}: {fields.get('data', 'unknown'):.400}"
+    data = [f"{name} {fields.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
+    if "class_names" in fields:
+        data.append(f"named {fields['class_names']:.200}")
+    return f"{fields.get('inputs', '(pixels / 255 - mean) / std')}: {', '.join(data)}"
+
+
+def _cut(numbers: str) -> str:
+    """The first of many; the file has all."""
+    return numbers if len(numbers) <= _WIDTH else f"{numbers[:_WIDTH]} ..."
+
+
 def _how_to_load(to: Path, fields: dict[str, str]) -> list[str]:
     """Lines for people: the model, its input, and two lines of Python that load the file."""
     lines = []
     if "model" in fields:
         lines.append(f"model    {fields['model']:.500} of framework {fields['framework']!r:.20}")
-    if "task" in fields:
-        lines.append(f"input    of task.name={fields['task']:.200}: {fields.get('data', 'unknown'):.400}")
-    else:
-        data = [f"{name} {fields.get(name, 'unknown'):.200}" for name in ("mean", "std", "image_shape", "classes")]
-        if "class_names" in fields:
-            data.append(f"named {fields['class_names']:.200}")
-        lines.append(f"input    (pixels / 255 - mean) / std: {', '.join(data)}")
+    lines.append(f"input    {_input(fields)}")
     path = json.dumps(str(to))
     for_torch = fields.get("framework", "torch") == "torch"
     if to.suffix == ".pt":

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdtrain.config.given import is_object
 from hvdtrain.config.read import read_run_config
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.optim.ema import averages
+from hvdtrain.tasks.inputs.transform import transform_of_facts
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged
 
@@ -147,15 +149,31 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
     model = _model(run)
     data = checkpoint.identity.get("data")
     values = {name: data.get(key) for name, key in _DATA_KEYS.items()} if isinstance(data, dict) else {}
-    images = {name: json.dumps(value) for name, value in values.items() if _is_number_or_numbers(value)}
+    inputs = {name: json.dumps(value) for name, value in values.items() if _is_number_or_numbers(value)}
     if isinstance(data, dict) and isinstance(data.get("task"), str):  # else it is classification
-        images = {"task": f"{data['task']:.200}", "data": json.dumps(data)[:_LONGEST_NAME]}
+        inputs = {"task": f"{data['task']:.200}", "data": json.dumps(data)[:_LONGEST_NAME]}
+    if isinstance(data, dict):
+        inputs |= _inputs(data)
     train_state = checkpoint.train_state
     progress = {"step": str(train_state.progress.step), "epochs": str(train_state.progress.epochs)}
     if not math.isnan(train_state.last):
         name = train_state.objective
         progress |= {name: str(train_state.last), f"{name}_of_step": str(train_state.evaluated)}
-    return Metadata(model.fields | images | progress, model.notes)
+    return Metadata(model.fields | inputs | progress, model.notes)
+
+
+def _inputs(data: dict[str, Any]) -> dict[str, str]:
+    """The formula of what the model gets, and its numbers; nothing where the task is not hvdtrain's, or the checkpoint does not say it."""
+    task = data.get("task", "classification")
+    if task not in ("classification", "regression") and not (isinstance(task, str) and is_object(task)):
+        return {}
+    try:
+        transform = transform_of_facts(data)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return {}
+    of_x = {} if transform.is_of_images else {"dtype": transform.x.dtype, "shape": json.dumps(transform.x.shape)}
+    numbers = {"mean": json.dumps(transform.mean.tolist()), "std": json.dumps(transform.std.tolist())}
+    return {"inputs": transform.formula, **of_x, **(numbers if transform.is_standardized or transform.is_of_images else {})}
 
 
 def _is_number_or_numbers(value: Any) -> bool:

@@ -14,8 +14,9 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, LabelledImages, Source, arrays_in_memory
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import column_stats
-from hvdtrain.tasks.task import NumpyPart, Part, Place
+from hvdtrain.tasks.columns import is_image
+from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats
+from hvdtrain.tasks.task import NumpyPart, Part, Place, is_users_model
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
 
@@ -24,14 +25,13 @@ _MOST = 2**26  # values of an image, and classes: more than any data set has
 class Classification:
     """Images in, one of `classes` labels out; model.loss and model.label_smoothing say what is learned from.
 
-    Images are uint8 (H, W, C), normalized by channel. Numbers (columns,) are standardized by column; all else stays as the data have it:
-    floats (C, H, W) are what torchvision's transforms make of images.
+    Images are uint8 (H, W, C); floats (C, H, W) are what torchvision's transforms make of images.
     """
 
     shape: tuple[int, ...]  # (H, W, C) of images
     classes: int
-    mean: np.ndarray  # float64 (C,), of x / 255 over the training set; of columns (columns,), of all else (1,)
-    std: np.ndarray  # float64 (C,), of the same; never 0
+    mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
+    std: np.ndarray
     dtype: str = "uint8"  # of x
 
     name = "classification"
@@ -50,6 +50,10 @@ class Classification:
     @property
     def is_of_images(self) -> bool:
         return is_image(Field(self.dtype, self.shape))
+
+    @property
+    def transform(self) -> Transform:
+        return Transform(Field(self.dtype, self.shape), self.mean, self.std)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -80,44 +84,37 @@ class Classification:
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.classification.torch import TorchClassification
+        from hvdtrain.tasks.inputs.torch import TorchInputs
 
-        return TorchClassification(
-            self.mean,
-            self.std,
-            place,
-            squared_error=model.loss == "squared_error",
-            smoothing=model.label_smoothing,
-            images=self.is_of_images,
-        )
+        inputs = TorchInputs(self.transform, place, is_users_model(model))
+        return TorchClassification(inputs, squared_error=model.loss == "squared_error", smoothing=model.label_smoothing)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.classification.jax import JaxClassification
+        from hvdtrain.tasks.inputs.jax import JaxInputs
 
+        users_model = is_users_model(model)
         return JaxClassification(
-            self.mean,
-            self.std,
-            place,
+            JaxInputs(self.transform, place, users_model),
             squared_error=model.loss == "squared_error",
             smoothing=model.label_smoothing,
-            images=self.is_of_images,
+            turned=len(self.shape) == 3 and not self.is_of_images and not users_model,
         )
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
         from hvdtrain.tasks.classification.numpy import NumpyClassification
 
         return NumpyClassification(
-            self.mean,
-            self.std,
-            self.classes,
-            place.dtype,
-            squared_error=model.loss == "squared_error",
-            smoothing=model.label_smoothing,
-            images=self.is_of_images,
+            self.transform, self.classes, place, squared_error=model.loss == "squared_error", smoothing=model.label_smoothing
         )
 
 
-def build(name: str, train: Source, val: Source, where: str) -> Classification:
-    """The task of both sets; the statistics of the training set normalize channels and columns. It has no options.
+def build(
+    name: str, train: Source, val: Source, where: str, users_model: bool = False, *, standardize: bool | None = None
+) -> Classification:
+    """The task of both sets.
+
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
 
     Raises UserError where the data have no x with labels y, their number of classes is not known, or the sets do not fit each other.
     """
@@ -132,14 +129,8 @@ def build(name: str, train: Source, val: Source, where: str) -> Classification:
             found = [f"x {source.fields['x']} with {_classes_of(source)} classes" for source in (train, val)]
             what = f"training samples are {found[0]}, validation samples {found[1]}"
         raise UserError(what, where, "both sets need the same shape (H, W, C) and the same classes")
-    mean, std = np.zeros(1), np.ones(1)
-    if is_image(x) or len(x.shape) < 2:
-        mean, std = column_stats(train, "x")
+    mean, std = input_stats(train, standardize, users_model)
     return Classification(x.shape, classes, mean, std, x.dtype)
-
-
-def is_image(x: Field) -> bool:
-    return x.dtype == "uint8" and len(x.shape) == 3
 
 
 def _check_fields(source: Source, where: str) -> None:
@@ -176,9 +167,7 @@ def restore(facts: dict[str, Any]) -> Classification:
     images = is_image(Field(dtype, shape))
     if not _are_counts([*shape, classes]) or (dtype == "uint8" and "dtype" not in facts and not images) or math.prod(shape) > _MOST:
         raise ValueError("impossible shape or classes")
-    columns = shape[-1:] if images or len(shape) == 1 else (1,)
-    if not mean.shape == std.shape == columns or not np.isfinite(mean).all() or not (np.isfinite(std) & (std > 0)).all():
-        raise ValueError("impossible mean or deviation")
+    check_stats(Field(dtype, shape), mean, std)
     return Classification(shape, classes, mean, std, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Classification in JAX: normalized images, and the loss of each, as in torch.py. What is here is compiled."""
+"""Classification in JAX: the loss of each sample, as in torch.py. What is here is compiled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from hvdtrain.tasks.task import Each, Place
+from hvdtrain.tasks.inputs.jax import JaxInputs
+from hvdtrain.tasks.task import Each
 
 Arrays = Mapping[str, jax.Array]
 
@@ -16,18 +16,13 @@ Arrays = Mapping[str, jax.Array]
 class JaxClassification:
     """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for each class."""
 
-    def __init__(
-        self, mean: np.ndarray, std: np.ndarray, place: Place, *, squared_error: bool, smoothing: float, images: bool = True
-    ) -> None:
-        self._mean, self._std, self._dtype = mean, std, place.dtype
-        self._squared_error, self._smoothing, self._images = squared_error, smoothing, images
+    def __init__(self, inputs: JaxInputs, *, squared_error: bool, smoothing: float, turned: bool) -> None:
+        self._inputs, self._squared_error, self._smoothing = inputs, squared_error, smoothing
+        self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)
 
     def inputs(self, batch: Arrays) -> jax.Array:
-        mean, std = jnp.asarray(self._mean, self._dtype), jnp.asarray(self._std, self._dtype)
-        if self._images:
-            return (batch["x"].astype(self._dtype) / 255.0 - mean) / std
-        x = (batch["x"].astype(self._dtype) - mean) / std
-        return x.transpose(0, 2, 3, 1) if x.ndim == 4 else x  # floats (n, C, H, W)
+        x = self._inputs(batch["x"])
+        return x.transpose(0, 2, 3, 1) if self._turned else x
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         loss = self._of_labels(outputs, batch["y"], training)

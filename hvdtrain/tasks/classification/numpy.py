@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 
 from hvdtrain.core.arrays import Batch
-from hvdtrain.tasks.task import Each
+from hvdtrain.tasks.inputs.transform import Transform
+from hvdtrain.tasks.task import Each, Place
 
 
 class NumpyClassification:
     """Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, classes)."""
 
-    def __init__(
-        self,
-        mean: np.ndarray,
-        std: np.ndarray,
-        classes: int,
-        dtype: np.dtype[Any],
-        *,
-        squared_error: bool,
-        smoothing: float,
-        images: bool = True,
-    ) -> None:
-        self._mean, self._std, self._classes, self._dtype = mean, std, classes, dtype
-        self._squared_error, self._smoothing, self._images = squared_error, smoothing, images
+    def __init__(self, transform: Transform, classes: int, place: Place, *, squared_error: bool, smoothing: float) -> None:
+        self._transform, self._classes, self._dtype = transform, classes, place.dtype
+        self._squared_error, self._smoothing = squared_error, smoothing
 
     def inputs(self, batch: Batch) -> np.ndarray:
         """(n, C H W) in the learner's number type; n may be 0."""
-        if not self._images:
-            x = (batch["x"] - self._mean) / self._std
-            return x.reshape(len(x), math.prod(x.shape[1:])).astype(self._dtype)
-        x = (batch["x"] / 255.0 - self._mean) / self._std  # (n, H, W, C)
-        return x.transpose(0, 3, 1, 2).reshape(len(x), math.prod(x.shape[1:])).astype(self._dtype)
+        return self._transform.flat(batch["x"], self._dtype)
 
     def each(self, outputs: np.ndarray, batch: Batch, training: bool) -> Each:
         smoothing = self._smoothing if training else 0.0

@@ -1,14 +1,14 @@
-"""Classification in torch: normalized images, and the loss of each: cross-entropy or squared error, with label smoothing and mixup."""
+"""Classification in torch: the loss of each sample: cross-entropy or squared error, with label smoothing and mixup."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from hvdtrain.tasks.task import Each, Place
+from hvdtrain.tasks.inputs.torch import TorchInputs
+from hvdtrain.tasks.task import Each
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -16,19 +16,12 @@ Tensors = Mapping[str, torch.Tensor]
 class TorchClassification:
     """Images are uint8 (n, C, H, W), other numbers (n, ...); logits (n, outputs), at least one for each class."""
 
-    def __init__(
-        self, mean: np.ndarray, std: np.ndarray, place: Place, *, squared_error: bool, smoothing: float, images: bool = True
-    ) -> None:
-        by_channel = (1, -1, 1, 1) if images else (-1,)
-        self._dtype, self._largest = place.dtype, 255.0 if images else 1.0
-        self._mean = torch.tensor(mean, dtype=place.dtype, device=place.device).view(by_channel)
-        self._std = torch.tensor(std, dtype=place.dtype, device=place.device).view(by_channel)
-        self._squared_error = squared_error
+    def __init__(self, inputs: TorchInputs, *, squared_error: bool, smoothing: float) -> None:
+        self._inputs, self._squared_error = inputs, squared_error
         self._smoothing = smoothing  # share of the label that is spread over all classes (Szegedy et al. 2015, arXiv:1512.00567, section 7)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
-        """x (of images / 255), less its mean, over its deviation, in the model's number type: images (n, C, H, W)."""
-        return (batch["x"].to(self._dtype) / self._largest - self._mean) / self._std
+        return self._inputs(batch["x"])
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
         """With mixup weight L(label) + (1 - weight) L(partner's label) (Zhang et al. 2017, arXiv:1710.09412)."""

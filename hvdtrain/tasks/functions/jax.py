@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hvdtrain.data.source import Field
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import ColumnStats
 from hvdtrain.tasks.functions.own_metric import OwnMetric, terms_of
 from hvdtrain.tasks.functions.sample_loss import Loss
+from hvdtrain.tasks.inputs.jax import JaxInputs, as_given
 from hvdtrain.tasks.task import Each, Part, Place
 
 Arrays = Mapping[str, jax.Array]
@@ -22,20 +21,17 @@ Arrays = Mapping[str, jax.Array]
 class JaxFunctions:
     """A loss (outputs, batch) -> (n,). Images are (n, H, W, C)."""
 
-    def __init__(self, loss: Loss, images: ColumnStats | None, fields: Mapping[str, Field], place: Place) -> None:
+    def __init__(self, loss: Loss, inputs: JaxInputs, fields: Mapping[str, Field], place: Place) -> None:
         if loss.ignore is not None or "class" in loss.facts:
             raise UserError("loss is a module of torch", "hvdtrain.train(), loss", "a function of JAX arrays, or framework=torch")
-        self._loss, self._images, self._fields, self._dtype = loss, images, fields, place.dtype
+        self._loss, self._inputs, self._fields, self._dtype = loss, inputs, fields, place.dtype
 
     def inputs(self, batch: Arrays) -> jax.Array:
-        x = self._as_given("x", batch["x"])
-        if self._images is not None:
-            mean, std = (jnp.asarray(array, self._dtype) for array in self._images)
-            return (x.astype(self._dtype) / 255.0 - mean) / std
-        return x[:, None] if x.ndim == 1 else x
+        return self._inputs(batch["x"])
 
     def batch_for_user(self, batch: Arrays) -> dict[str, jax.Array]:
-        return {name: self.inputs(batch) if name == "x" else self._as_given(name, batch[name]) for name in self._fields}
+        of_others = {name: as_given(batch[name], field, self._dtype) for name, field in self._fields.items() if name != "x"}
+        return {"x": self.inputs(batch), **of_others}
 
     def each(self, outputs: Any, batch: Arrays, training: bool) -> Each:
         loss, samples = self._loss.of(outputs, self.batch_for_user(batch)), len(batch["x"])
@@ -44,11 +40,6 @@ class JaxFunctions:
             fix = "one number for each sample: hvdtrain takes the mean over the samples of all ranks"
             raise UserError(f"loss gives {found} for {samples} samples, not ({samples},)", "hvdtrain.train(), loss", fix)
         return Each(loss, {})
-
-    def _as_given(self, name: str, array: jax.Array) -> jax.Array:
-        """Integers as int32, which a field without a bound is not on the device."""
-        is_integer = np.dtype(self._fields[name].dtype).kind in "iu" and array.dtype != jnp.uint8
-        return array.astype(jnp.int32) if is_integer else array
 
 
 class JaxMeasured:

@@ -14,9 +14,10 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
 from hvdtrain.data.source import Field, Source, arrays_in_memory
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import ColumnStats, column_stats
+from hvdtrain.tasks.columns import ColumnStats
 from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
-from hvdtrain.tasks.task import Part, Place, find_field
+from hvdtrain.tasks.inputs.transform import Transform, input_stats
+from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class OwnLoss:
 
     name: str  # of the configuration
     fields: Mapping[str, Field]
-    images: ColumnStats | None  # of x / 255 by channel, where x are images
+    stats: ColumnStats  # of Transform
     loss: Loss
     own_outputs: int | None  # numbers that a model of hvdtrain's gives, where that is known
     examples: Batch  # some samples, to try the function with
@@ -56,10 +57,15 @@ class OwnLoss:
         y = batch["x"] if self.loss.ignore is None else batch["y"]
         return len(y) if self.loss.ignore is None else int(np.count_nonzero(y != self.loss.ignore))
 
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.fields["x"], *self.stats)
+
     def facts(self) -> dict[str, Any]:
         fields = {name: [field.dtype, list(field.shape), field.values] for name, field in self.fields.items()}
-        images = {} if self.images is None else {"mean": self.images.mean.tolist(), "std": self.images.std.tolist()}
-        return {"fields": fields, "loss": self.loss.facts, **images}
+        stats = {"mean": self.stats.mean.tolist(), "std": self.stats.std.tolist()}
+        is_changed = self.transform.is_of_images or self.transform.is_standardized
+        return {"fields": fields, "loss": self.loss.facts, **(stats if is_changed else {})}
 
     def outputs(self, samples: int) -> str:
         return f"outputs ({samples}, ...), a row for each sample"
@@ -69,30 +75,43 @@ class OwnLoss:
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.functions.torch import TorchFunctions
+        from hvdtrain.tasks.inputs.torch import TorchInputs
 
         _refuse_keys_of_classification(model)
-        return TorchFunctions(self.loss, self.images, place)
+        return TorchFunctions(self.loss, TorchInputs(self.transform, place, is_users_model(model)), place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
         from hvdtrain.tasks.functions.jax import JaxFunctions
+        from hvdtrain.tasks.inputs.jax import JaxInputs
 
         _refuse_keys_of_classification(model)
-        return JaxFunctions(self.loss, self.images, self.fields, place)
+        return JaxFunctions(self.loss, JaxInputs(self.transform, place, is_users_model(model)), self.fields, place)
 
 
-def own_loss(name: str, train: Source, val: Source, where: str, loss: Any, outputs: int | None) -> OwnLoss:
-    """The task of a loss. Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is no mean."""
+def own_loss(
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    loss: Any,
+    outputs: int | None,
+    standardize: bool | None = None,
+    users_model: bool = False,
+) -> OwnLoss:
+    """The task of a loss; standardize, users_model: as input_stats().
+
+    Raises UserError where the data have no x, the sets do not fit each other, or a batch's loss is no mean."""
     find_field(train, "x", name, where, "which the model is called with")
     for field, kind in train.fields.items():
         other = val.fields.get(field)
         if other is None or other.shape != kind.shape or other.dtype != kind.dtype:
             what = f"{field} is {kind} in the training set, {other or 'missing'} in the validation set"
             raise UserError(what, where, "both sets need the same fields")
-    x, y = train.fields["x"], train.fields.get("y")
-    images = column_stats(train, "x") if x.dtype == "uint8" and len(x.shape) == 3 else None
+    y = train.fields.get("y")
+    stats = input_stats(train, standardize, users_model)
     if outputs is None and y is not None:
         outputs = y.values or (math.prod(y.shape) if np.dtype(y.dtype).kind == "f" else None)
-    return OwnLoss(name, dict(train.fields), images, _loss(loss, (train, val), where), outputs, examples_of(train))
+    return OwnLoss(name, dict(train.fields), stats, _loss(loss, (train, val), where), outputs, examples_of(train))
 
 
 def examples_of(source: Source) -> Batch:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import ColumnStats
 from hvdtrain.tasks.functions.own_metric import OwnMetric, terms_of
 from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
+from hvdtrain.tasks.inputs.torch import TorchInputs, as_given
 from hvdtrain.tasks.task import Each, Part, Place
 
 Tensors = Mapping[str, torch.Tensor]
@@ -20,20 +20,12 @@ Tensors = Mapping[str, torch.Tensor]
 class TorchFunctions:
     """A loss (outputs, batch) -> (n,)."""
 
-    def __init__(self, loss: Loss, images: ColumnStats | None, place: Place) -> None:
-        self._loss, self._place, self._images = loss, place, None
+    def __init__(self, loss: Loss, inputs: TorchInputs, place: Place) -> None:
+        self._loss, self._inputs, self._place = loss, inputs, place
         self._of = copy.deepcopy(loss.of).to(place.device, place.dtype) if is_torch_module(loss.of) else loss.of  # type: ignore[attr-defined]
-        if images is not None:
-            mean, std = (torch.tensor(array, dtype=place.dtype, device=place.device).view(1, -1, 1, 1) for array in images)
-            self._images = mean, std
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
-        """x: floats in the model's number type, integers as int64, of images (x / 255, less its mean, over its deviation)."""
-        x = batch["x"]
-        if self._images is not None:
-            mean, std = self._images
-            return (x.to(self._place.dtype) / 255.0 - mean) / std
-        return as_given(x[:, None] if x.ndim == 1 else x, self._place.dtype)
+        return self._inputs(batch["x"])
 
     def batch_for_user(self, batch: Tensors) -> dict[str, torch.Tensor]:
         """All fields: x as the model gets it, the others by their kind."""
@@ -61,14 +53,6 @@ def _not_of_each(loss: Any, samples: int) -> tuple[str, str, str]:
         return f"loss gives one number for {samples} samples, not ({samples},)", where, fix
     fix = "the mean or sum over the other dimensions: .flatten(1).mean(1)"
     return found, where, fix if len(loss) == samples else "one number for each sample"
-
-
-def as_given(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats in the model's number type, integers as int64; images, whole bytes (n, C, H, W), as they are."""
-    if tensor.is_floating_point():
-        return tensor.to(dtype)
-    is_image = tensor.dtype == torch.uint8 and tensor.ndim == 4
-    return tensor if tensor.dtype == torch.bool or is_image else tensor.long()
 
 
 def check_alone(part: Part, outputs: Any, batch: Tensors) -> None:

@@ -84,7 +84,7 @@ class Language:
         return TorchLanguage(self.ignore, model.label_smoothing)
 
 
-def build(name: str, train: Source, val: Source, where: str, *, ignore: int | None = None) -> Language:
+def build(name: str, train: Source, val: Source, where: str, users_model: bool = False, *, ignore: int | None = None) -> Language:
     """Windows of tokens; model.label_smoothing applies.
 
     ignore: token that is not predicted, as that of padding

@@ -13,8 +13,9 @@ from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, Sums, ratio
 from hvdtrain.data.source import Field, Source
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.columns import column_stats, scale
-from hvdtrain.tasks.task import NumpyPart, Part, Place, find_field
+from hvdtrain.tasks.columns import column_stats
+from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats
+from hvdtrain.tasks.task import NumpyPart, Part, Place, find_field, is_users_model
 
 Loss = Literal["squared_error", "absolute_error"]
 Objective = Literal["loss", "mse", "mae", "r2"]
@@ -27,8 +28,8 @@ class Regression:
 
     x: Field
     y: Field
-    mean: np.ndarray  # float64 (C,), over the last axis of x over the training set, of images / 255
-    std: np.ndarray  # float64 (C,), of the same; never 0
+    mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std
+    std: np.ndarray
     target_mean: np.ndarray  # float64 (outputs,), of y: R2 counts from there, so that large targets lose no digits
     loss: Loss = "squared_error"
     objective: Objective = "loss"
@@ -88,23 +89,25 @@ class Regression:
         return found == (samples, self.size)
 
     def torch(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.inputs.torch import TorchInputs
         from hvdtrain.tasks.regression.torch import TorchRegression
 
-        return TorchRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+        return TorchRegression(TorchInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
 
     def jax(self, model: ModelConfig, place: Place) -> Part:
+        from hvdtrain.tasks.inputs.jax import JaxInputs
         from hvdtrain.tasks.regression.jax import JaxRegression
 
-        return JaxRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+        return JaxRegression(JaxInputs(self.transform, place, is_users_model(model)), self.target_mean, self.loss, place)
 
     def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
         from hvdtrain.tasks.regression.numpy import NumpyRegression
 
-        return NumpyRegression(self._scale, self.mean, self.std, self.target_mean, self.loss, place)
+        return NumpyRegression(self.transform, self.target_mean, self.loss, place)
 
     @property
-    def _scale(self) -> float:
-        return scale(self.x.dtype, self.x.shape)
+    def transform(self) -> Transform:
+        return Transform(self.x, self.mean, self.std)
 
 
 def r2(sums: Sums) -> float:
@@ -123,16 +126,17 @@ def build(
     train: Source,
     val: Source,
     where: str,
+    users_model: bool = False,
     *,
     loss: Literal["squared_error", "absolute_error"] = "squared_error",
     objective: Literal["loss", "mse", "mae", "r2"] = "loss",
-    standardize: bool = True,
+    standardize: bool | None = None,
 ) -> Regression:
     """From a field x of any shape to the numbers of a field y.
 
     loss: squared_error or absolute_error, the mean over the outputs
     objective: the metric of stop.target, checkpoint.keep_best and log.targets: loss, mse, mae (lower is better) or r2
-    standardize: inputs less their mean over the training set, over their deviation, by the last axis
+    standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
 
     Raises UserError where the data lack these fields, or the sets do not fit each other.
     """
@@ -144,8 +148,7 @@ def build(
             raise UserError(
                 f"{field} is {kind} in the training set, {other} in the validation set", where, "both sets need the same fields"
             )
-    stats = column_stats(train, "x")
-    mean, std = stats if standardize else (np.zeros_like(stats.mean), np.ones_like(stats.std))
+    mean, std = (np.broadcast_to(array, x.shape[-1:] or (1,)) for array in input_stats(train, standardize, users_model))
     of_targets = column_stats(train, "y").mean  # by the last axis
     target_mean = np.broadcast_to(of_targets, (math.prod(y.shape[:-1]), len(of_targets))).reshape(-1)
     return Regression(x._replace(values=0), y._replace(values=0), mean, std, target_mean, loss, objective)
@@ -157,11 +160,9 @@ def restore(facts: dict[str, Any]) -> Regression:
     if any(not all(type(size) is int and size >= 1 for size in field.shape) or math.prod(field.shape) > _MOST for field in (x, y)):
         raise ValueError("impossible shape")
     mean, std, target_mean = (np.array(facts[name], np.float64) for name in ("mean", "std", "target_mean"))
-    columns = x.shape[-1:] or (1,)
-    if mean.shape != columns or std.shape != columns or target_mean.shape != (math.prod(y.shape),):
-        raise ValueError("impossible mean or deviation")
-    if not np.isfinite([*mean, *target_mean]).all() or not (np.isfinite(std) & (std > 0)).all():
-        raise ValueError("impossible mean or deviation")
+    check_stats(x, mean, std)
+    if target_mean.shape != (math.prod(y.shape),) or not np.isfinite(target_mean).all():
+        raise ValueError("impossible mean of the targets")
     if facts["loss"] not in ("squared_error", "absolute_error") or facts["objective"] not in ("loss", "mse", "mae", "r2"):
         raise ValueError("impossible loss or objective")
     return Regression(x, y, mean, std, target_mean, facts["loss"], facts["objective"])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hvdtrain.tasks.inputs.jax import JaxInputs
 from hvdtrain.tasks.task import Each, Place
 
 Arrays = Mapping[str, jax.Array]
@@ -16,15 +17,11 @@ Arrays = Mapping[str, jax.Array]
 class JaxRegression:
     """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, H, W, C)."""
 
-    def __init__(self, scale: float, mean: np.ndarray, std: np.ndarray, target_mean: np.ndarray, loss: str, place: Place) -> None:
-        self._scale, self._mean, self._std, self._target_mean = scale, mean, std, target_mean
-        self._loss, self._dtype = loss, place.dtype
+    def __init__(self, inputs: JaxInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
+        self._inputs, self._target_mean, self._loss, self._dtype = inputs, target_mean, loss, place.dtype
 
     def inputs(self, batch: Arrays) -> jax.Array:
-        x = batch["x"].astype(self._dtype)
-        x = x[:, None] if x.ndim == 1 else x
-        mean, std = jnp.asarray(self._mean, self._dtype), jnp.asarray(self._std, self._dtype)
-        return ((x if self._scale == 1.0 else x / self._scale) - mean) / std
+        return self._inputs(batch["x"])
 
     def each(self, outputs: jax.Array, batch: Arrays, training: bool) -> Each:
         target = batch["y"].astype(self._dtype).reshape(outputs.shape)  # (n, outputs)

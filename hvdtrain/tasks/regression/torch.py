@@ -1,4 +1,4 @@
-"""Regression in torch: standardized inputs, and the error of each sample."""
+"""Regression in torch: the error of each sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from hvdtrain.tasks.inputs.torch import TorchInputs
 from hvdtrain.tasks.task import Each, Place
 
 Tensors = Mapping[str, torch.Tensor]
@@ -15,20 +16,12 @@ Tensors = Mapping[str, torch.Tensor]
 class TorchRegression:
     """Outputs (n, outputs); targets of any shape with as many numbers. Images are uint8 (n, C, H, W)."""
 
-    def __init__(self, scale: float, mean: np.ndarray, std: np.ndarray, target_mean: np.ndarray, loss: str, place: Place) -> None:
-        self._scale, self._dtype, self._loss = scale, place.dtype, loss
-        self._mean, self._std, self._target_mean = (
-            torch.tensor(array, dtype=place.dtype, device=place.device) for array in (mean, std, target_mean)
-        )
+    def __init__(self, inputs: TorchInputs, target_mean: np.ndarray, loss: str, place: Place) -> None:
+        self._inputs, self._loss = inputs, loss
+        self._target_mean = torch.tensor(target_mean, dtype=place.dtype, device=place.device)
 
     def inputs(self, batch: Tensors) -> torch.Tensor:
-        """(x / scale, less its mean, over its deviation) in the model's number type, of images by channel."""
-        x = batch["x"].to(self._dtype)
-        if x.ndim == 1:
-            x = x[:, None]
-        if self._scale != 1.0:  # images: (n, C, H, W)
-            return (x / self._scale - self._mean.view(1, -1, 1, 1)) / self._std.view(1, -1, 1, 1)
-        return (x - self._mean) / self._std
+        return self._inputs(batch["x"])
 
     def each(self, outputs: torch.Tensor, batch: Tensors, training: bool) -> Each:
         target = batch["y"].to(self._target_mean.dtype).reshape(outputs.shape)  # (n, outputs)

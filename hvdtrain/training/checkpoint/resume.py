@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
@@ -117,12 +120,29 @@ def newest_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[C
 def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError where a checkpoint is of another data set or another shuffle."""
     theirs = flat(found.identity)
+    _check_inputs(found, theirs, flat(identity))
     for name, value in flat(identity).items():
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
             same = "the loss and metrics that the run began with" if name.startswith(_OF_OBJECTS) else _OF_CONFIG
             fix = f"give {same}; or start another job: run=ANOTHER resume=no"
             what = f"the checkpoint has another {name}: {theirs.get(name)!r:.80}, this job has {value!r:.80}"
             raise UserError(what, str(found.folder), fix)
+
+
+def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises UserError where x is standardized in one of them alone: by task.standardize, or by a version with another default."""
+    before, now = (_is_standardized(identity) for identity in (theirs, ours))
+    if before != now:
+        words = {True: "less its mean, over its deviation", False: "as the data have it"}
+        what = f"the model of the checkpoint got x {words[before]}, this job would give it x {words[now]}"
+        raise UserError(
+            what, str(found.folder), f"resume=RUN task.standardize={str(before).lower()}; or start another job: run=ANOTHER resume=no"
+        )
+
+
+def _is_standardized(identity: Mapping[str, Any]) -> bool:
+    means, deviations = identity.get("data.mean", 0.0), identity.get("data.std", 1.0)
+    return not (np.all(np.equal(means, 0.0)) and np.all(np.equal(deviations, 1.0)))
 
 
 def check_sums(found: Checkpoint, beginning: TrainState) -> None:

@@ -1,0 +1,144 @@
+"""What is done to x before the model gets it, on arrays; and the rule that says what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.own.arrays import as_images, to_numpy
+from hvdtrain.data.source import Field, Source
+from hvdtrain.errors import UserError
+from hvdtrain.tasks.columns import ColumnStats, column_stats, is_image
+
+STANDARDIZE = "task.standardize"
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """(x - mean) / std, of images (pixels / 255 - mean) / std; or x as the data have it.
+
+    Called with arrays of a data set's x it gives what the job's model got of them: run.transform(x).
+    """
+
+    x: Field
+    mean: np.ndarray  # float64 (C,) or (1,), over the last axis; zeros where nothing is subtracted
+    std: np.ndarray  # float64 of the same shape, never 0; ones where nothing is divided
+    dtype: str = "float32"  # of the model's numbers
+    keeps_integers: bool = False  # x as the data have it, also where it is of integers: what a user's own model gets
+    channels_last: bool = False  # images, as JAX has them
+
+    @property
+    def is_of_images(self) -> bool:
+        return is_image(self.x)
+
+    @property
+    def is_standardized(self) -> bool:
+        return bool((self.mean != 0).any() or (self.std != 1).any())
+
+    @property
+    def formula(self) -> str:
+        """With mean and std by the last axis of x."""
+        x = "pixels / 255" if self.is_of_images else "x"
+        if not self.is_standardized:
+            return x
+        return f"({x} - mean) / std"
+
+    @property
+    def summary(self) -> str:
+        """A line for people: what the model gets."""
+        if self.is_of_images:
+            numbers = f" by channel: mean {_some(self.mean)}, std {_some(self.std)}" if self.is_standardized else ", not normalized"
+            return self.formula + numbers
+        if self.is_standardized:
+            by = "column" if len(self.x.shape) < 2 else "its last axis"
+            return f"{self.formula} by {by}, of the training set: run.transform(x); {STANDARDIZE}=false leaves x as it is"
+        is_changed = np.dtype(self.x.dtype).kind in "iu" and not self.keeps_integers
+        as_floats = f" as {self.dtype}" if is_changed or (np.dtype(self.x.dtype).kind == "f" and self.x.dtype != self.dtype) else ""
+        return f"x as the data have it, {self.x.dtype}{as_floats}; {STANDARDIZE}=true: (x - mean) / std of the training set"
+
+    def __call__(self, x: Any) -> np.ndarray:
+        """What the model gets of rows x (n, ...), of numpy, torch or pandas. Raises UserError for another shape."""
+        array = to_numpy(x, "x", "run.transform()")
+        if self.is_of_images:
+            images = as_images(array)
+            array = array if images is None else images
+        if array.shape[1:] != self.x.shape or not array.ndim:
+            what = f"x is {array.dtype} {array.shape}, and the model was trained on rows of {self.x}"
+            raise UserError(what, "run.transform()", f"an array (n{''.join(f', {size}' for size in self.x.shape)})")
+        return self._of(array)
+
+    def _of(self, array: np.ndarray) -> np.ndarray:
+        """As TorchInputs, in the same number type, so that the bits are the same."""
+        array = array[:, None] if array.ndim == 1 else array
+        if not (self.is_of_images or self.is_standardized):
+            return self._as_given(array)
+        numbers = array.astype(self.dtype)
+        mean, std = self.mean.astype(self.dtype), self.std.astype(self.dtype)
+        found: np.ndarray = ((numbers / np.asarray(255, self.dtype) if self.is_of_images else numbers) - mean) / std
+        return np.ascontiguousarray(found.transpose(0, 3, 1, 2)) if self.is_of_images and not self.channels_last else found
+
+    def _as_given(self, array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind == "f" or not self.keeps_integers:
+            return array.astype(self.dtype)
+        return array.astype(np.int64) if array.dtype.kind in "iu" else array
+
+    def flat(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+        """Rows (n, numbers) of framework=numpy, in float64 up to the end; images are flattened as (C, H, W). n may be 0."""
+        x = x.astype(np.float64) / (255.0 if self.is_of_images else 1.0)
+        x = ((x[:, None] if x.ndim == 1 else x) - self.mean) / self.std
+        x = x.transpose(0, 3, 1, 2) if self.is_of_images else x
+        return x.reshape(len(x), math.prod(x.shape[1:])).astype(dtype)
+
+
+def _some(numbers: np.ndarray) -> str:
+    shown = [f"{number:.4g}" for number in numbers[:3].tolist()]
+    return " ".join(shown) + (" ..." if len(numbers) > len(shown) else "")
+
+
+def input_stats(source: Source, standardize: bool | None, users_model: bool) -> ColumnStats:
+    """Of the field x, for a Transform: zeros and ones where the model gets x as the data have it.
+
+    None: images are normalized by channel; columns (C,) and single numbers are standardized for models of hvdtrain's, and not for the
+    user's own; all else stays as it is. True standardizes numbers of any shape by their last axis; False nothing.
+    """
+    x = source.fields["x"]
+    wanted = is_image(x) or (len(x.shape) < 2 and not users_model) if standardize is None else standardize
+    if wanted:
+        return column_stats(source, "x")
+    columns = x.shape[-1] if is_image(x) else 1
+    return ColumnStats(np.zeros(columns), np.ones(columns))
+
+
+def transform_of(task: Any) -> Transform | None:
+    """What a task does to x; None of one that says nothing about it: of tokens, or of the user's own."""
+    found = getattr(task, "transform", None)
+    return found if isinstance(found, Transform) else None
+
+
+def check_stats(x: Field, mean: np.ndarray, std: np.ndarray) -> None:
+    """Raises ValueError where these cannot be the mean and deviation of x, read from a checkpoint."""
+    if mean.shape != std.shape or mean.shape not in {x.shape[-1:] or (1,), (1,)}:
+        raise ValueError("impossible mean or deviation")
+    if not np.isfinite(mean).all() or not (np.isfinite(std) & (std > 0)).all():
+        raise ValueError("impossible mean or deviation")
+
+
+def transform_of_facts(facts: Mapping[str, Any]) -> Transform:
+    """That of the Task.facts() of a checkpoint. Raises KeyError, TypeError or ValueError where they say nothing of x."""
+    if "x" in facts:  # regression
+        dtype, shape = facts["x"]
+    elif "fields" in facts:  # a loss of a script
+        dtype, shape, _ = facts["fields"]["x"]
+    else:
+        dtype, shape = facts.get("dtype", "uint8"), facts["shape"]
+    x = Field(np.dtype(dtype).name, tuple(shape))
+    if not all(type(size) is int and size >= 1 for size in x.shape):
+        raise ValueError("impossible shape")
+    mean, std = (np.array(facts.get(name, default), np.float64) for name, default in (("mean", [0.0]), ("std", [1.0])))
+    if "mean" in facts:
+        check_stats(x, mean, std)
+    return Transform(x, mean, std)
