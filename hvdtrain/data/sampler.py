@@ -70,6 +70,32 @@ def positions_of_rank(start: int, count: int, rank: int, size: int, dataset: int
     return Positions(np.concatenate(samples), np.concatenate(epochs))
 
 
+def parts_of_rank(
+    start: int, count: int, parts: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global"
+) -> list[Positions]:
+    """This rank's share of each of so many contiguous parts of the positions [start, start + count), the longer parts first.
+
+    A part has the same positions for any `size`. "global": the shares of a part are contiguous and differ by at most 1, as do the
+    shares that ranks have of all positions; one part is divided as positions_of_rank() divides.
+    """
+    if parts == 1:
+        return [positions_of_rank(start, count, rank, size, dataset, seed, sampling)]
+    found = []
+    for part in range(parts):
+        first, last = _dealt_below(count, part, parts), _dealt_below(count, part + 1, parts)
+        if sampling == "partition":
+            found.append(positions_of_rank(start + first, last - first, rank, size, dataset, seed, sampling))
+            continue
+        low, high = (first + _dealt_below(last, r, size) - _dealt_below(first, r, size) for r in (rank, rank + 1))
+        found.append(positions_of_rank(start + low, high - low, 0, 1, dataset, seed))
+    return found
+
+
+def _dealt_below(count: int, rank: int, size: int) -> int:
+    """How many of `count` positions, dealt to the ranks in turn, go to those below `rank`."""
+    return count // size * rank + min(count % size, rank)
+
+
 def indices(start: int, count: int, rank: int, size: int, dataset: int, seed: int, sampling: Sampling = "global") -> np.ndarray:
     """The samples of positions_of_rank(), int64 (n,)."""
     return positions_of_rank(start, count, rank, size, dataset, seed, sampling).samples

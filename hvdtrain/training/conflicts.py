@@ -598,6 +598,20 @@ def micro(job: PlannedJob) -> Iterator[UserError]:
     if job.config.batch.micro == "auto" and job.config.framework != "torch":
         what = f"batch.micro=auto needs a prediction of the memory, which framework={job.config.framework} does not have"
         yield UserError(what, job.where("batch.micro"), "batch.micro=N, or framework=torch")
+    if job.config.norm.kind == "sync" and job.config.batch.micro is not None:
+        yield from _passes_of_sync_norm(job)
+
+
+def _passes_of_sync_norm(job: PlannedJob) -> Iterator[UserError]:
+    """A synchronized norm is over the samples of all ranks in a pass; of a rank's share in several passes they depend on the ranks."""
+    config, micro = job.config, job.config.batch.micro
+    largest = max(config.batch.size, *config.recipe.grow_to, config.recipe.batch_max or 0)
+    share = -(-largest // max(1, config.readers(job.ranks)))
+    if isinstance(micro, int) and share <= micro and config.data.sampling == "global":
+        return
+    what = f"batch.micro={micro} makes the passes of a step, over each of which norm.kind=sync normalizes, depend on the number of ranks"
+    fix = "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost"
+    yield UserError(what, job.where("batch.micro"), fix)
 
 
 def recipe(job: PlannedJob) -> Iterator[UserError]:

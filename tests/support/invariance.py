@@ -32,6 +32,7 @@ GROWN = (  # a recipe with nearly everything
     "model.label_smoothing=0.1 recipe.sample_noise=0.5 recipe.growth=milestones recipe.grow_at=[0.4,0.9] recipe.grow_to=[47,62] "
     'optim.groups=[{"names":"*.bias","rate":3,"momentum":0.7},{"names":"fc.*","rate":1.5,"decay":2}]'
 )
+SYNC = "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20"
 SEEN = "augment.flip=alternating augment.crop=1 augment.pad=reflect evaluate.views=6"
 JOBS = {
     "numpy softmax": f"framework=numpy model.name=linear optim.base_lr=0.05 {SEEN}",
@@ -46,9 +47,9 @@ JOBS = {
     "torch wide_resnet": "model.widths=[2,2,2,2] optim.base_lr=0.02 max_steps=20 evaluate.views=2 optim.ema=0.9",
     "jax softmax": f"framework=jax model.name=linear optim.base_lr=0.05 {SEEN}",
     "jax convnet, micro-batches": "framework=jax model.name=convnet model.widths=[4,6] optim.base_lr=0.2 batch.micro=5",
-    "torch convnet, sync norm": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20",
-    "torch convnet, sync norm, buckets": "model.name=convnet model.widths=[3,4] norm.kind=sync optim.base_lr=0.3 max_steps=20 "
-    "comm.reduce=bucket comm.bucket_mb=0.001",
+    "torch convnet, sync norm": SYNC,
+    "torch convnet, sync norm, buckets": f"{SYNC} comm.reduce=bucket comm.bucket_mb=0.001",
+    "torch convnet, sync norm, grown": f"{SYNC} recipe.growth=milestones recipe.grow_at=[0.1] recipe.grow_to=[77]",
     "numpy, grown": f"framework=numpy {GROWN}",
     "torch, grown": GROWN,
     "torch, grown, buckets and partition": f"{GROWN} comm.reduce=bucket data.sampling=partition",
@@ -62,6 +63,7 @@ FEW = {  # one of each way to reduce and of each framework, and what they are co
         *("numpy softmax", "torch softmax, buckets", "jax softmax", "numpy least squares", "torch with an unused layer"),
         *("torch mlp", "torch mlp, buckets and micro-batches", "torch wide_resnet", "numpy, grown"),
         *("torch, grown, buckets and partition", "torch convnet, sync norm", "torch convnet, sync norm, buckets"),
+        "torch convnet, sync norm, grown",
     )
 }
 FEW_JAX = {job: words for job, words in JOBS.items() if job not in ("jax convnet, micro-batches", "jax, grown")}

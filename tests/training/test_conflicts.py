@@ -33,6 +33,10 @@ OF_ONE_PROCESS = [
      "comm.local_steps", "comm.local_steps=1, or log.noise_scale=false"),
     ("comm.local_steps=2 norm.kind=sync", "norm.kind=sync synchronizes the ranks in every step, comm.local_steps=2 does not",
      "comm.local_steps", "comm.local_steps=1, or norm.kind=ghost"),
+    *((f"norm.kind=sync batch.size=64 batch.micro={words}", f"batch.micro={words.partition(' ')[0]} makes the passes of a step, "
+       "over each of which norm.kind=sync normalizes, depend on the number of ranks", "batch.micro",
+       "leave batch.micro out: a batch that grows has the same passes on any number of ranks; or norm.kind=batch or ghost")
+      for words in ("auto", "63", "64 data.sampling=partition", "64 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[65]")),
     ("comm.local_steps=2 comm.reduce=bucket", "comm.local_steps=2 reduces weights, not gradients: comm.reduce=bucket has nothing to do",
      "comm.reduce", "comm.reduce=auto"),
     ("comm.local_from=3", "comm.local_from=3 is where comm.local_steps begins, and comm.local_steps=1 reduces every gradient",
@@ -372,6 +376,7 @@ def test_only_torch_has_these_options(framework: str, word: str) -> None:
         ("framework=numpy model.name=linear speed.precision=auto", "mpi", 2),
         ("log.noise_scale=true", "mpi", 2),
         ("comm.tune=true", "mpi", 64),
+        ("norm.kind=sync batch.size=64 batch.micro=32", "mpi", 2),
         ("shard.stage=2 log.noise_scale=true", "mpi", 2),
         ("framework=jax model.name=mlp shard.stage=2 log.noise_scale=true", "horovod", 3),
         ("shard.stage=3 shard.group=node shard.reshard=false shard.offload=parameters", "torchdist", 4),

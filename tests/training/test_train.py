@@ -370,6 +370,26 @@ def test_a_grown_batch_takes_more_passes_not_more_memory() -> None:
         assert np.concatenate([part.epochs for part in rows]).tolist() == [(1430 + i) // 1437 for i in range(batch)]
 
 
+@pytest.mark.parametrize("sampling", ["global", "partition"])
+def test_a_pass_of_a_grown_batch_has_the_same_samples_on_any_number_of_ranks(sampling: str) -> None:
+    """The passes of one process are the contiguous parts of the step; on several ranks each has a share of each, and none has none."""
+    config, p = configure(None, ["batch.size=8", f"data.sampling={sampling}"]), Progress(1437, 99999, 7, 1430)
+    for batch, lengths in ((8, [8]), (30, [8, 8, 7, 7]), (9, [5, 4])):  # 1437 - 1430 = 7 are of the epoch before
+        stream = indices(1430, batch, 0, 1, 1437, config.seed)
+        for size in (1, 2, 3, 8):
+            of_ranks = []
+            for rank in range(size):
+                communicator = SingleProcessCommunicator()
+                communicator.rank, communicator.size = rank, size  # type: ignore[misc]
+                of_ranks.append([part.samples for part in split_step(config, p, batch, 8, communicator)])
+            passes = [np.concatenate(shares) for shares in zip(*of_ranks, strict=True)]
+            assert [sorted(samples) for samples in passes] == [sorted(samples) for samples in np.split(stream, np.cumsum(lengths)[:-1])]
+            if sampling == "global":
+                assert [samples.tolist() for samples in passes] == [part.tolist() for part in np.split(stream, np.cumsum(lengths)[:-1])]
+                assert {sum(map(len, shares)) for shares in of_ranks} <= {batch // size, -(-batch // size)}
+                assert all(np.ptp([len(shares[k]) for shares in of_ranks]) <= 1 for k in range(len(lengths)))
+
+
 def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     """1437 samples: batch 64 up to epoch 1 (23 steps, 1472 samples), then 200: 7 steps to 2872, 8 to 3072 > 2874."""
     words = [*FAST, "batch.size=64", "log.every_steps=1", "recipe.schedule=steps", "recipe.milestones=[1]", "recipe.gamma=0.25",

@@ -7,7 +7,7 @@ from hvdtrain.config.schema import BatchConfig, Config
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.images import augment
-from hvdtrain.data.sampler import Positions, largest_share, positions_of_rank
+from hvdtrain.data.sampler import Positions, largest_share, parts_of_rank
 from hvdtrain.data.source import Source, crops_at_random, read_in_epochs
 from hvdtrain.recipe.gradient_noise import sample_weights
 
@@ -16,11 +16,15 @@ def split_step(config: Config, progress: Progress, batch: int, first_batch: int,
     """The samples of this rank's micro-batches, in the step of `batch` samples over all ranks that follows `progress`.
 
     Every rank gets the same number of micro-batches, since a forward or backward pass may contain collectives; a micro-batch may be empty.
+    A batch that has grown is divided by pass first, then by rank: the samples that all ranks have in a pass, over which norm.kind=sync
+    normalizes, are the same for any number of ranks. What batch.micro and a pipeline divide is a rank's share.
     """
     rank, size, sampling = communicator.rank, communicator.size, config.data.sampling
-    positions = positions_of_rank(progress.samples, batch, rank, size, progress.dataset, config.seed, sampling)
     share = largest_share(progress.samples, batch, size, progress.dataset, sampling)
-    return positions.split(passes_of_step(config, share, batch, first_batch))
+    parts = parts_of_step(config.batch, batch, first_batch)
+    passes = passes_of_step(config, share, batch, first_batch) // parts
+    shares = parts_of_rank(progress.samples, batch, parts, rank, size, progress.dataset, config.seed, sampling)
+    return [micro_batch for positions in shares for micro_batch in positions.split(passes)]
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
@@ -32,13 +36,18 @@ def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: 
 
 
 def micro_batches_per_step(config: BatchConfig, largest_share: int, batch: int, first_batch: int) -> int:
-    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads more than `largest_share`.
+    """Forward passes of a rank in a step of `batch` samples over all ranks, of which no rank reads more than `largest_share`."""
+    if isinstance(config.micro, int):
+        return -(-largest_share // config.micro)
+    return parts_of_step(config, batch, first_batch)
+
+
+def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
+    """Into how many parts a step of `batch` samples is divided before the ranks share them.
 
     Without batch.micro a step takes one pass, and more once the batch has grown beyond the job's first one, so that memory stays constant.
     """
-    if isinstance(config.micro, int):
-        return -(-largest_share // config.micro)
-    return -(-batch // first_batch)
+    return 1 if isinstance(config.micro, int) else -(-batch // first_batch)
 
 
 def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool) -> Batch:
