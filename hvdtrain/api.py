@@ -15,6 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas
 
     from hvdtrain.config.given import Given
@@ -49,6 +50,19 @@ class Run:
 
         return as_tensor(found, x)
 
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        """Of the newest checkpoint, by the names of the model's state dict: those that training would go on from.
+
+        With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average. Read from
+        `folder` each time. Raises UserError where that has no good checkpoint.
+        """
+        from hvdtrain.frameworks.state import plain_names
+        from hvdtrain.training.checkpoint.resume import newest_good
+
+        found, arrays, _ = newest_good(self.folder, sys.maxsize)
+        return {name: arrays[own] for name, own in (found.names or plain_names(arrays)).items()}
+
 
 def train(
     config: Mapping[str, Any] | str | Path | None = None,
@@ -67,8 +81,8 @@ def train(
     is raised (UserError: a mistake in what was given); where one of several ranks fails, its error is printed and all ranks end.
 
     The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
-    model: a torch module, which is trained from rank 0's weights and has the new ones afterwards; its class, a function that makes it
-        (parameters as those of model.name's), its import path; or a pair (init, apply) of JAX
+    model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had;
+        its class, a function that makes it (parameters as those of model.name's), its import path; or a pair (init, apply) of JAX
     train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
     loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]
@@ -90,8 +104,6 @@ def train(
         if model is not None and "model" not in given:
             names.append(f"model.name={_yaml('model.name', model)}")
         result = run_rank(config_file, [*arguments, *names], from_script=True, given=given)
-        if "model" in given and hasattr(given["model"].make, "give_back"):
-            given["model"].make.give_back()
     except UserError as error:
         error.where = error.where.replace(COMMAND_LINE, "hvdtrain.train()")
         raise

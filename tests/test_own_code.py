@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pool import alone
 from ranks import FULL, mpirun, needs_mpirun
 from torch import nn
 from torch.nn import functional
+from user_models_on_ranks import STRATEGIES
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -400,6 +402,49 @@ def test_what_ranks_compare_of_objects() -> None:
     given = with_given(configure(None, []), {"model": given_model(Net()), "task": given_task(nn.MSELoss(), None, None)})
     assert {f"{__name__}:Net", "torch.nn.modules.linear:Linear", "torch.nn.modules.loss:MSELoss"} <= set(named_modules(given))
     assert f"{__name__}" in module_digests(named_modules(given))
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_the_object_has_the_weights_that_were_reported_and_the_run_those_that_training_goes_on_from(ema: float | None) -> None:
+    """With optim.ema the first are averages: mean_t = mean + (p_t - mean) (1 - d) / (1 - d^t), of SGD by hand."""
+    torch.manual_seed(3)
+    net, data, val = Net().double(), numbers(64), numbers(40, 1)
+    weights = [p.detach().clone().requires_grad_() for p in net.parameters()]
+    means = [torch.zeros_like(p) for p in weights]
+    x, y = torch.tensor(data["x"]), torch.tensor(data["y"])
+    for step in range(1, 4):
+        outputs = torch.func.functional_call(net, dict(zip(dict(net.named_parameters()), weights, strict=True)), x)
+        gradients = torch.autograd.grad(functional.mse_loss(outputs, y), weights)
+        weights = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(weights, gradients, strict=True)]
+        share = 1.0 if ema is None else (1 - ema) / (1 - ema**step)
+        means = [(mean + share * (p - mean)).detach() for mean, p in zip(means, weights, strict=True)]
+    run = train("batch.size=64", "max_steps=3", f"optim.ema={'null' if ema is None else ema}", model=net, train_data=data, val_data=val)
+    for p, expected in zip(net.parameters(), means, strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-12)
+    assert run.last == pytest.approx(functional.mse_loss(net(torch.tensor(val["x"])), torch.tensor(val["y"])).item(), rel=1e-12)
+    assert len(run.weights) == len(weights)
+    for (name, _), expected in zip(net.named_parameters(), weights, strict=True):
+        np.testing.assert_allclose(run.weights[name], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def after_training(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
+    """By rank and strategy, from one start of MPI."""
+    done = mpirun(2, alone("user_models_on_ranks:main", str(tmp_path_factory.mktemp("given")), "mpi"))
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix("after ")) for line in done.stderr.splitlines() if line.startswith("after ")]
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_has_the_object_that_was_reported(strategy: str, after_training: list[dict[str, dict[str, float]]]) -> None:
+    """Whole, wherever training had it in parts; run.weights has the same numbers, unless they are averages of those."""
+    assert len(after_training) == 2
+    for found in (rank[strategy] for rank in after_training):
+        assert found["object"] == pytest.approx(found["reported"], rel=1e-12)
+        assert found["moved"] > 0.01
+        assert (found["from_raw"] > 0.01) if "averages" in strategy else (found["from_raw"] == 0)
 
 
 _ON_RANKS = """

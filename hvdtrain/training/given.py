@@ -23,7 +23,8 @@ def given_model(model: Any) -> Given:
     if is_torch_module(model):
         from hvdtrain.frameworks.torch.given_model import GivenModel
 
-        return Given(name_of(model), GivenModel(model), {"model": model})
+        given = GivenModel(model)
+        return Given(name_of(model), given, {"model": model}, given.take)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return Given(name_of(model[1]), lambda: model, {"model, init": model[0], "model, apply": model[1]})
     if callable(model):

@@ -325,6 +325,15 @@ class TorchLearner:
     def state(self) -> Arrays:
         return gather(self.mesh.parts, self.pieces())
 
+    def weights(self) -> Arrays:
+        """Copies of weights and buffers by the names of the model's state dict, as evaluations have them: averages with optim.ema.
+
+        A collective where ranks have parts of them, or of the averages.
+        """
+        with self.averaged():
+            arrays = gather(self.mesh.parts, (piece for piece in self.pieces() if not piece.name.startswith("s.")))
+        return {name: arrays[own] for name, own in self.state_dict_names().items()}
+
     def pieces(self) -> Iterator[Piece]:
         return self._state.pieces()
 
