@@ -312,8 +312,8 @@ class RecipeConfig(Section):
     )
     chain: list[PieceConfig] = Field(
         default_factory=list,
-        description="schedules one after the other, instead of recipe.schedule: a list of {kind, length, scale, milestones, gamma, "
-        "power, end_lr}",
+        description="schedules one after the other from the end of the warm-up on, instead of recipe.schedule: a list of {kind, length, "
+        "scale, milestones, gamma, power, end_lr}",
     )
     growth: Literal["none", "decays", "milestones"] = Field(
         default="none",

@@ -147,14 +147,16 @@ def _check_rates_are_finite(schedule: Schedule, config: Config, end: float) -> N
 
 
 def _schedule_after_warmup(config: Config, time: Clock, growth: Growth, warmup: float) -> Schedule:
-    """The pieces one after the other, counted from the beginning of the job; those that decay begin after the warm-up.
+    """The pieces of recipe.chain one after the other, of which the first begins where the warm-up ends; or that of recipe.schedule.
+
+    The milestones of recipe.schedule=steps count from the beginning of the job; what decays begins after the warm-up.
 
     Raises UserError where the last piece begins at the end of the job or later.
     """
     pieces, end = schedule_pieces(config.recipe), time.end(growth)
     key = "recipe.chain" if config.recipe.chain else "recipe.milestones"
     where = config.where(key)
-    starts = [0.0]
+    starts = [warmup if config.recipe.chain else 0.0]
     for piece in pieces:
         starts.append(end if piece.length is None else time.after(starts[-1], read_length(piece.length), growth, where))
     if starts[-2] >= end:
@@ -173,7 +175,7 @@ def _piece_schedule(
 ) -> Schedule:
     """One piece up to epoch `end`; a decay begins at `decay_start`, after the warm-up."""
     value = peak * piece.scale
-    decay_end = max(end, decay_start + 1e-9)  # a piece that ends within the warm-up is not called; its length must not be 0
+    decay_end = max(end, decay_start + 1e-9)  # a piece of 1e-300 epochs, as of a job that ends within the warm-up, has no length
     match piece.kind:
         case "steps":
             return Steps(value, milestones, piece.gamma)

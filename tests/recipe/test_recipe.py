@@ -121,9 +121,24 @@ def test_schedules_run_from_the_warmup_to_the_last_epoch() -> None:
 def test_a_chain_by_hand() -> None:
     chain = "[{length: 2}, {kind: cosine, length: 4, end_lr: 0.2}, {kind: steps, scale: 0.5, milestones: [1, 2], gamma: 0.5}]"
     lr = recipe("epochs=10", "optim.base_lr=0.8", "recipe.warmup=1", f"recipe.chain={chain}").lr
-    values = [(0, 0), (0.5, 0.4), (1, 0.8), (2, 0.8), (4, 0.5), (6 - EPS, 0.2), (6, 0.4), (7 - EPS, 0.4), (7, 0.2), (8, 0.1), (9.9, 0.1)]
+    values = [(0, 0), (0.5, 0.4), (1, 0.8), (3, 0.8), (5, 0.5), (7 - EPS, 0.2), (7, 0.4), (8 - EPS, 0.4), (8, 0.2), (9, 0.1), (9.9, 0.1)]
     for epochs, value in values:
         assert lr(epochs) == pytest.approx(value, abs=1e-8), epochs
+
+
+@pytest.mark.parametrize("warmup", ["5 steps", "1", "0.5", "37 samples"])
+def test_the_lengths_of_a_chain_begin_after_the_warmup(warmup: str) -> None:
+    """100 samples, batch 10: the 10 steps of the first piece are those after the warm-up, however long that is; by hand."""
+    chain = "[{kind: polynomial, length: 10 steps, end_lr: 0.02}, {length: 5 steps, scale: 0.2}, {kind: steps, milestones: [3 steps]}]"
+    r = recipe("batch.size=10", "epochs=5", "optim.base_lr=0.1", f"recipe.warmup={warmup}", f"recipe.chain={chain}", dataset=100)
+    warm = {"5 steps": 5, "1": 10, "0.5": 5, "37 samples": 4}[warmup]
+    rates = [rate for *_, rate in walk(r, 100)][warm:]
+    first = [0.02 + 0.08 * (1 - done / 10) ** 2 for done in range(10)]
+    if warmup == "37 samples":  # of 40: the piece begins within a step, and lasts 10 steps from the next one on
+        first = [0.02 + 0.08 * (1 - (10 * done + 3) / 103) ** 2 for done in range(10)]
+    assert rates[:10] == pytest.approx(first, rel=1e-12)
+    assert rates[10:15] == [0.1 * 0.2] * 5
+    assert rates[15:] == pytest.approx([0.1] * 3 + [0.01] * (len(rates) - 18), rel=1e-12)
 
 
 def test_growth_instead_of_decays_by_hand() -> None:
@@ -471,7 +486,7 @@ def test_a_job_that_its_time_ends_may_have_lengths_of_its_own() -> None:
     chain = "recipe.chain=[{kind: cosine, length: 500 samples}, {scale: 0.1}]"
     r = recipe("stop.time=1h", "recipe.warmup=5 steps", chain, "batch.size=50", "optim.base_lr=1")
     assert r.epochs == math.inf
-    assert [r.lr(e) for e in (0.1, 0.25, 0.5, 99.0)] == pytest.approx([0.4 * (1 + math.cos(0)) / 2, 1, 0.1, 0.1])
+    assert [r.lr(e) for e in (0.1, 0.25, 0.5, 0.75, 99.0)] == pytest.approx([0.4 * (1 + math.cos(0)) / 2, 1, 0.5, 0.1, 0.1])
 
 
 def test_the_rate_of_mingpt() -> None:
