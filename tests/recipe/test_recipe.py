@@ -17,7 +17,7 @@ from hvdtrain.recipe.batch_growth import Growth
 from hvdtrain.recipe.clock import clock, total_epochs, total_samples
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
-from hvdtrain.recipe.summary import batch_summary, lr_summary
+from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary
 
 EPS = 1e-9  # epochs before a boundary
 
@@ -139,6 +139,31 @@ def test_the_lengths_of_a_chain_begin_after_the_warmup(warmup: str) -> None:
     assert rates[:10] == pytest.approx(first, rel=1e-12)
     assert rates[10:15] == [0.1 * 0.2] * 5
     assert rates[15:] == pytest.approx([0.1] * 3 + [0.01] * (len(rates) - 18), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("batch.size=10 epochs=5 comm.local_steps=5", ""),  # 10 steps an epoch
+        ("batch.size=10 epochs=5 comm.local_steps=3", "10 steps"),
+        ("batch.size=100 epochs=5 comm.local_steps=3", "1 step"),
+        ("batch.size=30 epochs=5 comm.local_steps=2", "3 or 4 steps"),  # 4, 3, 3, 4, ...
+        ("batch.size=10 epochs=5 comm.local_steps=5 comm.local_from=5steps", ""),
+        ("batch.size=10 epochs=2 comm.local_steps=5 comm.local_from=4steps", "6 to 10 steps"),
+        ("batch.size=10 epochs=2 comm.local_steps=5 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[50]", "2 to 10 steps"),
+        ("batch.size=10 stop.time=1h comm.local_steps=10", ""),
+        ("batch.size=30 epochs=5", ""),
+        ("batch.size=10 epochs=0.7 comm.local_steps=4", ""),  # no epoch ends but with the job
+    ],
+)  # fmt: skip
+def test_the_header_says_where_the_end_of_an_epoch_averages_local_steps_too(words: str, steps: str) -> None:
+    config = configure(None, words.split())
+    said = averages_summary(config.comm.local_steps, from_config.recipe_from_config(config, 100, 0.9), 100)
+    assert bool(said) == bool(steps)
+    assert not steps or said == (
+        f"averages of the weights after each {config.comm.local_steps} local steps, and at the end of each epoch, of {steps}: the count "
+        "begins again there"
+    )
 
 
 def test_growth_instead_of_decays_by_hand() -> None:
