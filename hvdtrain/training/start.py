@@ -72,8 +72,9 @@ def start_or_resume(
         run, notes = open_run_folder(config, lock)
         try:
             former = former_run(config)  # by now: the job before this one may just have written its last checkpoint
+            beginning, shapes = begin(config, datasets), {piece.name: piece.shape for piece in pieces}
             point, restored = find_resume_point(
-                former, config, identity(config, datasets), begin(config, datasets), limit_bytes, mapped=learner.is_sharded
+                former, config, identity(config, datasets), beginning, limit_bytes, shapes, mapped=learner.is_sharded
             )
             goes_on = former is not None and former.resolve() == run.resolve()
             is_over = goes_on and bool(stop_reason(config, point.train_state))

@@ -230,6 +230,24 @@ def test_a_run_that_is_over_is_never_rewritten(over: dict[Path, bytes], capsys: 
     assert main(shlex.split(said.rpartition(f"{command_line()} ")[2])) == 0, "what it says to type works"
 
 
+@pytest.mark.parametrize(
+    ("argument", "misfit"),
+    [
+        ("model.name=mlp", "the model lacks p.fc.bias and 1 more"),  # the optimizer's state has another name for each
+        ("optim.ema=0.9", "the state lacks s.fc.bias.1 and 1 more"),
+    ],
+)
+def test_no_command_is_proposed_that_cannot_load_the_checkpoint(
+    argument: str, misfit: str, over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume=r", argument]) == 2
+    fix = capsys.readouterr().err.partition("fix: ")[2]
+    assert fix.startswith("run=ANOTHER resume=no for a new job; none can go on from there with the change: ") and contents("r") == over
+    assert main(["resume=r", argument, "epochs=4"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hvdtrain: {fix.partition('change: ')[2].strip()}\n"), said
+
+
 def test_the_same_command_of_a_job_that_is_over_writes_nothing(over: dict[Path, bytes], capsys: pytest.CaptureFixture[str]) -> None:
     """As a requeued job does, and with another log, too: that is the same job."""
     for more in ([], ["log.every_steps=7", "guard.stall_s=99", "log.per_rank=true"]):

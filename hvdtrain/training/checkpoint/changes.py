@@ -93,8 +93,10 @@ def _default_form(config: Config) -> Any:
     return field and field.default
 
 
-def refuse_another_job(found: list[Change], config: Config, run: Path, now: TrainState) -> None:
+def refuse_another_job(found: list[Change], config: Config, run: Path, now: TrainState, misfit: str = "") -> None:
     """Raises UserError where the run's weights would stand under a configuration that they were not trained with.
+
+    misfit: why its checkpoint cannot be loaded with the changes, so that no command goes on with them; empty where it can.
 
     That is a job that is over, with any change in what it learns or how long; and one that is not over, with a change in what it
     learns that resume=RUN does not ask for. A secret is no such change.
@@ -112,7 +114,10 @@ def refuse_another_job(found: list[Change], config: Config, run: Path, now: Trai
         then, arguments = f"go on from step {now.progress.step} with the change", [_argument(change) for change in relevant]
     else:
         return
-    fix = f"run=ANOTHER for a new job; to {then}: {resume_command(config, run, *arguments)}"
+    if misfit:
+        fix = f"run=ANOTHER resume=no for a new job; none can go on from there with the change: {misfit}"
+    else:
+        fix = f"run=ANOTHER for a new job; to {then}: {resume_command(config, run, *arguments)}"
     raise UserError(what, str(run / "config.yaml"), fix)
 
 

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import Change, changes, flat, refuse_another_job, refuse_another_optimizer
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
@@ -37,11 +39,19 @@ class ResumePoint(NamedTuple):
 
 
 def find_resume_point(
-    run: Path | None, config: Config, identity: Identity, beginning: TrainState, limit_bytes: int, *, mapped: bool = False
+    run: Path | None,
+    config: Config,
+    identity: Identity,
+    beginning: TrainState,
+    limit_bytes: int,
+    shapes: Shapes | None = None,
+    *,
+    mapped: bool = False,
 ) -> tuple[ResumePoint, Arrays | None]:
     """On rank 0: the state to resume from and its arrays, None for a new job, whose state is `beginning`.
 
-    run: as former_run(); mapped: as read_arrays(). Raises UserError where no checkpoint is good, or the newest good one is of another job.
+    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped: as read_arrays().
+    Raises UserError where no checkpoint is good, or the newest good one is of another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
@@ -66,9 +76,24 @@ def find_resume_point(
     except UserError as error:
         return ResumePoint(run, train_state, [*notes, f"changed keys are unknown: {error.what}"], None), arrays
     refuse_another_optimizer(changed, config, run)
-    refuse_another_job(changed, config, run, train_state)
+    misfit = "" if shapes is None else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})
+    refuse_another_job(changed, config, run, train_state, misfit)
     _refuse_copy(config, run, train_state)
     return ResumePoint(run, train_state, notes + [str(change) for change in changed], changed), arrays
+
+
+def _misfit(config: Config, job: Shapes, checkpoint: Shapes) -> str:
+    """Why arrays of a checkpoint are not those of this job: the state lacks b.norm1.running_mean; empty where they are."""
+    compared = ("p.", "b.") if is_dotted(config.optim.name) else ("p.", "b.", "s.")  # the state of a user's class comes with its first step
+    ours = {name: shape for name, shape in job.items() if name.startswith(compared)}
+    theirs = {name: shape for name, shape in checkpoint.items() if name.startswith(compared)}
+    if config.parallel.pipeline > 1:  # rank 0 has the arrays of its stage alone
+        theirs = {name: shape for name, shape in theirs.items() if name in ours}
+    try:
+        check_fit(ours, theirs)
+    except UserError as error:
+        return error.what
+    return ""
 
 
 def former_run(config: Config) -> Path | None:
