@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from hvdtrain.config.other_words import assignment_of, right_key, without_a_key
+from hvdtrain.config.other_words import assignment_of, data_of_path, right_key, without_a_key
 from hvdtrain.config.schema import SECTIONS, known_keys
 from hvdtrain.errors import closest, nearest, short
 
 _OPTIONS = ("--config", "--help", "--max-time", "--print-config", "--version")  # of the command line, beside key=value
+_HELP = "hvdtrain --help; --help KEY shows one key, COMMAND --help a command"
 
 
 def fix_of_key(key: str, value: Any = None) -> str:
@@ -30,6 +32,9 @@ def fix_of_key(key: str, value: Any = None) -> str:
 
 def _fix_of_section(section: str, value: Any) -> str:
     """What to write instead of a section with a value: model.name=mlp for model=mlp."""
+    data = data_of_path(value) if section == "data" else None
+    if data is not None:
+        return f"data is a section: write {data}; --help data lists its keys"
     right = right_key(section, value) or f"{section}.<key>"
     shown = "value" if isinstance(value, (dict, list)) or right.endswith("<key>") else short(value)
     return f"{section} is a section: write {right if '=' in right else f'{right}={shown}'}; --help {section} lists its keys"
@@ -38,11 +43,13 @@ def _fix_of_section(section: str, value: Any) -> str:
 def fix_of_argument(argument: str, following: str) -> str:
     """What to write instead of an argument that is not key=value."""
     word = argument.lstrip("-").replace("-", "_")
-    if argument.endswith((".yaml", ".yml")):
-        return f"write --config {short(argument)}"
-    if no_key := without_a_key(word):
-        return no_key
-    key = word if word in known_keys() else right_key(word, following)
+    if fix := without_a_key(word) or (_HELP if word == "help" else None):
+        return fix
+    key = word if word in known_keys() else right_key(word, following) or _ends_with(word)
+    if key is not None and following.startswith("="):
+        return f"write {key}{'=VALUE' if following == '=' else following}, without spaces"
+    if key is None and (path := _assignment_of_path(argument)):
+        return f"write {path}"
     option = closest(argument, _OPTIONS) if argument.startswith("--") else None
     if key is None and option is not None:
         return f"did you mean {option}?"
@@ -51,3 +58,17 @@ def fix_of_argument(argument: str, following: str) -> str:
         return "write key=value, as in batch.size=128; --help lists the keys"
     is_value = following and "=" not in following and not following.startswith("-")
     return f"write {key}" if "=" in key else f"write {key}={short(following) if is_value else 'VALUE'}"
+
+
+def _ends_with(word: str) -> str | None:
+    """The key of a section that has this name: optim.momentum."""
+    return next((key for key in known_keys() if key.rpartition(".")[2] == word), None)
+
+
+def _assignment_of_path(argument: str) -> str | None:
+    """What a configuration, a run folder or data are written behind; None for what is no path."""
+    if argument.endswith((".yaml", ".yml")):
+        return f"--config {short(argument)}"
+    if os.path.isfile(os.path.join(argument, "config.yaml")):
+        return f"resume={short(argument)}"
+    return data_of_path(argument)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from hvdtrain.errors import short
 
 # word, in lower case and with _ -> the key, or key=value
 KEYS = {
@@ -11,7 +14,10 @@ KEYS = {
     **dict.fromkeys(("optim", "optimizer", "optimiser", "opt", "solver"), "optim.name"),
     **dict.fromkeys(("wd", "decay", "l2"), "optim.weight_decay"),
     **dict.fromkeys(("beta1", "mom"), "optim.momentum"),
-    **dict.fromkeys(("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val"), "optim.clip_norm"),
+    "nesterov": "optim.nesterov=true",
+    **dict.fromkeys(
+        ("grad_clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "gradient_clipping"), "optim.clip_norm"
+    ),
     # recipe
     **dict.fromkeys(("recipe", "scheduler", "sched", "lr_scheduler", "lr_schedule", "lr_policy"), "recipe.schedule"),
     **dict.fromkeys(("lr_steps", "decay_epochs", "decay_milestones"), "recipe.milestones"),
@@ -31,6 +37,7 @@ KEYS = {
     **dict.fromkeys(("test_batch_size", "val_batch_size", "eval_batch_size", "per_device_eval_batch_size"), "batch.evaluate"),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"), "batch.micro"),
     **dict.fromkeys(("micro_batch_size", "batches_per_allreduce", "backward_passes_per_step"), "batch.micro"),
+    "train_micro_batch_size_per_gpu": "batch.micro",
     # data
     **dict.fromkeys(("data", "dataset"), "data.name"),
     **dict.fromkeys(("data_dir", "datadir", "data_path", "data_root", "dataset_path", "train_dir"), "data.root"),
@@ -77,8 +84,26 @@ KEYS = {
     "save_total_limit": "checkpoint.keep_last",
     **dict.fromkeys(("log_every", "log_interval", "logging_steps", "log_every_n_steps", "print_freq"), "log.every_steps"),
     **dict.fromkeys(("sinks", "logger", "loggers", "report_to"), "log.trackers"),
-    **{tracker: f"log.trackers='[{tracker}]'" for tracker in ("tensorboard", "mlflow", "wandb")},
+    **{tracker: f"log.trackers=[{tracker}]" for tracker in ("tensorboard", "mlflow", "wandb")},
     **dict.fromkeys(("profile", "profiler"), "profile.steps"),
+    # parts of the state on each rank, and DeepSpeed's configuration
+    **dict.fromkeys(("zero", "zero_stage", "zero_optimization", "zero_optimization.stage"), "shard.stage"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_shard"), "shard.stage=3"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_optimizer.device"), "shard.offload=optimizer"),
+    **dict.fromkeys(("offload_param", "offload_param.device"), "shard.offload=parameters"),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), "comm.bucket_mb"),
+    "zero_hpz_partition_size": "shard.group=node",
+    "bf16.enabled": "speed.precision=bf16",
+    "fp16.enabled": "speed.precision=fp16",
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "model.recompute"),
+    "optimizer.type": "optim.name",
+    "betas": "optim.momentum",
+    "scheduler.type": "recipe.schedule",
+    "warmup_num_steps": "recipe.warmup",
+    "warmup_max_lr": "optim.base_lr",
+    "warmup_min_lr": "recipe.warmup_from",
+    "total_num_steps": "stop.steps",
+    "steps_per_print": "log.every_steps",
     # former versions
     "frame": "framework",
     "stop.target_accuracy": "stop.target",
@@ -98,7 +123,24 @@ NO_KEYS = {
     "dry_run": "plan shows what a job does, check what would fail, and launch --dry-run prints the launcher's command line",
     "json": "plan, check and bench have --json",
     **dict.fromkeys(("nodes", "num_nodes", "nnodes", "hosts"), "hosts are given to the launcher: launch -H n1:4,n2:4"),
+    "version": "hvdtrain --version",
+    **dict.fromkeys(("v", "verbose", "quiet", "q"), "--version prints the version; log.every_steps=N says how often a job prints a line"),
+    # DeepSpeed's
+    **dict.fromkeys(("deepspeed", "deepspeed_config", "ds_config"), "docs/memory.md lists DeepSpeed's keys and what they are here"),
+    "overlap_comm": "always, where the engine reduces in the background",
+    **dict.fromkeys(
+        ("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+        "none: shard.stage=3 gathers one of the model's blocks at a time",
+    ),
+    **dict.fromkeys(
+        ("initial_scale_power", "loss_scale_window", "loss_scale"), "speed.precision=fp16 begins at 2^16, and doubles after 2,000 steps"
+    ),
+    "wall_clock_breakdown": "always: phase_ms of events.jsonl, and report draws it",
+    "autotuning": "plan --memory shows what fits, plan --parallel which mesh takes least time",
 }
+
+# endings of files that a function of the user's reads
+_TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".json", ".jsonl", ".npz", ".npy", ".pt", ".h5", ".hdf5", ".arrow", ".feather")
 
 # key -> word, in lower case -> the value
 VALUES: dict[str, dict[str, str]] = {
@@ -159,13 +201,26 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 
+def data_of_path(value: Any) -> str | None:
+    """What to write for a path in the place of a data set's name: data.name=folder data.root=photos; None for what is no path."""
+    path = str(value)
+    if path.lower().endswith(_TABLES):
+        return f"data.name=mydata:load, where load() in mydata.py is yours and reads {short(path)} (docs/own-data.md)"
+    if path.lower().endswith(".txt"):
+        return f"data.name=text data.root={short(path)}"
+    if os.path.isdir(path) or path.startswith((".", "~")) or os.sep in path:
+        return f"data.name=folder data.root={short(path)}"
+    return None
+
+
 def right_key(key: str, value: Any = None) -> str | None:
     """The key that another tool's word for it means, `optim.base_lr` for `lr`, `optim.lr` and `learning-rate`; None for other words.
 
     With a value that is another tool's word too, or that the word itself implies: `model.loss=squared_error` for loss_fn=mse.
     """
     word = _plain(key)
-    right = KEYS.get(word) or KEYS.get(word.rpartition(".")[2])
+    parts = word.split(".")
+    right = next((KEYS[name] for first in range(len(parts)) if (name := ".".join(parts[first:])) in KEYS), None)
     if right is None:
         return None
     right_one = right_value(right, value)

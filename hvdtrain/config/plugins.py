@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdtrain.config import options
 from hvdtrain.config.given import go_on, is_object
-from hvdtrain.config.other_words import right_value
+from hvdtrain.config.other_words import data_of_path, right_value
 from hvdtrain.config.schema import OPEN_SECTIONS, Config, DataConfig, ModelConfig, OptimConfig, TaskConfig
 from hvdtrain.config.section import OpenSection
 from hvdtrain.errors import UserError, nearest, short
@@ -63,7 +63,10 @@ def find(folder: str, name: str, where: str) -> Path:
     known = files(folder)
     if name not in known:
         right = right_value(KEYS[folder], name)
-        fix = f"did you mean {right}?" if right is not None and (right in known or is_dotted(right)) else nearest(name, sorted(known))
+        path = data_of_path(name) if folder == "data/datasets" else None
+        fix = (
+            f"did you mean {right}?" if right is not None and (right in known or is_dotted(right)) else path or nearest(name, sorted(known))
+        )
         raise UserError(f"unknown name{' for framework=jax' * (folder == 'frameworks/jax/models')}: {short(name)}", where, fix)
     return known[name]
 

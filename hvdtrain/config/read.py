@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +54,9 @@ def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assi
 def assignments(path: str | None, arguments: Sequence[str]) -> list[Assignment]:
     """What a file and the arguments set, in order."""
     from_file = read_file(path) if path is not None else ()
-    pairs = zip_longest(arguments, arguments[1:], fillvalue="")
-    return [*from_file, *(read_argument(SHORTHANDS.get(argument, argument), following) for argument, following in pairs)]
+    rest = [arguments[index + 1 :] for index in range(len(arguments))]
+    following = ["".join(others[: 2 if others[0] == "=" else 1]) if others else "" for others in rest]  # `epochs = 3` is three arguments
+    return [*from_file, *(read_argument(SHORTHANDS.get(one, one), then) for one, then in zip(arguments, following, strict=True))]
 
 
 def read_resumed(assigned: Sequence[Assignment]) -> list[Assignment]:
@@ -187,6 +187,8 @@ def read_argument(argument: str, following: str = "") -> Assignment:
     key = OTHER_NAMES.get(key, key)
     if not equals or not key:
         raise UserError(f"cannot read the argument '{short(argument)}'", COMMAND_LINE, fix_of_argument(argument, following))
+    if not text and following and "=" not in following and not following.startswith("-"):
+        raise UserError(f"'{short(argument)}' has no value", COMMAND_LINE, f"write {key}={short(following)}, without spaces")
     try:
         value: Any
         if not takes_text(check_key(key)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def refusal(error: ErrorDetails, provenance: Provenance) -> UserError:
 def expected(key: str, info: FieldInfo, value: Any) -> str:
     """The fix for a value of a wrong type: the type that a key takes, with the choice that was meant or an example.
 
-    `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: log.trackers='[wandb]'`.
+    `epochs takes a whole number: epochs=10`, `log.trackers takes a list, each a text: 'log.trackers=[wandb]'`.
     """
     kind, default = info.annotation, info.get_default(call_default_factory=True)
     if typing.get_origin(kind) is typing.Literal:
@@ -69,7 +70,8 @@ def expected(key: str, info: FieldInfo, value: Any) -> str:
         meant = right_value(key, value) or closest(f"{value}", [*map(str, choices)])
         return f"{key} takes {type_name(kind)}" + (f"; did you mean {meant}?" if meant else "")
     example = _example(kind, default, value)
-    return f"{key} takes {type_name(kind)}" + (f": {key}={example}" if example else "")
+    shown = shlex.quote(f"{key}={example}")
+    return f"{key} takes {type_name(kind)}" + (f": {shown}" if example else "")
 
 
 def _example(kind: Any, default: Any, value: Any) -> str:
@@ -78,7 +80,7 @@ def _example(kind: Any, default: Any, value: Any) -> str:
         inner = typing.get_args(kind)[0]
         is_entry = type(value) in ((int, float) if inner in (float, LengthValue) else (inner,))
         example = default or ([value] if is_entry else None)
-        return f"'{json.dumps(example, separators=(',', ':'))}'".replace('"', "") if example else ""
+        return json.dumps(example, separators=(",", ":")).replace('"', "") if example else ""
     if type(default) not in (int, float):
         return ""
     return f"{int(value) if isinstance(value, float) and value.is_integer() else default}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
+from ranks import ROOT
 
 from hvdtrain.__main__ import run_command
 from hvdtrain.config import plugins
@@ -56,11 +60,51 @@ def is_right(*arguments: str) -> bool:
         (["lsit"], "did you mean list? commands: train, report"),
         (["list", "models"], "hvdtrain list"),
         (["model=resnet"], "model is a section: write model.name=resnet18; --help model lists its keys"),
+        (["--momentum", "0.9"], "write optim.momentum=0.9"),
+        (["--nesterov"], "write optim.nesterov=true"),
+        (["help"], "hvdtrain --help; --help KEY shows one key"),
+        (["-v"], "--version prints the version; "),
+        (["epochs", "=", "3"], "write epochs=3, without spaces"),
+        (["seed=1", "--lr", "=0.1"], "write optim.base_lr=0.1, without spaces"),
+        (["epochs=", "3"], "write epochs=3, without spaces"),
+        (["log.trackers=tensorboard"], "log.trackers takes a list, each a text: 'log.trackers=[tensorboard]'"),
+        (["--deepspeed", "ds.json"], "docs/memory.md lists DeepSpeed's keys"),
+        (["data=./photos"], "data is a section: write data.name=folder data.root=./photos; "),
+        (["data.name=/data/photos"], "data.name=folder data.root=/data/photos"),
+        (
+            ["data=x.csv"],
+            "data is a section: write data.name=mydata:load, where load() in mydata.py is yours and reads x.csv (docs/own-data.md)",
+        ),
+        (["data.name=x.CSV"], "data.name=mydata:load, where load() in mydata.py is yours and reads x.CSV"),
+        (["x.csv"], "write data.name=mydata:load, where load() in mydata.py is yours and reads x.csv"),
+        (["data.name=book.txt"], "data.name=text data.root=book.txt"),
         (["optim.name=torch.optim.RMSprop", "comm.wire=same"], "did you mean comm.compression=none?"),
     ],
 )
 def test_words_that_people_try(arguments: list[str], fix: str) -> None:
     assert fix_of(*arguments).startswith(fix)
+
+
+def test_a_folder_is_data_or_a_run(tmp_path: Path) -> None:
+    assert fix_of(f"{tmp_path}") == f"write data.name=folder data.root={tmp_path}"
+    (tmp_path / "config.yaml").touch()
+    assert fix_of(f"{tmp_path}") == f"write resume={tmp_path}"
+
+
+def test_each_key_of_deepspeed_is_answered_as_the_page_says(tmp_path: Path) -> None:
+    """The rows of docs/memory.md, each name as a key of a YAML file: nested, as DeepSpeed's own."""
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## DeepSpeed's keys")[2]
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
+    names = [(name, there) for here, there in rows for name in re.findall(r"`([\w.]+)(?:: \w+)?`", here)]
+    assert len(names) > 20
+    for name, there in names:
+        if name in ("weight_decay", "betas") or name.startswith("deepspeed."):  # keys here too, and a function
+            continue
+        path = tmp_path / "ds.yaml"
+        path.write_text(f"{name.replace('.', ': {')}: 1{'}' * name.count('.')}\n", encoding="utf-8")
+        fix = fix_of("--config", f"{path}")
+        keys = re.findall(r"`(\w+\.\w+)", there)
+        assert any(key in fix for key in keys) if keys else "known:" not in fix and "did you mean" not in fix, (name, fix)
 
 
 @pytest.mark.parametrize("word", KEYS)

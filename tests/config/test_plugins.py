@@ -13,7 +13,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.config.schema import DataConfig, ModelConfig, OptimConfig
 from hvdtrain.errors import UserError, nearest
 
-WIDTHS = "model.widths takes a list of 4, each a whole number: model.widths='[16,16,32,64]'"
+WIDTHS = "model.widths takes a list of 4, each a whole number: 'model.widths=[16,16,32,64]'"
 
 
 def test_every_name_loads() -> None:
