@@ -52,31 +52,34 @@ class Kept:
         self.events.append(event)
 
 
-def after_first_step(step_s: float, *arguments: str) -> list[Event]:
-    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,899 steps are left after its first one."""
-    kept, clock = Kept(), iter([5.0, 5.0 + step_s])
+def after_two_steps(first_s: float, second_s: float, *arguments: str) -> list[Event]:
+    """Of a job of 20 epochs of 6,400 samples, 64 in a step, that goes on from step 100: 1,898 steps are left after its second one."""
+    kept, clock = Kept(), iter([5.0, 5.0 + first_s, 5.0 + first_s + second_s])
     first_step = FirstStep(configure(None, arguments), Log([kept]), lambda: next(clock))
-    for step in (100, 101, 102, 103):  # the clock is read twice
+    for step in (100, 101, 102, 103, 104):  # the clock is read three times
         first_step.before_step(Progress(6400, 128_000, step, 64 * step))
     return kept.events
 
 
 @pytest.mark.parametrize(
-    ("step_s", "arguments", "line"),
+    ("second_s", "arguments", "line"),
     [
-        (64.0, [], "first step 64 s; about 34 h at this rate"),  # 1,899 x 64 s = 33.8 h
-        (192.0, [], "first step 192 s; about 4 days at this rate"),
-        (1.0, [], "first step 1 s; about 32 min at this rate"),
-        (1.0, ["max_steps=141"], "first step 1 s; about 40 s at this rate"),
-        (0.99, ["log.every_steps=11"], "first step 0.99 s; about 31 min at this rate"),
-        (64.0, ["speed.compile=default"], "first step 64 s, most of which may be its compilation"),
-        (64.0, ["framework=jax"], "first step 64 s, most of which may be its compilation"),
+        (64.0, [], "the second 64 s; about 34 h at that rate"),  # 1,898 x 64 s = 33.7 h
+        (192.0, [], "the second 192 s; about 4 days at that rate"),
+        (1.0, [], "the second 1 s; about 32 min at that rate"),
+        (1.0, ["max_steps=142"], "the second 1 s; about 40 s at that rate"),
+        (0.99, ["log.every_steps=11"], "the second 0.99 s; about 31 min at that rate"),
+        (64.0, ["speed.compile=default"], "the second 64 s; about 34 h at that rate"),
     ],
 )
-def test_a_slow_first_step_says_how_long_the_job_takes(step_s: float, arguments: list[str], line: str) -> None:
-    (event,) = after_first_step(step_s, *arguments)
-    assert (event.kind, event.step, event.fields["lines"], event.fields["step_s"]) == ("first_step", 101, [line], step_s)
-    assert after_first_step(0.99) == [] == after_first_step(9.9, "log.every_steps=1")
+def test_slow_steps_say_how_long_the_job_takes(second_s: float, arguments: list[str], line: str) -> None:
+    (event,) = after_two_steps(300.0, second_s, *arguments)
+    expected = ("first_step", 102, [f"first step 300 s, {line}"], 300.0, second_s)
+    assert (event.kind, event.step, event.fields["lines"], event.fields["step_s"], event.fields["second_s"]) == expected
+
+
+def test_a_slow_first_step_is_no_rate() -> None:
+    assert after_two_steps(300.0, 0.99) == [] == after_two_steps(300.0, 9.9, "log.every_steps=1")
 
 
 def test_a_process_has_an_age() -> None:
