@@ -35,6 +35,18 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
     return line
 
 
+def noise_summary(config: Config) -> str:
+    """gradient noise of variance 0.01 / (1 + step)^0.55; losses of samples weighted with variance 2; empty where there is none."""
+    recipe, parts = config.recipe, []
+    if recipe.gradient_noise:
+        parts.append(f"gradient noise of variance {recipe.gradient_noise:g} / (1 + step)^0.55")
+    if recipe.sample_noise:
+        variance = recipe.sample_noise * max(0.0, config.batch.size / base_batch(config) - 1)
+        at_first = " at first" if recipe.growth != "none" else ""
+        parts.append(f"losses of samples weighted with variance {variance:g}{at_first}")
+    return "; ".join(parts)
+
+
 def batch_summary(recipe: Recipe) -> str:
     """128, 640 from epoch 60, 3200 from epoch 120"""
     changes = [f"{batch} from epoch {epoch:g}" for epoch, batch in zip(recipe.batch.at, recipe.batch.to, strict=True)]

@@ -16,7 +16,7 @@ from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
 from hvdtrain.frameworks.learner import Gpu
-from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary
+from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
 from hvdtrain.training.build_task import job_transform
 from hvdtrain.training.checkpoint.changes import PLACE, flat
@@ -114,6 +114,8 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         lines.insert(-1, f"        batch.micro={config.batch.micro} ({why})")
     if averages := averages_summary(config.comm.local_steps, job.recipe, job.prefetcher.samples):
         lines.append(f"        {averages}")
+    if noise := noise_summary(config):
+        lines.append(f"        {noise}")
     if config.optim.ema is not None:
         lines.append(f"        evaluations of averaged weights, optim.ema={config.optim.ema:g}")
     if config.norm.kind != "batch":

@@ -17,7 +17,7 @@ from hvdtrain.recipe.batch_growth import Growth
 from hvdtrain.recipe.clock import clock, total_epochs, total_samples
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Steps, Warmup
-from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary
+from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary, noise_summary
 
 EPS = 1e-9  # epochs before a boundary
 
@@ -308,6 +308,16 @@ def test_noise_of_a_step() -> None:
 )  # fmt: skip
 def test_lr_summary(words: list[str], line: str) -> None:
     assert lr_summary(configured(*words), 50000) == line
+
+
+def test_noise_summary() -> None:
+    """Of variance 0.5 (160 / 32 - 1) = 2."""
+    words = ["batch.size=160", "optim.base_batch=32", "recipe.sample_noise=0.5"]
+    assert noise_summary(configured(*words)) == "losses of samples weighted with variance 2"
+    grown = [*words, "recipe.growth=milestones", "recipe.grow_at=[1]", "recipe.grow_to=[320]"]
+    assert noise_summary(configured(*grown)) == "losses of samples weighted with variance 2 at first"
+    assert noise_summary(configured("recipe.gradient_noise=0.01")) == "gradient noise of variance 0.01 / (1 + step)^0.55"
+    assert noise_summary(configured()) == ""
 
 
 def test_batch_summary() -> None:

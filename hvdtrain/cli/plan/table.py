@@ -14,7 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
-from hvdtrain.recipe.summary import batch_summary, lr_summary
+from hvdtrain.recipe.summary import batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.task import Task
 
@@ -92,6 +92,7 @@ def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
         lines += _labelled("recipe", f"on {ranks_label(group)}")
         lines += _labelled("", lr_summary(group[0].config, plan.samples, group[0].context))
         lines += _labelled("", f"batch {batch_summary(group[0].recipe)}")
+        lines += _labelled("", noise_summary(group[0].config))
     return lines
 
 
