@@ -9,9 +9,9 @@ import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.handles import synchronize
-from hvdtrain.horovod.ops import given_op
+from hvdtrain.horovod.ops import Product, given_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduction_gradients import gradients, needs_values
+from hvdtrain.horovod.reduction_gradients import gradients, shares
 from hvdtrain.horovod.start import Call
 from hvdtrain.horovod.tensors import own
 
@@ -146,6 +146,8 @@ def grouped_allreduce(
 
 
 class _Allreduce(torch.autograd.Function):
+    """A backward() through it frees nothing: a second one, or one for each tensor of a group, is possible as in Horovod."""
+
     @staticmethod
     def forward(
         ctx: Any, op: int, name: str | None, pre: float, post: float, process_set: ProcessSet, grouped: bool, *tensors: torch.Tensor
@@ -154,18 +156,20 @@ class _Allreduce(torch.autograd.Function):
         found = synchronize(call.start_reduction(op, pre, post))
         results = tuple(map(own, found if grouped else [found]))
         ctx.op, ctx.factors, ctx.process_set, ctx.grouped = op, (pre, post), process_set, grouped
-        if needs_values(op):
+        ctx.shares = shares(op, ctx.factors, tensors, results)
+        if op == Product:  # of which the second derivative goes through the values
             ctx.save_for_backward(*tensors, *results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        count = len(ctx.saved_tensors) // 2
-        inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-
         def reduce(tensors: list[torch.Tensor], op: int, pre: float, post: float) -> list[torch.Tensor]:
             factors: dict[str, Any] = {"op": op, "prescale_factor": pre, "postscale_factor": post, "process_set": ctx.process_set}
             return grouped_allreduce(tensors, **factors) if ctx.grouped else [allreduce(tensors[0], **factors)]
 
-        found = gradients(ctx.op, ctx.factors, list(grads), list(inputs), list(results), reduce)
+        found_shares = ctx.shares
+        if ctx.op == Product and torch.is_grad_enabled():
+            count = len(ctx.saved_tensors) // 2
+            found_shares = shares(ctx.op, ctx.factors, ctx.saved_tensors[:count], ctx.saved_tensors[count:])
+        found = gradients(ctx.op, ctx.factors, list(grads), found_shares, reduce)
         return (None, None, None, None, None, None, *found)

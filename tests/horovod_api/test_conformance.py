@@ -18,6 +18,7 @@ DISAGREEMENTS = {
     **{name: NEW_DTYPES for name in horovod_checks.CHECKS if name.endswith((*horovod_checks.MORE_REDUCED,)) and "allreduce" in name},
     **{name: NEW_DTYPES for name in horovod_checks.CHECKS if name.endswith(horovod_checks.MORE_MOVED)},
     "layouts": "Horovod takes contiguous tensors of torch alone",
+    "gradients_of_extremes": "Horovod's are no derivatives",
     "join_average": "Horovod divides by all ranks, those that have joined too",
 }
 HANGS_HOROVOD = ("join_unnamed",)  # it counts the calls of a rank to name them: ranks wait for different names for ever

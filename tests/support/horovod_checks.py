@@ -212,6 +212,41 @@ def gradients(hvd: Any) -> Claims:
     yield gradient(hvd.alltoall, 4 * size), (scattered, "float64")
 
 
+def gradients_twice(hvd: Any) -> Claims:
+    """backward() again through one collective, and through each tensor of a group, adds up: nothing is freed by the first one."""
+    rank, size = hvd.rank(), hvd.size()
+    weight, total = np.arange(1.0, 5.0) * (rank + 1), np.arange(1.0, 5.0) * size * (size + 1) / 2
+    x, a, b = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    result = hvd.allreduce(x, op=hvd.Sum)
+    for _ in range(2):
+        result.backward(torch.from_numpy(weight))
+    yield x.grad, (2 * total, "float64")
+    for factor, summed in enumerate(hvd.grouped_allreduce([a, b], op=hvd.Sum), 1):
+        summed.backward(torch.from_numpy(weight * factor))
+    yield a.grad, (total, "float64")
+    yield b.grad, (2 * total, "float64")
+
+
+def gradients_of_extremes(hvd: Any) -> Claims:
+    """The derivatives of Min, Max and Product, twice through the same result; and the second derivative of a product."""
+    rank, size = hvd.rank(), hvd.size()
+    total = size * (size + 1) / 2  # of the ranks' weights
+    expected = {hvd.Min: total * (rank == 0), hvd.Max: total * (rank == size - 1), hvd.Product: total * math.factorial(size) / (rank + 1)}
+    for op, derivative in expected.items():
+        x = torch.full((3,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+        result = hvd.allreduce(x, op=op)
+        for _ in range(2):
+            result.backward(torch.full((3,), rank + 1.0, dtype=torch.float64))
+        yield x.grad, (np.full(3, 2 * derivative), "float64")
+    x = torch.full((3,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(hvd.allreduce(x * x, op=hvd.Product).sum(), x, create_graph=True)  # 2 x size others^2
+    (second,) = torch.autograd.grad(first.sum(), x)
+    others = (math.factorial(size) / (rank + 1)) ** 2
+    # d/dx of this rank's and of every other rank's first derivative, which are size * P^2 * 2 / x_r for the product P of all
+    of_others = sum(4.0 / (r + 1) / (rank + 1) for r in range(size) if r != rank) * math.factorial(size) ** 2
+    yield second, (np.full(3, size * (2 * others + of_others)), "float64")
+
+
 def process_sets(hvd: Any) -> Claims:
     """Sets of some ranks, beside each other and beside all ranks; waited for in another order on each rank."""
     rank, size = hvd.rank(), hvd.size()
@@ -432,7 +467,10 @@ CHECKS: dict[str, Check] = {
     **{f"alltoall-{d}": (lambda hvd, d=d: alltoall(d, hvd)) for d in MOVED + MORE_MOVED},
     **{f"reducescatter-{op}-{d}": (lambda hvd, d=d, op=op: reducescatter(d, op, hvd)) for d in REDUCED for op in ("Average", "Sum")},
     **{f"adasum-{d}": (lambda hvd, d=d: adasum(d, hvd)) for d in ("float32", "float64")},
-    **{f.__name__: f for f in (many, large, gradients, process_sets, objects, polled, compression, sparse)},
+    **{
+        f.__name__: f
+        for f in (many, large, gradients, gradients_twice, gradients_of_extremes, process_sets, objects, polled, compression, sparse)
+    },
     **{f.__name__: f for f in (mismatches, refusals, same_name_twice, places, layouts, join, join_average, join_under_way, join_unnamed)},
 }
 NO_ORDER = [f"allreduce-{op}-{d}" for d in ("complex64", "complex128") for op in ("Min", "Max")]
