@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _take_over_process(starts_job(arguments))
     try:
-        code = run_command(arguments)
+        code = run_command(_without_local_rank(arguments))
         if sys.stdout is not None:
             sys.stdout.flush()  # a disk that is full is noticed here
         return code
@@ -111,6 +112,20 @@ def run_command(arguments: list[str]) -> int:
         _check_command(name)
         return _call("train", arguments[1:] if name == "train" else arguments)
     return DONE
+
+
+def _without_local_rank(arguments: list[str]) -> list[str]:
+    """Without the --local_rank=N that torch.distributed.launch and deepspeed add. Raises UserError where the environment has another."""
+    options = [argument for argument in arguments if re.fullmatch(r"--local[-_]rank=\d+", argument)]
+    if options:
+        from hvdtrain.comm.placement import placement
+
+        place = placement(os.environ)
+        if any(int(option.partition("=")[2]) != place.local_rank for option in options):
+            what = f"{' '.join(options)}, but the environment says local rank {place.local_rank} of {place.local_size}"
+            fix = "without this option: hvdtrain reads its rank from the environment; or start it by one launcher"
+            raise UserError(what, f"command line; the launcher is {place.launcher}", fix)
+    return [argument for argument in arguments if argument not in options]
 
 
 def _check_command(name: str) -> None:

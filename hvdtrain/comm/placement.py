@@ -39,12 +39,13 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: str
     open_mpi: bool | None = None  # True: starts only Open MPI; False: starts any MPI but Open MPI; None: starts either
-    # Names that other programs set, too: they count where both rank and size are set and no other launcher gave the same numbers.
-    ambiguous: bool = False
+    # Where other programs set its names, too: they count where each of these is set.
+    needs: tuple[str, ...] = ()
+    nodes: str = ""  # how many nodes there are, where there is no variable of the local size
 
     @property
-    def variables(self) -> tuple[str, str, str, str]:
-        return self[1:5]
+    def variables(self) -> tuple[str, ...]:
+        return (self.rank, self.size, self.local_rank, self.nodes or self.local_size)
 
 
 class EngineLibrary(NamedTuple):
@@ -55,8 +56,23 @@ class EngineLibrary(NamedTuple):
     fix: str  # what to do where the launcher does not start this library
 
 
-# In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun comes last.
+# In order of precedence. `mpirun` inside a batch job leaves SLURM_PROCID=0 on every rank: srun comes last. Flux, PALS and jsrun set
+# variables of PMI or Open MPI beside their own: they come before these. Sources: the manuals flux-environment(7), mpiexec(1) of HPE PALS,
+# jsrun(1) of IBM's Job Step Manager; mpirun_rsh of MVAPICH2 (its mpispawn.c); the launch.py of DeepSpeed; the other ones were recorded.
 LAUNCHERS = (
+    Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", nodes="FLUX_JOB_NNODES"),
+    Launcher(
+        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", open_mpi=False, needs=("PALS_LOCAL_RANKID",)
+    ),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    Launcher(
+        "MVAPICH2's mpirun_rsh",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        open_mpi=False,
+    ),
     Launcher(
         "Open MPI's mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -67,13 +83,20 @@ LAUNCHERS = (
     ),
     Launcher("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     Launcher("Hydra's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", open_mpi=False),
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ambiguous=True),
+    Launcher("deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", needs=("RANK", "WORLD_SIZE", "LOCAL_SIZE")),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", needs=("RANK", "WORLD_SIZE")),
 )
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+TORCH_LAUNCHERS = ("deepspeed", "torchrun")  # which start torch.distributed, without an MPI
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
-# Ranks of launchers that are not supported: without this list each of their processes would train alone.
-_UNSUPPORTED = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK")
+# Launchers that do not tell how many processes they start, by a variable of each: without this list each process would train alone.
+_UNSUPPORTED = {
+    "PMIX_RANK": "a launcher of PMIx alone (prterun, prun)",
+    "ALPS_APP_PE": "ALPS' aprun",
+    "LSF_PM_TASKID": "LSF's blaunch",
+    "MPT_LRANK": "HPE MPT's mpirun",
+}
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
 _FIX_RANK_AND_WORLD_SIZE = (
     "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
@@ -83,6 +106,8 @@ _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
     "horovodrun": "comm.engine=horovod; or ",
     "torchrun": "comm.engine=torchdist; or ",
+    "deepspeed": "comm.engine=torchdist; or ",
+    "Flux": "flux run -o pmi=pmix (Open MPI 5) or -o pmi=simple (MPICH); or ",
 }
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
 
@@ -104,10 +129,11 @@ def placement(environ: Mapping[str, str]) -> Placement:
     place = placements[0] if placements else _placement_by_srun(environ)
     if place is not None:
         return place
-    unsupported = [key for key in _UNSUPPORTED if key in environ]
-    if unsupported:
-        what = f"a launcher that is not supported started this process: it set {', '.join(unsupported)}"
-        raise UserError(what, "the environment", f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN))}")
+    for key, name in _UNSUPPORTED.items():
+        if key in environ:
+            what = f"{name} started this process, which is not supported: it does not tell how many processes there are"
+            supported = f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN))}"
+            raise UserError(what, f"the environment: {key}={environ[key]}", f"unset {key} where this process is alone; {supported}")
     return NO_LAUNCHER
 
 
@@ -117,28 +143,32 @@ def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Seque
     `srun --mpi=pmi2` sets PMI's rank and size only: the placement is srun's then.
     """
     missing = [key for key in launcher.variables if key not in environ]
-    if len(missing) == len(launcher.variables):
-        return None
-    if launcher.ambiguous and (launcher.rank in missing or launcher.size in missing):
+    if len(missing) == len(launcher.variables) or any(key in missing for key in launcher.needs):
         return None
     if missing:
-        others = list(earlier) if launcher.ambiguous else []
         step = _placement_by_srun(environ)
-        if step is not None:
-            others.append(step)
-        if any(_has_rank_and_size(launcher, environ, other) for other in others):
+        if any(_agrees(launcher, environ, other) for other in (*earlier, *([step] if step else []))):
             return None
         what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
-        raise UserError(what, "the environment", _FIX_RANK_AND_WORLD_SIZE if launcher.ambiguous else _ONE_LAUNCHER)
+        raise UserError(what, "the environment", _FIX_RANK_AND_WORLD_SIZE if launcher.rank == "RANK" else _ONE_LAUNCHER)
     rank, size, local_rank, local_size = (_integer(environ, key) for key in launcher.variables)
+    if launcher.nodes:
+        local_size = _share_of_node(launcher, size, nodes=local_size)
     return Placement(rank, size, local_rank, local_size, launcher.name)
 
 
-def _has_rank_and_size(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
-    """Whether the launcher's rank and size are set, and equal another launcher's."""
-    if launcher.rank not in environ or launcher.size not in environ:
-        return False
-    return (_integer(environ, launcher.rank), _integer(environ, launcher.size)) == (other.rank, other.size)
+def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:
+    """The local size where all nodes have as many processes. Raises UserError where they cannot."""
+    if nodes < 1 or size % nodes:
+        what = f"{launcher.name} started {size} processes on {nodes} nodes, and does not tell how many there are on each"
+        raise UserError(what, f"the environment: {launcher.size}={size}, {launcher.nodes}={nodes}", "as many processes on each node")
+    return size // nodes
+
+
+def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
+    """Whether what is set of a launcher's rank and size, the rank at least, equals another launcher's."""
+    found = [(key, number) for key, number in ((launcher.rank, other.rank), (launcher.size, other.size)) if key in environ]
+    return launcher.rank in environ and all(_integer(environ, key) == number for key, number in found)
 
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:
@@ -184,7 +214,8 @@ def library_name(version: str) -> str:
 def check_library(place: Placement, library: EngineLibrary) -> None:
     """Raises LauncherMismatch where the launcher cannot start this MPI library, whose own start would end the process unexplained."""
     for launcher in LAUNCHERS:
-        if launcher.name == place.launcher and launcher.open_mpi not in (None, "Open MPI" in library.description):
+        is_open_mpi = any(name in library.description for name in ("Open MPI", "Spectrum MPI"))  # the second is made of the first
+        if launcher.name == place.launcher and launcher.open_mpi not in (None, is_open_mpi):
             raise _mismatch(place, library, "uses another MPI library")
 
 

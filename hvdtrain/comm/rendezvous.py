@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.placement import TORCH_LAUNCHERS, Placement
 from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
@@ -53,8 +53,8 @@ def find_rendezvous(place: Placement, environ: Mapping[str, str], address: str |
     """
     if address is not None:
         return _by_address(address, place, environ)
-    if place.launcher == "torchrun":
-        return _by_torchrun(environ)
+    if place.launcher in TORCH_LAUNCHERS:
+        return _by_torchrun(place, environ)
     if place.launcher == "srun":
         return _by_srun(environ)
     if place.launcher == "horovodrun":
@@ -99,9 +99,9 @@ def _by_address(address: str, place: Placement, environ: Mapping[str, str]) -> R
     return Rendezvous(host, port, next((peer for peer in peers if peer != host), ""))
 
 
-def _by_torchrun(environ: Mapping[str, str]) -> Rendezvous:
+def _by_torchrun(place: Placement, environ: Mapping[str, str]) -> Rendezvous:
     if missing := [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environ]:
-        raise UserError(f"torchrun did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_FIX_ADDRESS}")
+        raise UserError(f"{place.launcher} did not set {' and '.join(missing)}", "the environment", f"torchrun itself, or {_FIX_ADDRESS}")
     host, port = parse_address(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # A store of torchrun's outlives a start of the ranks; one of rank 0's does not, and a node that comes later counts its own restarts.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from hvdtrain.comm.features import Feature, features_of
-from hvdtrain.comm.placement import NO_LAUNCHER, Placement
+from hvdtrain.comm.placement import NO_LAUNCHER, TORCH_LAUNCHERS, Placement
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 
@@ -34,7 +34,7 @@ def select_engine(
     if place.launcher == NO_LAUNCHER.launcher:
         return EngineChoice("single", "no launcher")
     started = f"started by {place.launcher}"
-    if place.launcher == "torchrun":
+    if place.launcher in TORCH_LAUNCHERS:
         return EngineChoice("torchdist", started)
     if place.launcher == "srun" and not any(key in environ for key in _SET_BY_PMI):
         return EngineChoice("torchdist", f"{started} without MPI (srun --mpi=pmix or --mpi=pmi2 would start it)")

@@ -160,7 +160,8 @@ def test_hosts_in_every_notation() -> None:
     assert read_hosts("n1, n2.site-a:2,n1") == (Host("n1", 2), Host("n2.site-a", 2))
     assert read_hostfile(["# ours", "n1 slots=4 max_slots=8", "", "n2:4 # the other"], "F") == EVEN
     assert read_hostfile(["n1 slots = 4", "n2 slots= 4"], "F") == EVEN
-    assert read_hostfile(["n1", "n1", "n1", "n2"], "F") == UNEVEN  # $PBS_NODEFILE
+    assert read_hostfile(["n1", "n1", "n1", "n2"], "F") == UNEVEN  # $PBS_NODEFILE, $COBALT_NODEFILE
+    assert read_hostfile(["n1 4 all.q@n1 UNDEFINED", "n2 4 all.q@n2 <NULL>"], "F") == EVEN  # SGE's $PE_HOSTFILE
 
 
 @pytest.mark.parametrize("text", ["", "n1,", "n1:0", "n1:x", "-oProxyCommand=x", "n1:4:4", "root@n1", "n1;reboot", "n[1-4]", "n1:99999999"])
@@ -356,6 +357,11 @@ def test_arguments_to_container(bare: Path, capsys: pytest.CaptureFixture[str], 
         (["-np", "2", "--mpi", "mpich", "--"], ["--mpi is for another machine", "fix: launch --mpi mpich --dry-run"]),
         (["--mpi", "mpich"], ["how many ranks?", "fix: -np, as in launch -np 8 --mpi mpich --dry-run; or -H n1:4,n2:4"]),
         (["-np", "2", "--mpi", "intel", "--slurm"], ["--slurm looks at this machine, --mpi is for another"]),
+        (
+            ["-H", "n1:4,n2:2", "--mpi", "pals", "--dry-run"],
+            ["ranks are distributed evenly, not 4 to n1, 2 to n2", "launch --mpi pals, -H"],
+        ),
+        (["-np", "4", "--mpi", "lsf", "--dry-run"], ["how many ranks has each host?"]),
         (["--mpi", "srun", "-np", "4", "-H", "n1:3,n2:1"], ["srun distributes ranks evenly, not 3 to n1, 1 to n2"]),
         (["--inside"], ["--inside needs --container", "fix: --container IMAGE"]),
         (["--bind", "/x"], ["--bind needs --container"]),
@@ -403,6 +409,20 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
             "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python -m hvdtrain.cli.launch.rank script x.py a",
         ),
         ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python -m hvdtrain seed=2"),
+        ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
+        (
+            "-H n1:4,n2:4 --mpi flux -- check",
+            "flux run -N 2 --tasks-per-node=4 --requires=host:n1,n2 -o cpu-affinity=off python -m hvdtrain check",
+        ),
+        ("-H n1:4,n2:4 --mpi pals --", "mpiexec -n 8 --ppn 4 --hosts n1,n2 --cpu-bind none --envall python -m hvdtrain"),
+        (
+            "-H n1:4,n2:4 --mpi lsf --",
+            "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 4 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none python -m hvdtrain",
+        ),
+        (
+            "-np 8 --mpi pals --container i.sif --bind /data --",
+            "mpiexec -n 8 --cpu-bind none --envall apptainer exec --bind /data i.sif python3 -m hvdtrain",
+        ),
     ],
 )
 def test_the_command_line_for_another_machine(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator, connect
 from hvdtrain.comm.placement import LAUNCHERS, NO_LAUNCHER, EngineLibrary, Placement, check_library, check_size, library_name, placement
-from hvdtrain.errors import UserError
+from hvdtrain.errors import DONE, USER, UserError
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -20,6 +21,31 @@ OPEN_MPI = {
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "n1"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "4", "PMI_RANK": "3", "PMI_SIZE": "8"}
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1", "PMI_RANK": "3", "PMI_SIZE": "8"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_ID": "3",
+}
+DEEPSPEED = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "1",
+    "CROSS_SIZE": "4",
+    "MASTER_ADDR": "n1",
+}
 BATCH = {
     "SLURM_JOB_ID": "7",
     "SLURM_PROCID": "0",
@@ -48,6 +74,15 @@ SRUN = {
         (HOROVODRUN, Placement(3, 8, 1, 2, "horovodrun")),
         (HYDRA, Placement(3, 8, 1, 2, "Hydra's mpiexec")),
         (TORCHRUN, Placement(3, 8, 1, 2, "torchrun")),
+        (FLUX, Placement(3, 8, 1, 2, "Flux")),
+        ({**FLUX, "PALS_RANKID": "3", "PALS_NODEID": "1"}, Placement(3, 8, 1, 2, "Flux")),  # flux run -o pmi=cray-pals
+        (PALS, Placement(3, 8, 1, 2, "PALS' mpiexec")),
+        (JSRUN, Placement(3, 8, 1, 2, "jsrun")),
+        ({**JSRUN, **OPEN_MPI}, Placement(3, 8, 1, 2, "jsrun")),  # Spectrum MPI
+        (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
+        ({**MVAPICH2, "PMI_RANK": "3", "PMI_SIZE": "8"}, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
+        (DEEPSPEED, Placement(3, 8, 1, 2, "deepspeed")),
+        ({**OPEN_MPI, "LSF_PM_TASKID": "2"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # blaunch started mpirun's daemon
         ({"RANK": "3", "LOCAL_RANK": "1"}, NO_LAUNCHER),  # anyone may call a variable of his own RANK
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NO_LAUNCHER),
         ({**TORCHRUN, **SRUN, "SLURM_PROCID": "1"}, Placement(3, 8, 1, 2, "torchrun")),  # srun starts a torchrun on each node
@@ -113,11 +148,15 @@ def test_the_launchers_that_were_recorded() -> None:
     }
 
 
-@pytest.mark.parametrize("environ", [OPEN_MPI, HOROVODRUN, HYDRA], ids=["mpirun", "horovodrun", "mpiexec"])
+@pytest.mark.parametrize(
+    "environ",
+    [OPEN_MPI, HOROVODRUN, HYDRA, FLUX, PALS, JSRUN, MVAPICH2],
+    ids=["mpirun", "horovodrun", "mpiexec", "flux", "pals", "jsrun", "mvapich2"],
+)
 def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
-    variables = next(launcher.variables for launcher in LAUNCHERS if launcher.rank in environ)
-    assert set(variables) <= set(environ)
-    for key in variables:
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.rank in environ)
+    assert set(launcher.variables) <= set(environ)
+    for key in sorted({*launcher.variables} - {*launcher.needs}):
         with pytest.raises(UserError, match=f"set some of its variables, but not {key}"):
             placement(without(environ, key))
 
@@ -141,6 +180,10 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         ({**OPEN_MPI, "RANK": "3", "WORLD_SIZE": "4"}, "torchrun set some of its variables, but not LOCAL_RANK, LOCAL_WORLD_SIZE"),
         ({**TORCHRUN, "RANK": "x"}, "RANK='x' is not a whole number"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2: these numbers are impossible\n.*torchrun"),
+        ({**FLUX, "FLUX_JOB_NNODES": "3"}, "Flux started 8 processes on 3 nodes, and does not tell how many there are on each"),
+        ({**FLUX, "PMI_RANK": "2"}, "Hydra's mpiexec set some of its variables, but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        ({**PALS, "PALS_LOCAL_RANKID": "2"}, "local rank 2 of 2: these numbers are impossible\n.*PALS"),
+        ({**DEEPSPEED, "LOCAL_SIZE": "9"}, "local rank 1 of 9: these numbers are impossible\n.*deepspeed"),
         ({**OPEN_MPI, **HOROVODRUN, "HOROVOD_RANK": "2"}, "Open MPI's mpirun says rank 3 of 8, but horovodrun says rank 2 of 8"),
     ],
 )
@@ -209,9 +252,30 @@ def test_the_single_engine_is_not_run_many_times() -> None:
         connect(placement(OPEN_MPI))
 
 
-@pytest.mark.parametrize("sign", ["PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"])
-def test_an_unknown_launcher_is_refused(sign: str) -> None:
-    """prterun, for one: N processes would each train alone."""
-    with pytest.raises(UserError, match=f"a launcher that is not supported started this process: it set {sign}"):
+@pytest.mark.parametrize(
+    ("sign", "name"),
+    [
+        ("PMIX_RANK", r"a launcher of PMIx alone \(prterun, prun\)"),
+        ("ALPS_APP_PE", "ALPS' aprun"),
+        ("LSF_PM_TASKID", "LSF's blaunch"),
+        ("MPT_LRANK", "HPE MPT's mpirun"),
+    ],
+)
+def test_a_launcher_without_a_size_is_refused(sign: str, name: str) -> None:
+    """Its processes would each train alone."""
+    with pytest.raises(UserError, match=f"{name} started this process, which is not supported: .*\n  where: the environment: {sign}=1\n"):
         placement({sign: "1"})
     assert placement({**OPEN_MPI, sign: "3"}).launcher == "Open MPI's mpirun"
+
+
+def test_the_local_rank_that_other_launchers_add(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.distributed.launch adds --local-rank=N, deepspeed --local_rank=N, before the arguments of the job."""
+    for key, value in TORCHRUN.items():
+        monkeypatch.setenv(key, value)
+    for option in ("--local-rank=1", "--local_rank=1"):
+        assert main([option, "--version"]) == DONE
+    assert main(["--local_rank=0", "--version"]) == USER
+    assert (
+        "--local_rank=0, but the environment says local rank 1 of 2\n  where: command line; the launcher is torchrun"
+        in capsys.readouterr().err
+    )

@@ -48,7 +48,7 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--dry-run] -- [train |
 hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] -- script.py | python -m MODULE | PROGRAM [arguments]
   -np 8               ranks; default: the slots of the hosts, else SLURM_NTASKS, else the visible GPUs, else 1
   -H n1:4,n2:4        hosts, and the slots (ranks) of each; default: the allocation of the batch system, else this machine
-  --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE
+  --hostfile FILE     the same from lines `n1 slots=4`, `n1:4`, or `n1` repeated, as in $PBS_NODEFILE, $COBALT_NODEFILE; SGE's $PE_HOSTFILE
   --oversubscribe     allow more ranks than the hosts have slots (on this machine alone that is always allowed)
   --slurm             use srun instead of mpirun
   --container IMAGE   run ranks inside an Apptainer or Singularity image, started by the host's launcher; the image needs hvdtrain
@@ -59,8 +59,9 @@ hvdtrain launch [-np 8] [-H n1:4,n2:4 | --hostfile FILE] [--logs DIR] [--plain] 
   --logs DIR          what each rank of a script or program prints, on its host: DIR/rank-0.log, DIR/rank-1.log, ...
   --plain             the lines of a script or program as they are; without it each begins with its rank: [3] loss 0.1
   --dry-run           print the command line and exit
-  --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel or srun; needs -np or hosts.
-                      srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2"""
+  --mpi NAME          with --dry-run: the command line for another machine, with openmpi, mpich, intel, srun, flux, pals or lsf (jsrun);
+                      needs -np or hosts. srun gets --mpi=pmix, as Open MPI needs it; MPICH and Intel MPI need --mpi=pmi2. With --container
+                      the ranks run in an image there, by apptainer"""
 _COMMAND_LINE = "command line of launch"
 _ALLOCATION_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
 _LARGEST_HOSTFILE_BYTES = 2**24
@@ -70,7 +71,7 @@ def launch(arguments: Sequence[str]) -> int:
     """Runs `launch`; returns the exit code, which is that of the launcher. Raises UserError."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     own_arguments, job = arguments[:separator], arguments[separator + 1 :]
-    if {"-h", "--help"} & set(own_arguments):
+    if {"-h", "--help"} & set(own_arguments) or not arguments:
         print(f"{USAGE}\n{elastic.USAGE}")
         return DONE
     options = _parse(own_arguments)
@@ -149,13 +150,17 @@ def _for_another_machine(options: argparse.Namespace, program: Program) -> list[
     if not options.dry_run:
         fix = f"launch --mpi {options.mpi} --dry-run ...; without --mpi, launch takes the MPI of this machine"
         raise UserError("--mpi is for another machine: its command line is printed, not run", _COMMAND_LINE, fix)
-    of_here = [option for option in ("container", "inside", "slurm") if getattr(options, option)]
+    of_here = [option for option in ("inside", "slurm") if getattr(options, option)]
     if of_here:
         raise UserError(f"--{of_here[0]} looks at this machine, --mpi is for another", _COMMAND_LINE, "one of them")
     hosts = _hosts(options)
     if options.ranks is None and not hosts:
         raise UserError("how many ranks?", _COMMAND_LINE, f"-np, as in launch -np 8 --mpi {options.mpi} --dry-run; or -H n1:4,n2:4")
-    command = _command_of(program, ["python"], options)
+    python = ["python"]
+    if options.container is not None:  # apptainer shows it the current folder by itself
+        binds = [word for folder in options.bind for word in ("--bind", folder)]
+        python = ["apptainer", "exec", *binds, options.container, "python3"]
+    command = _command_of(program, python, options)
     return command_for(options.mpi, _ranks(options, hosts, {}), hosts, command, options.env, options.oversubscribe)
 
 

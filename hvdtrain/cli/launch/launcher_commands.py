@@ -161,11 +161,16 @@ def read_hosts(value: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(lines: Iterable[str], path: str) -> tuple[Host, ...]:
-    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra and PBS write them; # begins a comment. Raises UserError."""
+    """Lines `n1 slots=4`, `n1:4` or `n1`, as Open MPI, Hydra, PBS and Cobalt write them, or `n1 4 QUEUE ...`, as SGE does.
+
+    # begins a comment. Raises UserError.
+    """
     hosts = []
     for number, line in enumerate(lines, start=1):
         name, *options = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split() or [""]
         slots = next((option.partition("=")[2] for option in options if option.startswith("slots=")), None)
+        if slots is None and options and options[0].isdecimal():
+            slots = options[0]
         if name:
             hosts.append(_read_host(name if slots is None else f"{name}:{slots}", f"{path}:{number}"))
     if not hosts:
