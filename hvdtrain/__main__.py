@@ -129,7 +129,10 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
 
 
 def _check_command(name: str) -> None:
-    """Raises UserError where the first argument resembles the name of a command, and is neither an option nor key=value."""
+    """Raises UserError where the first argument is a script, or resembles the name of a command and is neither an option nor key=value."""
+    if name.endswith(".py") and "=" not in name:
+        fix = f"hvdtrain launch -np 2 -- {short(name)} on two ranks; python {short(name)} alone"
+        raise UserError(f"{short(name)} is a script, not a command or a key of a job", "command line", fix)
     commands = [*COMMANDS, "list"]
     meant = None if "=" in name or name.startswith("-") or name in COMMANDS else closest(name, commands)
     if meant == name:

@@ -92,4 +92,7 @@ def test_the_description_of_a_key_names_every_choice() -> None:
 def test_the_help_of_a_command_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--help"]) == 2
     assert "there is no command trian\n  where: command line\n  fix: did you mean train?" in capsys.readouterr().err
+    assert main(["train.py", "--lr", "1"]) == 2
+    wanted = "train.py is a script, not a command or a key of a job\n  where: command line\n  fix: hvdtrain launch -np 2 -- train.py on "
+    assert wanted in capsys.readouterr().err
     assert main(["list", "--help"]) == 0 and main(["epochs=1", "--help"]) == 0

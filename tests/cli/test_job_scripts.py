@@ -52,6 +52,57 @@ def test_a_job_script_has_one_place_for_the_site(name: str) -> None:
     assert all(line.startswith("#") for line in lines[: marks[1] + 1])  # a directive after a command is not read
 
 
+SLURM = {"SLURM_JOB_ID": "7", "PMI": "none"}
+STARTED = 'echo "$RUN: $*"'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        (["epochs=1"], "-m hvdtrain run=runs/slurm-7 epochs=1"),
+        (["train.py", "--lr", "0 .1"], "train.py --lr 0 .1"),
+        ([], "-m hvdtrain run=runs/slurm-7"),
+    ],
+)
+def test_slurm_starts_a_job_or_a_script(tmp_path: Path, arguments: list[str], started: str) -> None:
+    program(tmp_path / "srun", STARTED)
+    job = {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": "py"}
+    done = run(JOBS / "slurm.sbatch", *arguments, path=tmp_path, **job)
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"runs/slurm-7: --mpi=none --kill-on-bad-exit=0 --wait=30 --label {WRAPPER} py {started}\n",
+    ), done
+    image = tmp_path / "i.sif"
+    image.touch()
+    done = run(JOBS / "apptainer.sbatch", *arguments, path=tmp_path, **job, CONTAINER=str(image))
+    assert done.stdout.endswith(f" {WRAPPER} python {started}\n"), done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [("epochs=1 --x", "run=runs/NAME epochs=1 --x"), ("train.py --lr 1", "train.py --lr 1"), ("", "run=runs/NAME")],
+)
+def test_elastic_and_pbs_start_a_job_or_a_script(tmp_path: Path, arguments: str, started: str) -> None:
+    python = program(tmp_path / "python", STARTED)
+    job = {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": python, "GROW": "0"}
+    done = run(JOBS / "elastic.sbatch", *arguments.split(), path=tmp_path, **job)
+    assert done.returncode == 0 and done.stdout.startswith("runs/slurm-7: -m hvdtrain launch --elastic --min 1 "), done
+    assert done.stdout.endswith(f"/jobs/slurm-hosts.sh -- {started.replace('NAME', 'slurm-7')}\n"), done
+    (tmp_path / "runs/pbs-7").mkdir(parents=True)
+    (tmp_path / "runs/pbs-7/events.jsonl").write_text('{"kind": "end"}\n')
+    pbs = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/nodes", "PYTHON": python}
+    done = run(JOBS / "pbs.sh", path=tmp_path, **pbs, ARGUMENTS=arguments)
+    wanted = f"runs/pbs-7: -m hvdtrain launch --hostfile /nodes -- {started.replace('NAME', 'pbs-7')}\n"
+    assert (done.returncode, done.stdout) == (0, wanted), done
+
+
+def test_a_time_limit_of_pbs_is_no_argument_of_a_script(tmp_path: Path) -> None:
+    job = {"PBS_O_WORKDIR": str(tmp_path), "PBS_JOBID": "7.server", "PBS_NODEFILE": "/dev/null", "MAX_TIME": "3h"}
+    done = run(JOBS / "pbs.sh", **job, ARGUMENTS="train.py epochs=1")
+    wanted = "pbs.sh: MAX_TIME=3h is for key=value jobs, not for train.py; an own loop has guard.max_time=3h\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
 def test_the_wrapper_must_be_where_the_job_was_submitted(tmp_path: Path) -> None:
     done = run(JOBS / "slurm.sbatch", SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))
     wanted = f"slurm.sbatch: no program {tmp_path}/jobs/srun-wrapper.sh; submit from the folder that contains jobs/, or set WRAPPER=\n"
