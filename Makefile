@@ -1,4 +1,4 @@
-# make train | check | test | test-slow | test-faults | test-cluster | test-all | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | check | test | test-slow | test-faults | test-cluster | test-all | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -56,11 +56,16 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train test test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod test test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
+
+horovod: $(READY)  ## builds it again after it failed; ARGS="--nccl --rebuild"
+	rm -f .venv/.horovod
+	$(PY) -m hvdtrain.cli.horovod $(ARGS)
+	touch .venv/.horovod
 
 test: .venv/.test $(HOROVOD)
 	$(call tests,4,not slow and not faults and not cluster and not gpu)
@@ -122,7 +127,7 @@ clean:
 	touch $@
 
 .venv/.horovod: $(READY)
-	$(PY) -m hvdtrain.cli.horovod
+	$(PY) -m hvdtrain.cli.horovod --or-without
 	touch $@
 
 no-compiler:

@@ -60,19 +60,41 @@ POLICY_LOG = """\
 
 
 def test_the_cxx_standard_is_raised() -> None:
-    first, second, _, _, release, *_ = wheel.corrections(mpi_inside=False)
+    first, second, _, _, release, *_ = wheel.corrections(mpi_inside=False, gpu=True)
     assert wheel.apply_correction(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")
     assert second.path == "horovod/torch/CMakeLists.txt"
     assert wheel.apply_correction(SETUP, release) == "config = 'Debug' if self.debug else 'Release'\n"
 
 
 def test_an_mpi_inside_the_environment_is_found_by_a_relative_path() -> None:
-    inside = wheel.corrections(mpi_inside=True)[-1]
+    inside = wheel.corrections(mpi_inside=True, gpu=True)[-1]
     # from lib/python3.11/site-packages/horovod/torch to lib, where libmpi.so is
     assert 'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")' in wheel.apply_correction(CMAKE_LISTS, inside)
 
 
-@pytest.mark.parametrize("correction", wheel.corrections(mpi_inside=True), ids=lambda one: f"{one.path}: {one.old}")
+def test_without_gpu_operations_cmake_does_not_look_for_cuda() -> None:
+    compiler, torch = wheel.CPU_ONLY
+    lists = "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n    find_package(CUDAToolkit)\nendif()\n"
+    assert wheel.apply_correction(lists, compiler) == "unset(CMAKE_CUDA_COMPILER)\nif(FALSE)\n    find_package(CUDAToolkit)\nendif()\n"
+    assert torch.new.startswith("set(Pytorch_CUDA FALSE)\nset(Pytorch_ROCM FALSE)\n") and torch.new.endswith(torch.old)
+    with_gpu, without = (set(wheel.corrections(mpi_inside=True, gpu=gpu)) for gpu in (True, False))
+    assert without - with_gpu == {compiler, torch} and with_gpu < without
+
+
+def test_the_toolkit_is_what_nvcc_says(tmp_path: Path) -> None:
+    """Spack and NVHPC have a script on the path, far from the toolkit."""
+    said = f"#$ _NVVM_BRANCH_=nvvm\n#$ _HERE_={tmp_path}/bin\n#$ TOP={tmp_path}/bin/..\n#$ rm x_dlink.reg.c\n"
+    with pytest.raises(UserError, match=r"is no CUDA toolkit: it has no cuda_runtime.h\n.*\n  fix: HOROVOD_CUDA_HOME=DIR"):
+        wheel.toolkit_of("/usr/local/bin/nvcc", said)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "targets/x86_64-linux/include").mkdir(parents=True)
+    (tmp_path / "targets/x86_64-linux/include/cuda_runtime.h").touch()
+    assert wheel.toolkit_of("/usr/local/bin/nvcc", said) == tmp_path.resolve()
+    with pytest.raises(UserError, match="/usr/local/bin/nvcc does not say where its CUDA toolkit is"):
+        wheel.toolkit_of("/usr/local/bin/nvcc", "nvcc fatal")
+
+
+@pytest.mark.parametrize("correction", wheel.corrections(mpi_inside=True, gpu=False), ids=lambda one: f"{one.path}: {one.old}")
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_correction_that_does_not_occur_once_is_refused(correction: wheel.Correction, times: int) -> None:
     with pytest.raises(UserError) as refused:
@@ -85,7 +107,7 @@ def test_an_archive_is_unpacked_and_corrected(tmp_path: Path) -> None:
     files = {"CMakeLists.txt": CMAKE_LISTS, "horovod/torch/CMakeLists.txt": TORCH_LISTS, "setup.py": SETUP}
     span = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
     archive = sdist(tmp_path, {**files, span: " private:\n  pointer const data_;\n  const size_type count_;\n};\n"})
-    source = wheel.unpack(archive, tmp_path / "out", wheel.corrections(mpi_inside=False))
+    source = wheel.unpack(archive, tmp_path / "out", wheel.corrections(mpi_inside=False, gpu=True))
     assert "STANDARD 17" in (source / "CMakeLists.txt").read_text()
     torch_lists = (source / "horovod/torch/CMakeLists.txt").read_text()
     assert "STANDARD 17" in torch_lists

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from hvdtrain.cli.horovod.cache import cache_folder, private_folder, record, usable_wheel
 from hvdtrain.cli.horovod.verify import verify
-from hvdtrain.cli.horovod.wheel import SHA256, compile_wheel, corrections, download_source, run_logged, unpack
+from hvdtrain.cli.horovod.wheel import SHA256, compile_wheel, corrections, download_source, run_logged, toolkit_of, unpack
 from hvdtrain.errors import DONE, USER, UserError
 
 VERSION = "0.28.1"
@@ -39,6 +39,9 @@ BUILD_PACKAGES = (
 
 # Variables of Horovod's installation guide that change what is compiled; others (HOROVOD_CYCLE_TIME, ...) act at run time.
 BUILD_VARIABLE = re.compile(r"HOROVOD_(GPU|WITH|BUILD|CUDA|NCCL|NVTX|ROCM|CPU_OP|ALLOW_MIXED|DEBUG|LOCAL|SKIP)|(NCCL|CCL)_ROOT")
+
+
+LEFT_OUT = Path(sys.prefix) / ".without-horovod"  # why Horovod could not be built for this environment
 
 
 class BuildTarget(NamedTuple):
@@ -122,6 +125,20 @@ def build_variables(env: Mapping[str, str], nccl: bool) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in overruled} | users
 
 
+def asks_for_gpu(variables: Mapping[str, str]) -> bool:
+    """Whether a build has operations on GPUs: HOROVOD_GPU_OPERATIONS, HOROVOD_GPU_ALLREDUCE, ..."""
+    return any(name.startswith("HOROVOD_GPU") for name in variables)
+
+
+def cuda_home() -> Path | None:
+    """The toolkit of the nvcc on the PATH; None without one. Raises UserError for an nvcc without a toolkit."""
+    nvcc = which("nvcc")
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, timeout=60, check=False)
+    return toolkit_of(str(nvcc), said.stdout + said.stderr)
+
+
 def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     """Of the build: with the programs of this Python, a compiler for each core that has 2 GiB of memory, and no flags of an outer make."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -131,13 +148,16 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
         path = os.pathsep.join([str(mpicxx.parent), path])
     inherited = {name: value for name, value in env.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     # CMake 4 refuses the minimum versions of the libraries inside Horovod unless this raises them to 3.5.
-    return {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", **inherited, **variables, "PATH": path, "MAKEFLAGS": f"-j{jobs}"}
+    toolkit = {}
+    if asks_for_gpu(variables) and "HOROVOD_CUDA_HOME" not in env and (home := cuda_home()) is not None:
+        toolkit = {"HOROVOD_CUDA_HOME": str(home), "CUDA_HOME": str(home)}  # the second is for torch
+    return {"CMAKE_POLICY_VERSION_MINIMUM": "3.5", **inherited, **toolkit, **variables, "PATH": path, "MAKEFLAGS": f"-j{jobs}"}
 
 
 def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -> str:
     """The name of a cached build: equal only for targets that can share its wheel."""
-    mpi_home = "" if target.mpi_inside else str(target.mpirun.parent)
-    rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), corrections(target.mpi_inside)))
+    mpi_home, gpu = "" if target.mpi_inside else str(target.mpirun.parent), asks_for_gpu(variables)
+    rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), corrections(target.mpi_inside, gpu)))
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     return f"horovod-{version}-{sys.implementation.cache_tag}-torch-{target.torch}-{target.mpi}-{digest}"
 
@@ -171,7 +191,7 @@ def build(version: str, target: BuildTarget, variables: Mapping[str, str], folde
     report(f"building Horovod {version} for torch {target.torch} and {target.mpi}, {env['MAKEFLAGS']}, log: {log}")
     archive = download_source(version, folder.parent, log)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=folder) as fresh:
-        source = unpack(archive, Path(scratch), corrections(target.mpi_inside))
+        source = unpack(archive, Path(scratch), corrections(target.mpi_inside, asks_for_gpu(variables)))
         built = compile_wheel(source, Path(fresh), env, log, report)
         wheel = built.replace(folder / built.name)
         record(wheel)
@@ -229,6 +249,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--nccl", action="store_true", help="HOROVOD_GPU_OPERATIONS=NCCL; HOROVOD_* variables of the environment win over it"
     )
+    parser.add_argument(
+        "--or-without", action="store_true", help="where it cannot be built: say why, and end with 0; training takes another engine"
+    )
     parser.add_argument("--rebuild", action="store_true", help="build and install even if a usable Horovod is installed or in the cache")
     options = parser.parse_args(argv)
     for stop in (signal.SIGINT, signal.SIGTERM):
@@ -236,8 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ensure_usable(options.version, options.nccl, options.rebuild)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return USER
+        if not options.or_without:
+            print(error, file=sys.stderr)
+            return USER
+        LEFT_OUT.write_text(f"{error}\n")
+        report(f"Horovod is left out, and training takes the mpi engine. {' '.join(error.what.split())[:300]}")
+        report(f"  where: {error.where}\n  to try again: make horovod; {error.fix}")
+        return DONE
+    LEFT_OUT.unlink(missing_ok=True)
     return DONE
 
 

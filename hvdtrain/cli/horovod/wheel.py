@@ -58,6 +58,20 @@ CORRECTIONS = (
         "add_library(${PYTORCH_TARGET_LIB} SHARED ${PYTORCH_SOURCES} ${SOURCES})",
     ),
 )
+# Without GPU operations CMake is told that there is no CUDA and no ROCm. It would ask torch, which takes the folder above any `nvcc` on the
+# path for a toolkit, and then demand one.
+CPU_ONLY = (
+    Correction(
+        "CMakeLists.txt",
+        "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
+        "unset(CMAKE_CUDA_COMPILER)\nif(FALSE)\n",
+    ),
+    Correction(
+        "cmake/Modules/FindPytorch.cmake",
+        "if(Pytorch_ROCM)\n    execute_process(",
+        "set(Pytorch_CUDA FALSE)\nset(Pytorch_ROCM FALSE)\nif(Pytorch_ROCM)\n    execute_process(",
+    ),
+)
 # An MPI inside this environment is found by a path relative to the library: the cached wheel works in other environments too.
 RELATIVE_MPI = Correction("CMakeLists.txt", "create_metadata()", 'create_metadata()\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")')
 
@@ -115,9 +129,9 @@ def check_sha256(path: Path, expected: str) -> None:
         raise UserError(f"not the released source: sha256 is {found}, expected {expected}", str(path), "it was removed: try again")
 
 
-def corrections(mpi_inside: bool) -> tuple[Correction, ...]:
-    """The corrections of Horovod's source; `mpi_inside`: the MPI is a part of this Python environment."""
-    return (*CORRECTIONS, RELATIVE_MPI) if mpi_inside else CORRECTIONS
+def corrections(mpi_inside: bool, gpu: bool) -> tuple[Correction, ...]:
+    """The corrections of Horovod's source; `mpi_inside`: the MPI is a part of this Python environment; `gpu`: with operations on GPUs."""
+    return (*CORRECTIONS, *(() if gpu else CPU_ONLY), *((RELATIVE_MPI,) if mpi_inside else ()))
 
 
 def apply_correction(text: str, correction: Correction) -> str:
@@ -214,6 +228,16 @@ def first_error(log: str) -> str:
 def advice_for(error: str) -> str:
     """What to install or to set after an error of the build."""
     return next((fix for pattern, fix in _ADVICE if re.search(pattern, error)), "the log has the details")
+
+
+def toolkit_of(nvcc: str, dry_run: str) -> Path:
+    """The CUDA toolkit of an nvcc, which may be a link or a script elsewhere, from what `nvcc --dryrun` says. Raises UserError."""
+    found = re.search(r"^#\$ TOP=(.+)$", dry_run, re.M)
+    top = Path(found[1].strip()).resolve() if found else None
+    if top is None or not any(top.glob("**/include/cuda_runtime.h")):
+        what = f"{nvcc} does not say where its CUDA toolkit is" if top is None else f"{top} is no CUDA toolkit: it has no cuda_runtime.h"
+        raise UserError(what, f"{nvcc} --dryrun x.cu", "HOROVOD_CUDA_HOME=DIR, the folder of the toolkit: it has bin/nvcc and include/")
+    return top
 
 
 def _build_error(what: str, log: Path, also: str = "") -> UserError:
