@@ -1,33 +1,37 @@
-# make train | horovod | check | test | test-slow | test-faults | test-cluster | test-all | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | check | test | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
+#   make train TORCH=2.14.1                              another torch than constraints.txt has; TORCH=site: the one that PYTHON has
 #   make lock ARGS="--upgrade-package rich"              constraints.txt anew
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 2
 LIMIT_S ?= 1800
 ARGS ?=
-PY := .venv/bin/python
+VENV ?= .venv
+PY := $(VENV)/bin/python
 ACCEPT ?=
-INSTALL := $(PY) install.py $(if $(ACCEPT),--accept $(ACCEPT))
+TORCH ?=
+INSTALL := $(PY) install.py $(if $(ACCEPT),--accept $(ACCEPT)) $(if $(TORCH),--torch $(TORCH))
+OF_TORCH := $(if $(TORCH),-torch-$(TORCH))
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 THREADS := $(shell cores=$$(nproc); echo $$(( cores > $(RANKS) ? cores / $(RANKS) : 1 )))
 
 # The site's own MPI where mpicc is on the path; elsewhere Open MPI's wheel from PyPI. Each has its own stamp file, so a changed path reinstalls.
-SITE_MPICC := $(filter-out $(CURDIR)/.venv/bin/mpicc,$(shell command -v mpicc))
+SITE_MPICC := $(filter-out $(abspath $(VENV))/bin/mpicc,$(shell command -v mpicc))
 COMPILER := $(firstword $(foreach name,$(CXX) c++ g++ clang++,$(shell command -v $(name))))
 ifdef SITE_MPICC
 MPIRUN := mpirun
-READY := .venv/.ready-with-site-mpi
+READY := $(VENV)/.ready-with-site-mpi$(OF_TORCH)
 else
-MPIRUN := .venv/bin/mpirun
-READY := .venv/.ready-with-mpi-wheel
+MPIRUN := $(VENV)/bin/mpirun
+READY := $(VENV)/.ready-with-mpi-wheel$(OF_TORCH)
 # Shared memory and TCP only: starts about 1 s faster than with a probe for cluster networks. A site's own MPI keeps its own settings.
 export OMPI_MCA_btl ?= self,sm,tcp
 endif
 ifdef COMPILER
-HOROVOD := .venv/.horovod
+HOROVOD := $(VENV)/.horovod
 else
 HOROVOD := no-compiler
 endif
@@ -56,77 +60,81 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod test test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod test test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
 	timeout --foreground -k 5 $(LIMIT_S) $(MPIRUN) -np $(RANKS) $(PY) -m hvdtrain $(ARGS)
 
 horovod: $(READY)  ## builds it again after it failed; ARGS="--nccl --rebuild"
-	rm -f .venv/.horovod
+	rm -f $(VENV)/.horovod
 	$(PY) -m hvdtrain.cli.horovod $(ARGS)
-	touch .venv/.horovod
+	touch $(VENV)/.horovod
 
-test: .venv/.test $(HOROVOD)
+test: $(VENV)/.test $(HOROVOD)
 	$(call tests,4,not slow and not faults and not cluster and not gpu)
 
-test-slow: .venv/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
+test-torch:  ## check and the fast tests with another torch, in an environment of its own: make test-torch TORCH=2.9.1
+	$(if $(TORCH),,$(error which torch? make test-torch TORCH=2.9.1))
+	$(MAKE) VENV=.venv-torch-$(TORCH) check test
+
+test-slow: $(VENV)/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 4 ranks, the tutorials, fuzzing
 	$(call tests,3,slow and not faults and not cluster and not gpu)
 
-test-faults: .venv/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
+test-faults: $(VENV)/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
 	$(call tests,2,faults)
 
-test-cluster: .venv/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
+test-cluster: $(VENV)/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
 	$(call tests,3,cluster and not slow)
 
 test-all:  ## every row of the largest tables too, and how long each part takes; some hours
 	HVDTRAIN_TEST_ROUNDS=full .ci/run
 
-mutants: .venv/.test $(HOROVOD)  ## changes that break hvdtrain, one at a time in a copy: which tests find each; ARGS are their names
+mutants: $(VENV)/.test $(HOROVOD)  ## changes that break hvdtrain, one at a time in a copy: which tests find each; ARGS are their names
 	$(PY) tests/support/mutants.py $(ARGS)
 
-test-gpu: .venv/.test  ## on a machine with an NVIDIA GPU; all other tests compute on the CPU
+test-gpu: $(VENV)/.test  ## on a machine with an NVIDIA GPU; all other tests compute on the CPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
-test-debian-13: .venv/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
+test-debian-13: $(VENV)/.test  ## make train with Python 3.13, in a root folder of Debian 13: needs root, and fetches 3 GB
 	$(PY) -m pytest -m "cluster and slow" $(ARGS)
 
-test-4: .venv/.test $(HOROVOD)  ## only the tests that start four ranks
+test-4: $(VENV)/.test $(HOROVOD)  ## only the tests that start four ranks
 	$(PY) -m pytest -m ranks4 $(ARGS)
 
-check: .venv/.test  ## format, lint, types, floors
+check: $(VENV)/.test  ## format, lint, types, floors
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_floors.py
 
-lock: .venv/.python  ## constraints.txt from setup.cfg: versions and sha256 of every file; ARGS are options of `uv pip compile`
+lock: $(VENV)/.python  ## constraints.txt from setup.cfg: versions and sha256 of every file; ARGS are options of `uv pip compile`
 	$(PY) install.py --packages-only --extras lock
 	$(PY) install.py --lock $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.venv/.python:
-	$(PYTHON) -m venv .venv
+$(VENV)/.python:
+	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
 	touch $@
 
-.venv/.ready-with-mpi-wheel: .venv/.python install.py setup.cfg pyproject.toml constraints.txt
-	$(INSTALL) --extras horovod mpi notebook
+$(VENV)/.ready-with-mpi-wheel$(OF_TORCH): $(VENV)/.python install.py setup.cfg pyproject.toml constraints.txt
+	$(INSTALL) --extras horovod mpi notebook torchvision
 	touch $@
 
 # mpi4py is compiled against the site's MPI; its PyPI wheels support only MPICH's and Open MPI's interfaces. The generated C file is huge: -O1
 # without debug symbols takes 1.5 minutes instead of 3.7.
-.venv/.ready-with-site-mpi: .venv/.python install.py setup.cfg pyproject.toml constraints.txt
+$(VENV)/.ready-with-site-mpi$(OF_TORCH): $(VENV)/.python install.py setup.cfg pyproject.toml constraints.txt
 	@echo "using this site's MPI: $(SITE_MPICC)"
-	CFLAGS="-O1 -g0 $$CFLAGS" $(INSTALL) $(if $(COMPILER),--source mpi4py) --extras horovod notebook
+	CFLAGS="-O1 -g0 $$CFLAGS" $(INSTALL) $(if $(COMPILER),--source mpi4py) --extras horovod notebook torchvision
 	touch $@
 
-.venv/.test: $(READY)
+$(VENV)/.test: $(READY)
 	$(INSTALL) --extras test
 	touch $@
 
-.venv/.horovod: $(READY)
+$(VENV)/.horovod: $(READY)
 	$(PY) -m hvdtrain.cli.horovod --or-without
 	touch $@
 

@@ -1,7 +1,8 @@
 """python install.py --extras NAME ...: installs this clone in the Python that runs it, from files that constraints.txt lists; make runs it.
 
-pip chooses packages from the indexes that it is set up for. Each file is compared with the sha256 in constraints.txt before anything of it
-runs; only wheels are taken, but for --source. `python install.py --lock` (make lock) writes constraints.txt anew. Standard library only.
+pip chooses packages from the indexes that it is set up for; where there is no GPU, the CPU builds of what is accepted unchecked. Each
+file is compared with the sha256 in constraints.txt before anything of it runs; only wheels are taken, but for --source. `python
+install.py --lock` (make lock) writes constraints.txt anew. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import configparser
 import fnmatch
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -24,6 +26,10 @@ HEADER = """\
 # The versions and files that `make` installs and the tests ran with, as install.py reads them; `make lock` writes this file from setup.cfg.
 # It keeps hashes of unchanged versions that PyPI does not list: of torch 2.13.0, the CPU build for Python 3.11 and x86_64.
 """
+
+
+TORCH = ("torch", "torchvision", "triton", "pytorch-triton*", "nvidia-*", "cuda-*")  # and what its builds need, in versions of their own
+SITE = "site"  # of --torch
 
 
 class Locked(NamedTuple):
@@ -73,6 +79,29 @@ def pip(*arguments: str) -> None:
         sys.exit(status)
 
 
+def of_site() -> list[str]:
+    """Packages that this Python finds outside of its own environment: those of a module, a container or conda."""
+    inside = Path(sys.prefix).resolve()
+    found = [(one.metadata["Name"], Path(str(one.locate_file(""))).resolve()) for one in importlib.metadata.distributions()]
+    return sorted({canonical(name) for name, folder in found if name and inside not in folder.parents})
+
+
+def has_gpu() -> bool:
+    """Whether the machine has a driver for GPUs of NVIDIA or AMD."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd"))
+
+
+def cpu_builds(files: Sequence[tuple[str, str]]) -> list[str]:
+    """The CPU builds of torch and torchvision in the versions that pip has chosen, where its indexes have them: some GB less."""
+    found = []
+    for name, version in files:
+        build = f"{name}=={version.partition('+')[0]}+cpu"
+        if name in ("torch", "torchvision") and not version.endswith("+cpu"):
+            look = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:", build]
+            found += [build] * (subprocess.run(look, check=False, capture_output=True).returncode == 0)
+    return found
+
+
 def chosen(wanted: Sequence[str], packages: Sequence[Locked], accepted: Sequence[str], folder: Path) -> list[tuple[str, str]]:
     """Name and version of each package that pip would install, in the versions of constraints.txt. Nothing of a package runs."""
     pins, report = folder / "pins.txt", folder / "report.json"
@@ -87,6 +116,9 @@ def install_locked(wanted: Sequence[str], accepted: Sequence[str] = (), source: 
     packages = read_lock(LOCK.read_text())
     with tempfile.TemporaryDirectory() as folder:
         files = chosen(wanted, packages, accepted, Path(folder))
+        if not has_gpu() and (builds := cpu_builds([file for file in files if matches(file[0], accepted)])):
+            print("there is no GPU here, so these builds are taken:", *builds, flush=True)
+            files = chosen([*wanted, *builds], packages, accepted, Path(folder))
         checked = Path(folder) / "requirements.txt"
         checked.write_text("".join(hashed(name, version, packages) for name, version in files if not matches(name, accepted)))
         as_it_is = [f"{name}=={version}" for name, version in files if matches(name, accepted)]
@@ -108,6 +140,31 @@ def hashed(name: str, version: str, packages: Sequence[Locked]) -> str:
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, canonical(pattern)) for pattern in patterns)
+
+
+def with_torch(version: str | None, wanted: Sequence[str], accepted: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is wanted and accepted with a version of torch, or with the site's. Exits where the site has no torch."""
+    if version is None:
+        return [*wanted], [*accepted]
+    without_torchvision = [line for line in wanted if canonical(re.split(r"[^\w.-]", line)[0]) != "torchvision"]
+    if version != SITE:
+        torch = f"torch=={version}"
+        look = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--only-binary", ":all:"]
+        if (
+            len(without_torchvision) < len(wanted)
+            and subprocess.run([*look, torch, "torchvision"], check=False, capture_output=True).returncode
+        ):
+            print(f"torchvision is left out: no release of it fits {torch}", flush=True)
+            wanted = without_torchvision
+        return [*wanted, torch], [*accepted, *TORCH]
+    there = of_site()
+    if "torch" not in there:
+        sys.exit(
+            f"this Python has no torch of a site's\n  where: {sys.prefix}\n"
+            "  fix: python3 -m venv --system-site-packages, in the module or container that has torch; make TORCH=site does it"
+        )
+    # torchvision wants one version of torch, so it is not fetched: it is there, or nobody needs it
+    return without_torchvision, [*accepted, *there]
 
 
 def write_lock(uv_arguments: Sequence[str]) -> None:
@@ -133,6 +190,9 @@ def main() -> None:
         ("--source", "compile from the source archive"),
     ):
         parser.add_argument(name, nargs="*", default=[], metavar="NAME", help=meaning)
+    parser.add_argument(
+        "--torch", metavar="VERSION", help=f"another version than constraints.txt has, unchecked; {SITE}: the one that is there"
+    )
     parser.add_argument("--packages-only", action="store_true", help="not this clone itself")
     parser.add_argument("--copy", action="store_true", help="install a copy of this clone instead of a link to it")
     parser.add_argument(
@@ -143,7 +203,8 @@ def main() -> None:
         write_lock(options.lock)
         return
     install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])])
-    install_locked(requirements(options.extras), options.accept, options.source)
+    wanted, accepted = with_torch(options.torch, requirements(options.extras), options.accept)
+    install_locked(wanted, accepted, options.source)
     if not options.packages_only:
         pip("install", "--quiet", "--no-deps", "--no-build-isolation", *([] if options.copy else ["-e"]), str(ROOT))
 

@@ -86,15 +86,17 @@ def test_constraints_has_version_and_hashes_of_everything_that_setup_cfg_names(i
 def test_this_environment_has_the_versions_of_constraints(install: ModuleType) -> None:
     locked = {package.name: package.version for package in install.read_lock((ROOT / "constraints.txt").read_text())}
     names = {install.canonical(re.split(r"[^\w.-]", line)[0]) for line in install.requirements([])}
+    if any(Path(sys.prefix).glob(".ready-*-torch-*")):  # make TORCH=...
+        names -= {"torch"}
     assert {name: version(name).partition("+")[0] for name in names} == {name: locked[name] for name in names}
 
 
-def wheel(folder: Path, name: str, requires: str = "") -> str:
+def wheel(folder: Path, name: str, requires: str = "", version: str = "1.0") -> str:
     """Makes a wheel of an empty module; returns its sha256 as constraints.txt writes it."""
-    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(zipfile.ZipInfo(f"{name}.py"), "")
-        archive.writestr(zipfile.ZipInfo(f"{info}/METADATA"), f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}")
+        archive.writestr(zipfile.ZipInfo(f"{info}/METADATA"), f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
         archive.writestr(zipfile.ZipInfo(f"{info}/WHEEL"), "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
     return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
@@ -136,3 +138,48 @@ def test_only_files_of_constraints_are_installed(tmp_path: Path, install: Module
     accepted = installed("--extras", "more", "--accept", "thi*")
     assert accepted.returncode == 0 and "not compared with constraints.txt: third==1.0\n" in accepted.stdout, accepted
     assert (packages / "third.py").exists()
+
+
+def test_another_torch_comes_with_what_its_builds_need(
+    install: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision is left out where no release of it fits that torch."""
+    fits = {"torch==2.14.1": 0, "torch==2.99.0": 1}
+    monkeypatch.setattr(install.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, fits[words[-2]]))
+    wanted = ["torch>=2.9", "numpy>=1.26", "torchvision>=0.24"]
+    assert install.with_torch(None, wanted, ["x"]) == (wanted, ["x"])
+    assert install.with_torch("2.14.1", wanted, ["x"]) == ([*wanted, "torch==2.14.1"], ["x", *install.TORCH])
+    assert install.with_torch("2.99.0", wanted, []) == (["torch>=2.9", "numpy>=1.26", "torch==2.99.0"], [*install.TORCH])
+    assert capsys.readouterr().out == "torchvision is left out: no release of it fits torch==2.99.0\n"
+    assert all(install.matches(name, install.TORCH) for name in ("torch", "triton", "nvidia-cublas-cu12", "cuda-bindings"))
+    assert not install.matches("torchmetrics", install.TORCH)
+
+
+def test_a_sites_packages_are_those_outside_of_the_environment(install: ModuleType, tmp_path: Path) -> None:
+    venv.create(tmp_path / "python", symlinks=True)
+    (packages,) = (tmp_path / "python").glob("lib/*/site-packages")
+    for folder, name in ((packages, "Ours_x"), (tmp_path / "site", "torch"), (tmp_path / "site", "numpy")):
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    code = "import install; print(install.of_site()); print(install.with_torch('site', ['torch>=2.9', 'torchvision', 'numpy'], ['x']))"
+
+    def said(**env: str) -> subprocess.CompletedProcess[str]:
+        python = [str(tmp_path / "python/bin/python"), "-c", code]
+        return subprocess.run(python, cwd=ROOT, env={**env, "PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
+
+    found, taken = said(PYTHONPATH=str(tmp_path / "site")).stdout.splitlines()
+    assert "'numpy', 'torch'" in found and "ours-x" not in found
+    assert taken.startswith("(['torch>=2.9', 'numpy'], ['x', ") and "'torch'" in taken
+    without = said()
+    assert without.returncode == 1 and "this Python has no torch of a site's\n" in without.stderr, without
+
+
+@pytest.mark.slow
+def test_a_cpu_build_is_taken_where_there_is_no_gpu(tmp_path: Path, install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for build in ("1.0", "1.0+cpu", "1.0+cu130"):
+        wheel(tmp_path, "torch", version=build)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    assert install.cpu_builds([("torch", "1.0+cu130"), ("numpy", "1.0")]) == ["torch==1.0+cpu"]
+    assert install.cpu_builds([("torch", "1.0+cpu"), ("torchvision", "1.0")]) == []
