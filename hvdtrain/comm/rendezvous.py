@@ -157,15 +157,20 @@ def listening_address(hosts: Sequence[str], rank_0_host: str) -> str:
     return found
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface of this host that has an IPv4 address; None where none has."""
+def interfaces() -> dict[str, str]:
+    """{name: IPv4 address} of this host's network interfaces; those without an address are left out."""
+    addresses = dict[str, str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
+                addresses[name] = socket.inet_ntoa(found[20:24])
+    return addresses
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has an IPv4 address; None where none has."""
+    return next((name for name, found in interfaces().items() if found == address), None)
 
 
 def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_towards) -> socket.socket:

@@ -12,8 +12,10 @@ from hvdtrain.cli.check.differences import differing_code, find_differences
 from hvdtrain.cli.check.findings import Finding, describe_ranks, finding_of_error, most_severe_first, number_ranges
 from hvdtrain.cli.check.inspection import RankInspection
 from hvdtrain.cli.check.rank_facts import RankFacts, container, launcher_mpi
+from hvdtrain.cli.check.report import network_lines
 from hvdtrain.cli.check.shared_resources import find_shortages
 from hvdtrain.cli.check.speed import AllreduceSpeed, slow_engine
+from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.errors import UserError
 
 MIB = 2**20
@@ -32,7 +34,8 @@ def rank(number: int, host: str = "n1", **other: Any) -> RankFacts:
         "rank": number, "size": 4, "local_rank": number % 2, "local_size": 2, "launcher": "srun", "launcher_mpi": "Open MPI 5.0.11",
         "host": host, "machine": f"boot of {host}", "container": "", "pid": 100 + number, "versions": {"torch": "2.13"}, "code": "c",
         "config": "d", "cores": [number % 2], "host_cores": 2, "omp_num_threads": None, "shared_memory_bytes": [9**9, 9**9],
-        "locked_memory_bytes": -1, "open_files": -1, "infiniband": [], "engine": "horovod", "device": CPU, "data": None,
+        "locked_memory_bytes": -1, "open_files": -1, "infiniband": [], "networks": {"lo": "127.0.0.1"}, "network_variables": {},
+        "engine": "horovod", "device": CPU, "data": None,
         "libraries": {"mpi4py": "Open MPI v5.0.11", "horovod": "Open MPI v5.0.11", "nccl": True}, "clock_s": 1e9,
     }  # fmt: skip
     assert set(other) <= set(usual)
@@ -45,6 +48,16 @@ def four(**of_rank_3: Any) -> list[RankFacts]:
 
 
 NO_HOROVOD = {"mpi4py": "Open MPI v5.0.11", "horovod": None, "nccl": None}
+
+
+def test_the_networks_of_hosts_and_what_chooses_among_them() -> None:
+    on = {"lo": "127.0.0.1", "ib0": "10.0.0.1"}
+    ranks = [rank(0, networks=on), rank(1, networks=on), rank(2, "n2", networks={"lo": "127.0.0.1", "ib0": "10.0.0.2"})]
+    choose = "the engine chooses (docs/clusters.md, Which network)"
+    assert [*network_lines(ranks)] == [f"networks  n1 and 1 more hosts: lo 127.0.0.1, ib0 10.0.0.1; {choose}"]
+    other = rank(3, "n3", networks={}, network_variables={"GLOO_SOCKET_IFNAME": "eth1"})
+    assert [*network_lines([*ranks, other])][1:] == ["networks  n3: none with an address; GLOO_SOCKET_IFNAME=eth1"]
+    assert interfaces()["lo"] == "127.0.0.1"
 
 
 def test_four_faultless_ranks_have_no_findings() -> None:

@@ -11,7 +11,7 @@ from hvdtrain.cli.check import dry_run
 from hvdtrain.cli.check.differences import differing_code, differing_configuration, find_differences
 from hvdtrain.cli.check.dry_run import RunFolderFacts
 from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
-from hvdtrain.cli.check.rank_facts import RankFacts, local_facts
+from hvdtrain.cli.check.rank_facts import RankFacts, local_facts, network_variables
 from hvdtrain.cli.check.report import Report
 from hvdtrain.cli.check.shared_resources import find_shortages
 from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
@@ -53,6 +53,7 @@ def connected_facts(place: Placement, communicator: Communicator) -> RankFacts:
     facts["local_rank"] = communicator.local_rank
     facts["local_size"] = communicator.local_size
     facts["engine"] = communicator.name
+    facts["network_variables"] = network_variables(os.environ)  # the engine may have set one
     return facts
 
 

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hvdtrain.comm.placement import Placement
+from hvdtrain.comm.rendezvous import interfaces
 from hvdtrain.training.replicas.software import code_digests, digest, variables, versions
 
 UNLIMITED = -1
+NETWORK_VARIABLES = (
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "HOROVOD_GLOO_IFACE", "UCX_NET_DEVICES"),
+    *("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include", "I_MPI_HYDRA_IFACE", "FI_TCP_IFACE"),
+)
 
 
 class DeviceFacts(TypedDict):
@@ -61,6 +66,8 @@ class RankFacts(TypedDict):
     locked_memory_bytes: int  # UNLIMITED: no limit
     open_files: int  # UNLIMITED: no limit
     infiniband: list[str]
+    networks: dict[str, str]  # {interface: IPv4 address}
+    network_variables: dict[str, str]  # which say what libraries take of them; torchdist sets Gloo's
     engine: str  # "" until the ranks are connected
     device: DeviceFacts | None
     libraries: LibraryFacts
@@ -93,6 +100,8 @@ def local_facts(place: Placement, environ: Mapping[str, str]) -> RankFacts:
         "locked_memory_bytes": _soft_limit(resource.RLIMIT_MEMLOCK),
         "open_files": _soft_limit(resource.RLIMIT_NOFILE),
         "infiniband": _file_names("/sys/class/infiniband"),
+        "networks": interfaces(),
+        "network_variables": network_variables(environ),
         "engine": "",
         "device": None,
         "libraries": {"mpi4py": None, "horovod": None, "nccl": None},
@@ -113,6 +122,11 @@ def launcher_mpi(environ: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return "srun with PMIx" if "PMIX_RANK" in environ else "srun with PMI2" if "PMI_RANK" in environ else "srun without PMI"
     return ""
+
+
+def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that choose among network interfaces."""
+    return {name: environ[name] for name in NETWORK_VARIABLES if name in environ}
 
 
 def container(environ: Mapping[str, str], root: Path = Path("/")) -> str:

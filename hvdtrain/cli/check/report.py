@@ -99,6 +99,7 @@ def _in_common(report: Report) -> Iterator[str]:
     yield f"engine    {report.engine}"
     yield f"versions  {', '.join(f'{name} {version}' for name, version in first['versions'].items())}"
     yield from _mpi_line(report.ranks)
+    yield from network_lines(report.ranks)
     yield f"digests   code {first['code']}, configuration {first['config'] or '?'}"
     if first["data"]:
         slowest_s = max(facts["data"]["seconds"] for facts in report.ranks if facts["data"])
@@ -126,6 +127,17 @@ def _mpi_line(ranks: Sequence[RankFacts]) -> Iterator[str]:
         parts.append(", ".join(used))
     if parts:
         yield f"MPI       {'; '.join(parts)}"
+
+
+def network_lines(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    """The interfaces of each host, and the variables that choose among them; hosts where these are alike have one line."""
+    hosts = list({facts["host"]: facts for facts in ranks}.values())
+    names = group_ranks(hosts, lambda facts: (tuple(facts["networks"]), tuple(facts["network_variables"].items())))
+    for (interfaces, variables), alike in names.items():
+        found = ", ".join(f"{name} {alike[0]['networks'][name]}" for name in interfaces) or "none with an address"
+        chosen = "; ".join(f"{name}={value}" for name, value in variables) or "the engine chooses (docs/clusters.md, Which network)"
+        others = f" and {len(alike) - 1} more hosts" if len(alike) > 1 else ""
+        yield f"networks  {alike[0]['host']}{others}: {found}; {chosen}"
 
 
 def _speed_line(name: str, speed: AllreduceSpeed) -> str:
