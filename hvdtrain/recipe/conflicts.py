@@ -11,6 +11,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.clock import epoch_multiplier, total_epochs
 
 FALLING = ("cosine", "linear", "polynomial")  # schedules that end with the job, or with their piece
+SHORTER_WARMUP = "recipe.warmup=10% is a tenth of the job, however short"
 
 
 def check_recipe(config: Config) -> None:
@@ -57,7 +58,7 @@ def _warmup(config: Config) -> Iterator[UserError]:
     if length.amount * epoch_multiplier(config) >= epochs:
         words = length.words(epoch_multiplier(config))
         what = f"a warm-up of {words} leaves nothing of {epochs:g} epoch{'s' * (epochs != 1)} to the schedule"
-        yield UserError(what, config.where("recipe.warmup"), "a shorter warm-up, or a longer job")
+        yield UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or epochs={int(length.amount) + 1} or more")
 
 
 def _end(config: Config) -> Iterator[UserError]:

@@ -10,7 +10,7 @@ from hvdtrain.config.schema import Config, PieceConfig, RecipeConfig
 from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, batches_instead_of_decays
 from hvdtrain.recipe.clock import Clock, base_batch, clock
-from hvdtrain.recipe.conflicts import check_recipe, needs_time_after_warmup
+from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import AtLeast, Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
@@ -71,7 +71,7 @@ def lr_schedule(config: Config, time: Clock, growth: Growth) -> Schedule:
     if warmup >= end and needs_time_after_warmup(recipe):
         length = _with_epochs(read_length(recipe.warmup), warmup)
         what = f"a warm-up of {length} leaves nothing of {end:g} epoch{'s' * (end != 1)} to the schedule"
-        raise UserError(what, config.where("recipe.warmup"), "a shorter warm-up, or a longer job")
+        raise UserError(what, config.where("recipe.warmup"), f"{SHORTER_WARMUP}; or a longer job")
     after_warmup = _schedule_after_warmup(config, time, growth, warmup)
     if recipe.floor:
         after_warmup = AtLeast(recipe.floor * peak_lr(config), after_warmup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -467,6 +468,22 @@ def test_schedules_end_with_the_job_that_stop_steps_ends() -> None:
 def test_the_length_of_a_job(words: list[str], epochs: float | None, samples: int) -> None:
     config = configured(*words)
     assert (total_epochs(config), total_samples(config, 1000)) == (epochs, samples)
+
+
+CONTEXTS = {"image_gpt_cifar10": (50_000, 1024), "image_gpt_cifar10_small": (50_000, 256), "image_gpt_digits": (1437, 64)}
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_configuration_can_be_tried_in_one_epoch(path: Path) -> None:
+    """As it is, or with the argument that the message says."""
+    dataset, context = CONTEXTS.get(path.stem, (60_000, None))
+    try:
+        from_config.recipe_from_config(configure(f"{path}", ["epochs=1"]), dataset, 0.9, context)
+    except UserError as error:
+        assert error.fix.startswith("recipe.warmup=10% is a tenth of the job, however short; or ")
+        from_config.recipe_from_config(configure(f"{path}", ["epochs=1", error.fix.split()[0]]), dataset, 0.9, context)
+        if longer := re.search(r"epochs=\d+", error.fix):
+            from_config.recipe_from_config(configure(f"{path}", [longer[0]]), dataset, 0.9, context)
 
 
 @pytest.mark.parametrize(

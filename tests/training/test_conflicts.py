@@ -143,7 +143,7 @@ OF_ONE_PROCESS = [
     ("stop.time=soon", "'soon' is not a length of time", "stop.time",
      "write 90 (seconds), 45m, 3.5h, 2d, 45:00 (minutes), 1:30:00 or 2-00:00:00"),
     ("recipe.schedule=cosine recipe.warmup=10", "a warm-up of 10 epochs leaves nothing of 10 epochs to the schedule",
-     "recipe.warmup", "a shorter warm-up, or a longer job"),
+     "recipe.warmup", "recipe.warmup=10% is a tenth of the job, however short; or epochs=11 or more"),
     ("optim.name=adam optim.beta2=1", "a beta2 of 1.0 makes no running mean", "optim.beta2",
      "give 0 or more and less than 1, as in optim.beta2=0.999"),
 ]  # fmt: skip
