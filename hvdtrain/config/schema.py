@@ -194,7 +194,7 @@ class OptimConfig(OpenSection):
     name: str = Field(
         default="sgd",
         description="optimizer: sgd, adam, adamw, lars, larc, lamb, novograd, muon, or a torch.optim.Optimizer by its import path: "
-        "torch.optim.RMSprop",
+        "torch.optim.RMSprop (not LBFGS, whose step computes the loss again)",
     )
     base_lr: float = Field(default=0.02, ge=0, le=1e6, description="learning rate for a global batch of base_batch, after the warm-up")
     base_batch: int | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,18 @@ def test_what_a_users_class_cannot_do_is_refused(make: Any, words: list[str], wh
     with pytest.raises(UserError) as caught:
         user(make, parameters(*SHAPES), *words)
     assert what in caught.value.what and caught.value.where.startswith(where) and fix in caught.value.fix
+
+
+def test_the_classes_of_torch_optim_that_optim_name_takes() -> None:
+    """As docs/recipes.md and the key's description say: not LBFGS; torch's Muon of matrices alone."""
+    classes = [one for one in vars(torch.optim).values() if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)]
+    refused = []
+    for one in classes:
+        try:
+            user(one, parameters(*SHAPES))
+        except UserError:
+            refused.append(one.__name__)
+    assert set(refused) <= {"LBFGS", "Muon", "Optimizer"} and "LBFGS" in refused and len(classes) > 12
 
 
 def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
