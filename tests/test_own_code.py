@@ -302,9 +302,9 @@ class Focal(nn.CrossEntropyLoss):
 )
 def test_a_loss_of_torch_that_is_no_mean_over_samples_is_refused(loss: nn.Module, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        of_torch_module(loss, "where", {"x": Field("float64", (3,)), "y": Field("float64", ())}, lambda value: True)
+        of_torch_module(loss, "where", {"x": Field("float64", (3,)), "y": Field("float64", ())}, lambda value: True, str)
     with pytest.raises(UserError, match=r"loss=MSELoss compares outputs with y; the data have x"):
-        of_torch_module(nn.MSELoss(), "where", {"x": Field("float64", (3,))}, lambda value: True)
+        of_torch_module(nn.MSELoss(), "where", {"x": Field("float64", (3,))}, lambda value: True, str)
 
 
 # bad input

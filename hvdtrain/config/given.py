@@ -20,7 +20,7 @@ class Given(NamedTuple):
 
 def name_of(thing: Any) -> str:
     """<object of mine:Net>: the class of an object, or the function itself."""
-    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    named = thing if hasattr(thing, "__qualname__") and hasattr(thing, "__module__") else type(thing)  # a generator has no module
     return f"{_PREFIX}{named.__module__}:{named.__qualname__}>"
 
 

@@ -19,11 +19,10 @@ from hvdtrain.context.different_calls import different_calls
 from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
 from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
 from hvdtrain.context.settings import described
-from hvdtrain.context.stream import Order, SampleStream, check_batch, rows_of
+from hvdtrain.context.stream import Order, SampleStream, check_batch, checked_source, rows_of
 from hvdtrain.context.sync_points import SyncPoints
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.data.own.as_source import as_source
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.background import CLOSE_S
@@ -241,7 +240,7 @@ class Context:
         """
         self._need("ctx.each()")
         check_batch(batch, "ctx.each()")
-        source = as_source(dataset, "the data set", "ctx.each()", self._config.data.workers)
+        source = checked_source(dataset, "ctx.each()", self._config)
         self._learner.sync_buffers(self._communicator)
         for rows in evaluation_batches(len(source), batch, self.rank, self.size):
             self._heartbeat.beat("evaluation", int(self.epochs), self.step)

@@ -13,6 +13,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.own.checked_source import as_declared
 from hvdtrain.data.sampler import positions_of_rank
 from hvdtrain.data.source import Source, read_in_epochs
 from hvdtrain.errors import UserError
@@ -37,9 +38,7 @@ class SampleStream:
         self, config: Config, communicator: Communicator, learner: Any, dataset: object, batch: int, epochs: float, seed: int
     ) -> None:
         _check(batch, epochs, seed)
-        self.source = as_source(dataset, "the data set", WHERE, config.data.workers)
-        if not len(self.source):
-            raise UserError("the data set is empty", WHERE, "one with samples")
+        self.source = checked_source(dataset, WHERE, config)
         if batch > len(self.source):
             raise UserError(f"batch={batch} is more than the {len(self.source)} samples", WHERE, f"{len(self.source)} or less")
         self.order = Order(len(self.source), seed, config.data.sampling)
@@ -58,6 +57,12 @@ class SampleStream:
             samples = dataclasses.replace(one, count=0)
         behind = p.advance(self.batch)
         return dataclasses.replace(samples, step=p.step, epoch=p.epoch, ends_epoch=behind.epoch > p.epoch)
+
+
+def checked_source(dataset: object, where: str, config: Config) -> Source:
+    """The data set of an own loop, whose integers are checked when they are read. Raises UserError for what is none."""
+    found = as_source(dataset, "the data set", where, config.data.workers)
+    return as_declared(found, found.fields)
 
 
 def rows_of(source: Source, rows: np.ndarray, learner: Any) -> Any:

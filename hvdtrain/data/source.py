@@ -26,6 +26,7 @@ class Field(NamedTuple):
     dtype: str  # as numpy calls it: "uint8", "int64", "float32"
     shape: tuple[int, ...]  # of one sample
     values: int = 0  # integers are in 0 ... values - 1; 0: any number
+    ignored: int | None = None  # a further value that integers may have: of samples that a task leaves out
 
     def __str__(self) -> str:
         below = f" below {self.values:,}" if self.values else ""
@@ -109,6 +110,7 @@ class NamedArrays:
     arrays: Mapping[str, np.ndarray]
     values: Mapping[str, int] = field(default_factory=dict)  # Field.values of the integer fields that have a bound
     where: str = ""  # a path or a name, for messages
+    ignored: Mapping[str, int] = field(default_factory=dict)  # Field.ignored, where it is set
 
     def __post_init__(self) -> None:
         lengths = {name: len(array) if array.ndim else -1 for name, array in self.arrays.items()}
@@ -116,32 +118,39 @@ class NamedArrays:
             shown = ", ".join(f"{name} {_describe(array)}" for name, array in self.arrays.items()) or "none"
             raise UserError(f"the arrays do not have the same samples: {shown}", self.where, "one row of each array for each sample")
         for name, array in self.arrays.items():
-            check_numbers(name, array[:0] if self._is_large else array, self.values.get(name, 0), self.where)
+            check_numbers(name, array[:0] if self.is_large else array, self.fields[name], self.where)
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {name: Field(str(array.dtype), array.shape[1:], self.values.get(name, 0)) for name, array in self.arrays.items()}
+        return {
+            name: Field(str(array.dtype), array.shape[1:], self.values.get(name, 0), self.ignored.get(name))
+            for name, array in self.arrays.items()
+        }
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: np.ndarray) -> Batch:
         batch = {name: np.array(array[indices]) for name, array in self.arrays.items()}
-        if self._is_large:
+        if self.is_large:
             for name, array in batch.items():
-                check_numbers(name, array, self.values.get(name, 0), self.where, indices)
+                check_numbers(name, array, self.fields[name], self.where, indices)
         return batch
+
+    def known_labels(self) -> np.ndarray | None:
+        y = self.arrays.get("y")
+        return y if y is not None and y.ndim == 1 and y.dtype.kind in "iub" else None
 
     def digests(self, seed: int) -> dict[str, str]:
         """Of all arrays, 0.1 s for 200 MB; of large ones of some samples."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:
-        rows = _rows_of_digest(len(self)) if self._is_large else slice(None)
+        rows = _rows_of_digest(len(self)) if self.is_large else slice(None)
         return {"arrays": digest({name: np.ascontiguousarray(array[rows]) for name, array in self.arrays.items()})}
 
     @property
-    def _is_large(self) -> bool:
+    def is_large(self) -> bool:
         """Whether reading all of it at the start would take long: its numbers are then checked when they are read."""
         return sum(array.nbytes for array in self.arrays.values()) > LARGE_BYTES
 
@@ -151,29 +160,35 @@ def _rows_of_digest(samples: int) -> np.ndarray:
     return np.unique(fold(np.arange(4096, dtype=np.uint64)) % np.uint64(samples)).astype(np.int64)
 
 
-def check_numbers(name: str, array: np.ndarray, values: int, where: str, samples: np.ndarray | None = None) -> None:
-    """Raises UserError where one is not finite, or is no integer of 0 ... values - 1; reads about 16 MB at once.
+def check_numbers(name: str, array: np.ndarray, field: Field, where: str, samples: np.ndarray | None = None) -> None:
+    """Raises UserError where one is not finite, or is no integer that the field may have; reads about 16 MB at once.
 
     samples: the numbers of the rows, for the message; None: from 0 on.
     """
     if array.dtype.kind not in "iufb":
         raise UserError(f"field {name} is {_describe(array)}, expected numbers", where, "convert it to integers or floats")
-    if array.dtype.kind != "f" and not values:
+    is_float, values = array.dtype.kind == "f", field.values
+    if not is_float and not values:
         return
     rows = max(1, 2**24 // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
         part = array[start : start + rows]
-        wrong = ~np.isfinite(part) if array.dtype.kind == "f" else (part < 0) | (part >= values)
+        wrong = ~np.isfinite(part) if is_float else (part < 0) | (part >= values)
+        if not is_float and field.ignored is not None:
+            wrong &= part != field.ignored
         if wrong.any():
             first = tuple(int(axis[0]) for axis in np.nonzero(wrong))
-            expected = "a finite number" if array.dtype.kind == "f" else f"0 to {values - 1}"
+            expected = "a finite number" if is_float else f"0 to {values - 1}"
             sample = start + first[0] if samples is None else samples[start + first[0]]
-            fix = (
-                "replace it, or leave the sample out"
-                if array.dtype.kind == "f"
-                else "count from 0; `values` of the field is how many there are"
-            )
+            fix = "replace it, or leave the sample out" if is_float else _fix_of_integers(name, values)
             raise UserError(f"field {name} of sample {sample} has {part[first]}, expected {expected}", where, fix)
+
+
+def _fix_of_integers(name: str, values: int) -> str:
+    if name != "y":
+        return "count from 0; `values` of the field is how many there are"
+    fix = f"labels count from 0 to {values - 1}: y - 1 where they begin at 1, leave the sample out where it has no class"
+    return f"{fix}, or task.ignore_label=N of task.name=classification, which keeps samples of label N out of loss and metrics"
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +257,15 @@ def arrays_in_memory(source: Source) -> Mapping[str, np.ndarray] | None:
     if isinstance(source, ArraySource):
         return {"x": source.x, "y": source.y}
     return source.arrays if isinstance(source, NamedArrays) else None
+
+
+def known_labels(source: Source) -> np.ndarray | None:
+    """Integers (n,), the field y of every sample, where no sample has to be read for them; else None."""
+    if isinstance(source, LabelledImages):
+        return source.labels()
+    method = getattr(source, "known_labels", None)
+    found: np.ndarray | None = None if method is None else method()
+    return found
 
 
 def read_in_epochs(source: Source, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:

@@ -23,6 +23,7 @@ from hvdtrain.data.source import (
     digest_of_labels,
     image_digests,
     image_fields,
+    known_labels,
     read_in_epochs,
     reads_from_memory,
     reads_in_process,
@@ -40,13 +41,17 @@ class Division(NamedTuple):
     val: Source
 
 
-def divide(source: Source, val_share: float) -> Division:
+def divide(source: Source, val_share: float, labels: np.ndarray | None = None) -> Division:
     """Two parts, each sample in one: val_share of the samples validates, of labelled images of each class, the same ones in every run.
+
+    labels: integers (n,) of the classes of other samples.
 
     A class with at least two samples has one in each part; the only sample of a class is trained on.
     Raises UserError where nothing is left to validate with.
     """
-    labels = source.labels() if isinstance(source, LabelledImages) else np.zeros(len(source), np.int64)
+    if isinstance(source, LabelledImages):
+        labels = source.labels()
+    labels = np.zeros(len(source), np.int64) if labels is None else np.unique(labels, return_inverse=True)[1]
     validates = validation_mask(labels, val_share)
     if not validates.any():
         what = f"no class has the two samples that data.val_share={val_share:g} needs"
@@ -55,7 +60,7 @@ def divide(source: Source, val_share: float) -> Division:
 
 
 def validation_mask(labels: np.ndarray, share: float) -> np.ndarray:
-    """bool (n,): which samples validate."""
+    """bool (n,): which samples validate; labels from 0 on."""
     count = np.bincount(labels)
     wanted = np.minimum(np.maximum(np.rint(share * count).astype(np.int64), 1), count - 1)  # of each class; -1 of a class without samples
     order = np.lexsort((fold(_SEED, np.arange(len(labels), dtype=np.uint64)), labels))  # by class, within it in an order of its own
@@ -93,6 +98,14 @@ class Subset:
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
         check_indices(indices, len(self))
         return read_in_epochs(self.source, self.indices[indices], epochs, seed)
+
+    def known_labels(self) -> np.ndarray | None:
+        labels = known_labels(self.source)
+        return None if labels is None else labels[self.indices]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.source, "notes", ()))
 
     @property
     def reads_from_memory(self) -> bool:

@@ -136,7 +136,14 @@ def find_field(source: Source, name: str, task: str, where: str, expected: str) 
         raise UserError(
             f"task.name={task} needs a field {name}, {expected}; the data have {shown}", where, "another task.name, or other data"
         )
+    refuse_nothing(name, source.fields[name], where)
     return source.fields[name]
+
+
+def refuse_nothing(name: str, field: Field, where: str) -> None:
+    """Raises UserError where a sample has no number of a field."""
+    if 0 in field.shape:
+        raise UserError(f"{name} is {field}: no number at all", where, "one number or more of each sample")
 
 
 def samples_of(task: Task) -> str:

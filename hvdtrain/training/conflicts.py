@@ -15,6 +15,7 @@ from hvdtrain.comm.placement import NO_LAUNCHER, Placement
 from hvdtrain.comm.rendezvous import parse_address
 from hvdtrain.comm.select_engine import possible_engines
 from hvdtrain.config.duration import parse_duration
+from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.length import read_length
 from hvdtrain.config.plugins import is_dotted
 from hvdtrain.config.schema import Config, ParallelConfig, ServersConfig
@@ -629,6 +630,19 @@ def task(job: PlannedJob) -> Iterator[UserError]:
         yield UserError(what, job.where("model.label_smoothing"), "leave it out")
 
 
+def ignored_label(job: PlannedJob) -> Iterator[UserError]:
+    """task.ignore_label names samples without a class, each of which is alone."""
+    config, where = job.config, job.where("task.ignore_label")
+    if config.task.options.get("ignore_label") is None:
+        return
+    if config.augment.mixup and config.task.name == "classification":
+        what = "augment.mixup mixes each sample with any other, and task.ignore_label leaves some without a class to mix"
+        yield UserError(what, where, "augment.mixup=0, or leave task.ignore_label out")
+    if is_object(config.task.name):
+        what = f"task.ignore_label is of task.name=classification; this job has the loss {class_of(config.task.name)}"
+        yield UserError(what, where, "CrossEntropyLoss(ignore_index=N), or leave loss= of hvdtrain.train() out")
+
+
 def targets(job: PlannedJob) -> Iterator[UserError]:
     if job.config.task.name != "classification":
         return
@@ -667,6 +681,7 @@ RULES: tuple[Rule, ...] = (  # those that depend on the number of ranks alone co
     lost,
     micro,
     task,
+    ignored_label,
     targets,
     single_process,
     batch_size,

@@ -9,20 +9,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.config import plugins
+from hvdtrain.config.given import class_of, is_object
 from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_reader import MOST_BYTES
 from hvdtrain.data.files.staging import stage_data
 from hvdtrain.data.images import augment
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.own.checked_source import as_declared
 from hvdtrain.data.sampler import evaluated_samples, shuffle_version
-from hvdtrain.data.source import LabelledImages, Source, Split, reads_in_process
+from hvdtrain.data.source import LabelledImages, Source, Split, known_labels, reads_in_process
 from hvdtrain.data.subset import Division, divide, subset
 from hvdtrain.data.tokens.images import UnencodedImages
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification.labels import notes_on_labels
 from hvdtrain.tasks.columns import is_image
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build import build_recipe
@@ -33,6 +38,7 @@ from hvdtrain.training.common_codebook import CommonCodebook
 # Task.facts() of images, by the name that a message gives them
 _FACT_NAMES = {"shape": "image shape", "classes": "classes", "mean": "mean of the pixels", "std": "their deviation"}
 _OF_TASK = " of the task"  # after the names of all others
+_LOSSES_OF_CLASSES = ("CrossEntropyLoss", "NLLLoss")  # of torch, given to hvdtrain.train()
 
 
 class Datasets(NamedTuple):
@@ -54,7 +60,7 @@ def open_datasets(config: Config, communicator: Communicator | None = None) -> D
     task = build_task(train, val, config)
     build_recipe(config, len(train), task.sizes.get("context"))
     evaluated_part(config, val)
-    return Datasets(train, val, task)
+    return Datasets(as_declared(train, task.fields), as_declared(val, task.fields), task)
 
 
 def evaluated_part(config: Config, val: Source) -> Source:
@@ -99,14 +105,29 @@ def build_source(config: Config, split: Split, codebook: CommonCodebook | None =
     """
     codebook = codebook or CommonCodebook(SingleProcessCommunicator())
     if config.data.val_share is not None:
-        return getattr(divide(_open(config, "train", codebook), config.data.val_share), split)
+        return getattr(_divided(config, config.data.val_share, codebook), split)
     return _open(config, split, codebook)
+
+
+def _divided(config: Config, val_share: float, codebook: CommonCodebook) -> Division:
+    """The training set in two parts: by class where its labels are known."""
+    source = _open(config, "train", codebook)
+    labels = None if config.task.name == "regression" else known_labels(source)
+    return divide(source, val_share, labels if labels is not None and _are_classes(config, source, labels) else None)
+
+
+def _are_classes(config: Config, source: Source, labels: np.ndarray) -> bool:
+    """Whether integers y are classes: as the task, the data or the loss say, or since they are no more than the samples that validate."""
+    task = config.task.name
+    if task == "classification" or source.fields["y"].values or (is_object(task) and class_of(task) in _LOSSES_OF_CLASSES):
+        return True
+    return len(np.unique(labels)) <= (config.data.val_share or 0.0) * len(labels)
 
 
 def _open_sources(config: Config, codebook: CommonCodebook) -> Division:
     """Both sets. Raises UserError, for class folders that do not fit before an image is decoded."""
     if config.data.val_share is not None:
-        return divide(_open(config, "train", codebook), config.data.val_share)
+        return _divided(config, config.data.val_share, codebook)
     check_splits = None if plugins.is_users_own(config.data) else getattr(_plugin(config), "check_splits", None)
     if check_splits:
         check_splits(_root(config))
@@ -200,14 +221,26 @@ def _fit_into_file(names: Sequence[str]) -> bool:
     return sum(len(json.dumps(name)) + 8 for name in names) < MOST_BYTES // 2 and not any("${" in name for name in names)
 
 
-def notes(datasets: Datasets) -> list[str]:
+def notes(config: Config, datasets: Datasets) -> list[str]:
     """Lines for the user about data that may not be what was meant."""
-    lines = [line for source in (datasets.train, datasets.val) for line in getattr(source, "notes", ())]
-    task = datasets.task
+    train, val, task = datasets
+    lines = list(dict.fromkeys(line for source in (train, val) for line in getattr(source, "notes", ())))
+    if config.data.val_share is not None and _has_hidden_labels(train) and task.name != "regression":
+        lines.append(
+            "data.val_share takes of all samples alike, not of each class: labels are read with the samples (`targets` would have them)"
+        )
+    if isinstance(task, Classification):
+        lines += notes_on_labels(train, val, task.classes, task.ignored)
     if not isinstance(task, Classification) or not task.is_of_images:
         return lines
     is_grey = task.shape[2] == 3 and len({*task.mean.tolist()}) == len({*task.std.tolist()}) == 1
     return lines + ["grey images: the three channels have the same values; data.channels=1 reads one"] * is_grey
+
+
+def _has_hidden_labels(source: Source) -> bool:
+    """Whether samples have an integer y that is known only when they are read."""
+    y = source.fields.get("y")
+    return y is not None and not y.shape and np.dtype(y.dtype).kind in "iu" and known_labels(source) is None
 
 
 def data_facts(config: Config, datasets: Datasets) -> dict[str, Any]:

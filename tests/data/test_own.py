@@ -26,6 +26,7 @@ from waiting import wait_until
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.own.checked_source import as_declared
 from hvdtrain.data.own.dataset import DatasetSource
 from hvdtrain.data.source import ArraySource, Field, NamedArrays, Source, read_in_epochs
 from hvdtrain.data.subset import divide
@@ -52,6 +53,18 @@ class Items:
 
     def __getitem__(self, index: int) -> Any:
         return self.items[index]
+
+
+class HalfASource:
+    """A source that lacks two methods."""
+
+    fields = MappingProxyType({"x": Field("float32", ())})
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return {"x": np.zeros(len(indices), np.float32)}
 
 
 def source(given: object, workers: int | None = None) -> Source:
@@ -176,7 +189,8 @@ def many() -> np.ndarray:
 )
 def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(flaw: str, message: str, workers: int) -> None:
     with pytest.raises(UserError, match=message):
-        source(Flawed(flaw), workers).read(many())
+        found = source(Flawed(flaw), workers)
+        as_declared(found, found.fields).read(many())
 
 
 @pytest.mark.parametrize(
@@ -185,7 +199,6 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(flaw: str, mess
         (Flawed("dtype"), r"sample 7 of .* has x as float64 \(2, 3\), the first one as float32 \(2, 3\)"),
         (Flawed("keys"), "sample 7 of .* has x, z, the first one x, y"),
         (Flawed("nan"), "sample 7 of .* has nan in x, expected finite numbers"),
-        (Flawed("label"), "sample 7 of .* has 3 in y, expected 0 to 2"),
         (Flawed("text"), "x of sample 7 of .* is a str: seven"),
         (Flawed("own generator"), "sample 0 of .* differs in x when it is read again: it draws from a generator of its own"),
         ((Flawed(), ragged_rows), r"sample 7 of .* has x as float32 \(1, 3\).*\n  where: .*own_datasets\.py:\d+, ragged_rows"),
@@ -198,7 +211,28 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(flaw: str, mess
         ({"x": X, "y": np.array(["a"] * 4)}, "field y of mine:numbers, train is <U1"),
         ({"x": X, 3: Y}, "has a field named 3"),
         (TensorDataset(*[torch.ones(4)] * 3), "a TensorDataset of 3 tensors without names"),
-        (7, "gave a int without fields, read, digests, identity, __len__\n.*\n  fix: give a dict of arrays"),
+        (7, r"train is an int\n.*\n  fix: give a dict of arrays"),
+        (HalfASource(), r"train is a HalfASource without digests, identity\n.*\n  fix: give a dict of arrays"),
+        (
+            (pair for pair in [(1.0, 0)]),
+            r"train is a generator, whose samples come in an order of its own.*\n.*\n  fix: list\(\) of it; or",
+        ),
+        (iter([(1.0, 0)]), r"train is a list_iterator, whose samples .*\n.*\n  fix: list\(\) of it; or"),
+        (([[1.0], [2.0], [3.0]], [0, 1, 2]), r"train is two lists of 3 and 3\n.*\n  fix: arrays: \(np.array\(x\), np.array\(y\)\); or one"),
+        ({"x": [[1.0], [2.0]], "y": LABELS}, r"x of mine:numbers, train is a list\n.*\n  fix: an array: np.array\(x\), or a tensor"),
+        (X, r"train is one array \(4, 3\) without a name\n.*\n  fix: give a dict of arrays"),
+        (lambda: X, "train is a function, not what it gives: call it"),
+        ({"x": {}, "y": LABELS}, r"train is a dict of other things than arrays \(x: dict, y: ndarray\)"),
+        ({}, "train is a dict without fields"),
+        ({"x": X[:0], "y": Y[:0]}, "mine:numbers, train has no samples"),
+        ((X[:0], LABELS[:0]), "mine:numbers, train has no samples"),
+        ({"x": GREY[:0], "y": LABELS[:0]}, "mine:numbers, train has no samples"),
+        (
+            {"x": np.ma.masked_array(X, X > 7), "y": Y},
+            r"field x of .* is a masked array \(4 of 12 values are masked\), whose mask would be lost",
+        ),
+        (Items([(np.ma.masked_array(x), y) for x, y in zip(X, Y, strict=True)]), "x of sample 0 of .* is a masked array"),
+        ({"x": torch.eye(4).to_sparse(), "y": Y}, r"field x of .* is a tensor without an array: .*\n.*\n  fix: a dense tensor"),
         (DataLoader(Items([1, 2]), sampler=WeightedRandomSampler([1, 1], 2)), "the DataLoader of .* has a WeightedRandomSampler"),
     ],
 )
@@ -214,9 +248,8 @@ class Stream(IterableDataset[int]):
 
 def test_data_without_an_index_are_refused() -> None:
     for given in (Stream(), DataLoader(Stream()), (number for number in range(3)), torch.utils.data.Dataset()):
-        message = (
-            "no rank can take its exact share, and no job can go on where it stopped\n.*\n  fix: a Dataset with __len__ and __getitem__"
-        )
+        stopped = "no rank can take its exact share, and no job can go on where it stopped"
+        message = f"{stopped}\n.*\n  fix: (list\\(\\) of it; or )?a Dataset with __len__ and __getitem__"
         with pytest.raises(UserError, match=message):
             source(given)
 
@@ -256,6 +289,7 @@ import numpy as np
 import own_datasets
 import hvdtrain
 from hvdtrain.data.own.as_source import as_source
+from hvdtrain.data.own.checked_source import as_declared
 from hvdtrain.data.workers.worker import end_script_of_worker
 
 class Mine(own_datasets.Flawed):

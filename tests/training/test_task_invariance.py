@@ -14,6 +14,7 @@ SAME = [  # jobs that compute the same numbers
     ["numpy", "jax", "torch", "torch, micro-batches"],
     ["numpy, absolute", "jax, absolute", "torch, absolute"],
     ["numpy, classes", "jax, classes", "torch, classes"],
+    ["numpy, partly labelled", "jax, partly labelled", "torch, partly labelled"],
     ["padded", "padded, micro-batches and buckets"],
     ["padded, evaluated within epochs"],
     ["whole", "whole, micro-batches"],

@@ -14,12 +14,14 @@ from hvdtrain.cli.export.read import read_checkpoint
 from hvdtrain.cli.json_output import print_result, with_json_value
 from hvdtrain.config.schema import Config
 from hvdtrain.core.program import command_line, path_argument
+from hvdtrain.data.own.checked_source import as_declared
 from hvdtrain.data.relabelled import relabelled
 from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import DONE, UserError, short
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import append_event, finite
 from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.classification.labels import classes_of
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.common_codebook import CommonCodebook
 from hvdtrain.training.datasets import build_source, digests, unstaged
@@ -108,20 +110,21 @@ def fit(source: Source, task: Task, config: Config) -> Source:
         if unknown := [name for name in source.class_names if name not in names]:
             what = f"the model does not know {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}"
             raise UserError(what, where, f"data of its classes: {short(', '.join(names))}")
-        return source if list(source.class_names) == names else relabelled(source, names)
-    if source.classes > task.classes:
+        return as_declared(source if list(source.class_names) == names else relabelled(source, names), task.fields)
+    if classes_of(source, task.ignored) > task.classes:
         raise UserError(f"the data have {source.classes} classes, the model {task.classes}", where, "data of the classes of the run")
-    return source
+    return as_declared(source, task.fields)
 
 
 def _with_fields_of(source: Source, task: Task, where: str) -> Source:
-    """The source. Raises UserError where it lacks a field of the task, or has it in another form."""
+    """The source with integers as the task has them. Raises UserError where it lacks a field, or has it in another form."""
     for name, field in task.fields.items():
         found = source.fields.get(name)
-        if found is None or found.shape != field.shape or (field.values and found.values > field.values):
+        too_many = found is not None and field.values and found.values > field.values and found.values - 1 != field.ignored
+        if found is None or found.shape != field.shape or too_many:
             what = f"the model takes {name} {field}, the data have {f'it as {found}' if found else ', '.join(source.fields)}"
             raise UserError(what, where, "data with the fields of the run")
-    return source
+    return as_declared(source, task.fields)
 
 
 def _facts(rank: Rank, model: TrainedModel, config: Config, split: str) -> dict[str, Any]:

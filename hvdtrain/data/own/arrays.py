@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.data.source import LARGE_BYTES, ArraySource, NamedArrays, Source
 from hvdtrain.data.subset import SubsetOfImages
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, first_line
 
 _MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classes
 
@@ -29,9 +29,11 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
             raise UserError(f"{name} has a field named {field!r}", where, "names of fields are words: x, y, tokens")
     arrays = {field: to_numpy(value, f"field {field} of {name}", where) for field, value in given.items()}
     if set(arrays) == {"x", "y"}:
-        images = as_images(arrays["x"])
-        if images is not None and _are_labels(arrays["y"], len(images)):
-            source = ArraySource(images, arrays["y"].astype(np.int64, copy=False), int(arrays["y"].max(initial=0)) + 1, name)
+        images, y = as_images(arrays["x"]), arrays["y"]
+        if images is not None and _are_labels(y, len(images)):
+            if y.min() < 0:  # of samples without a class, or wrong
+                return NamedArrays({"x": images, "y": y}, where=name)
+            source = ArraySource(images, y.astype(np.int64, copy=False), int(y.max()) + 1, name)
             return source if images.nbytes <= LARGE_BYTES else SubsetOfImages(source, np.arange(len(images)))
     return NamedArrays(arrays, where=name)
 
@@ -39,12 +41,29 @@ def from_arrays(given: Mapping[Any, Any], name: str, where: str) -> Source:
 def to_numpy(value: Any, what: str, where: str) -> np.ndarray:
     """Its numbers, in its own memory where that is possible. Raises UserError where it has no numbers."""
     if hasattr(value, "detach"):  # of torch
-        value = value.detach().cpu()
-        value = value.float().numpy() if str(value.dtype) == "torch.bfloat16" else value.numpy()
+        value = _of_torch(value, what, where)
+    if isinstance(value, np.ma.MaskedArray):
+        shown = f"{what} is a masked array ({np.ma.count_masked(value):,} of {value.size:,} values are masked), whose mask would be lost"
+        raise UserError(shown, where, "leave these samples out, or say what stands for them: .filled(0)")
     array = value.to_numpy() if hasattr(value, "to_numpy") else np.asanyarray(value)
     if array.dtype.kind not in "iufb" or array.dtype.itemsize > 8:
-        raise UserError(f"{what} is {array.dtype} {array.shape}, expected numbers", where, "convert it to integers or floats")
+        raise UserError(f"{what} is {array.dtype} {array.shape}, expected numbers", where, _fix_of_numbers(array))
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _fix_of_numbers(array: np.ndarray) -> str:
+    fix = "convert it to integers or floats"
+    return fix if array.dtype.kind not in "OSU" else f"{fix}; np.unique(y, return_inverse=True)[1] counts the classes of names from 0"
+
+
+def _of_torch(tensor: Any, what: str, where: str) -> np.ndarray:
+    try:
+        tensor = tensor.detach().cpu()
+        found: np.ndarray = tensor.float().numpy() if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, quantized, masked
+        fix = "a dense tensor of numbers: .to_dense(), .dequantize()"
+        raise UserError(f"{what} is a tensor without an array: {first_line(error)}", where, fix) from None
+    return found
 
 
 def as_images(x: np.ndarray) -> np.ndarray | None:
@@ -62,4 +81,4 @@ def has_channels_first(shape: tuple[int, ...]) -> bool:
 
 
 def _are_labels(y: np.ndarray, samples: int) -> bool:
-    return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.min() >= 0 and y.max() < _MOST_CLASSES
+    return y.shape == (samples,) and samples > 0 and y.dtype.kind in "iu" and y.max() < _MOST_CLASSES

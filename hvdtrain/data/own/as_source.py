@@ -17,8 +17,9 @@ from hvdtrain.data.source import LabelledImages, NamedArrays, Source, check_numb
 from hvdtrain.errors import UserError
 
 _GIVE = (
-    "give a dict of arrays, one row for each sample; the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; "
-    "a torch Dataset, or a tuple of it and its collate function, or its DataLoader; or a source (docs/tasks.md)"
+    'give a dict of arrays, one row for each sample: {"x": x, "y": y}; a pair of them; a list of a pair (x, y) for each sample; '
+    "the path of a .safetensors file; a pandas DataFrame; a Hugging Face Dataset; a torch Dataset, or a tuple of it and its collate "
+    "function, or its DataLoader; or a source (docs/tasks.md)"
 )
 _INDEX = "a Dataset with __len__ and __getitem__, an index of where each sample is; or data.name=webdataset, which makes one of tar files"
 _SOURCE = ("fields", "read", "digests", "identity", "__len__")
@@ -31,6 +32,13 @@ def as_source(given: object, name: str, where: str, workers: int | None = None) 
     torch Dataset; None: those of its DataLoader, else none.
     Raises UserError for anything else, and where the data are not as they have to be.
     """
+    source = _as_source(given, name, where, workers)
+    if not len(source):
+        raise UserError(f"{name} has no samples", where, "data with one sample or more")
+    return source
+
+
+def _as_source(given: object, name: str, where: str, workers: int | None) -> Source:
     if isinstance(given, (str, Path)):
         given = read_safetensors(Path(given).expanduser(), name, where)
     elif _is_a(given, "pandas", "DataFrame"):
@@ -41,6 +49,7 @@ def as_source(given: object, name: str, where: str, workers: int | None = None) 
         given = _tensors(cast("Any", given).tensors, name, where)
     elif isinstance(given, (tuple, list)) and len(given) == 2 and all(is_array(value) for value in given):
         given = {"x": given[0], "y": given[1]}
+    _refuse_lists(given, name, where)
     if isinstance(given, Mapping) and given and all(is_array(value) for value in given.values()):
         if workers:
             what = f"data.workers={workers} are processes that read a torch Dataset; {name} is arrays, which need none"
@@ -53,15 +62,14 @@ def as_source(given: object, name: str, where: str, workers: int | None = None) 
         raise UserError(f"{name} is all splits at once: {', '.join(cast('Any', dataset))}", where, "give the split that is asked for")
     _refuse_iterable(dataset, name, where)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, (Mapping, np.ndarray)):
-        missing = [member for member in _SOURCE if not hasattr(given, member)]
-        raise UserError(f"{name} gave a {type(given).__name__} without {', '.join(missing)}", where, _GIVE)
+        raise UserError(f"{name} is {_described(given)}", where, _GIVE)
     return from_dataset(dataset, collate, loader, name, where, workers)
 
 
 def _checked(source: Source, name: str) -> Source:
     """Of images with labels, all labels are compared with the number of classes at once."""
     if isinstance(source, LabelledImages):
-        check_numbers("y", source.labels(), source.classes, name)
+        check_numbers("y", source.labels(), source.fields["y"], name)
         return source
     return source if isinstance(source, NamedArrays) else CheckedSource(source, name)
 
@@ -78,7 +86,10 @@ def _parts(given: object) -> tuple[object, Any, Any]:
 def _refuse_iterable(dataset: object, name: str, where: str) -> None:
     if _is_a(dataset, "torch", "IterableDataset") or _is_a(dataset, "datasets", "IterableDataset") or _only_iterates(dataset):
         what = f"{name} is a {type(dataset).__name__}, whose samples come in an order of its own: no rank can take its exact share"
-        raise UserError(f"{what}, and no job can go on where it stopped", where, _INDEX)
+        fix = (
+            _INDEX if _is_a(dataset, "torch", "Dataset") or _is_a(dataset, "datasets", "IterableDataset") else f"list() of it; or {_INDEX}"
+        )
+        raise UserError(f"{what}, and no job can go on where it stopped", where, fix)
 
 
 def _only_iterates(dataset: object) -> bool:
@@ -91,6 +102,37 @@ def _tensors(tensors: Any, name: str, where: str) -> dict[str, Any]:
     if len(tensors) > 2:
         raise UserError(f"{name} is a TensorDataset of {len(tensors)} tensors without names", where, 'give a dict: {"x": ..., "y": ...}')
     return dict(zip(("x", "y"), tensors, strict=False))
+
+
+def _refuse_lists(given: object, name: str, where: str) -> None:
+    """Raises UserError for lists in the place of arrays, and for x without a name."""
+    if isinstance(given, Mapping):
+        wrong = next((field for field, value in given.items() if isinstance(value, (list, tuple, range))), None)
+        if wrong is not None:
+            raise UserError(f"{wrong} of {name} is a {type(given[wrong]).__name__}", where, f"an array: np.array({wrong}), or a tensor")
+    if isinstance(given, (tuple, list)) and len(given) == 2 and all(_is_column(value) for value in given):
+        what = f"{name} is two lists of {len(given[0])} and {len(given[1])}"
+        raise UserError(what, where, "arrays: (np.array(x), np.array(y)); or one list of pairs: list(zip(x, y))")
+
+
+def _is_column(value: object) -> bool:
+    """Whether it is a list, or an array, of more than a pair has: x or y of all samples."""
+    return (isinstance(value, list) and len(value) > 2) or (is_array(value) and cast("Any", value).ndim > 0)
+
+
+def _described(given: object) -> str:
+    """What was given that is no data, and for what one may have taken it."""
+    if isinstance(given, Mapping):
+        kinds = ", ".join(f"{field}: {type(value).__name__}" for field, value in given.items())
+        return f"a dict of other things than arrays ({kinds})" if given else "a dict without fields"
+    if is_array(given):
+        return f"one array {cast('Any', given).shape} without a name"
+    if isinstance(given, type) or callable(given):
+        return f"a {type(given).__name__}, not what it gives: call it"
+    missing = [member for member in _SOURCE if not hasattr(given, member)]
+    name = type(given).__name__
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}{'' if len(missing) >= len(_SOURCE) - 1 else ' without ' + ', '.join(missing)}"
 
 
 def _is_a(given: object, package: str, class_name: str) -> bool:

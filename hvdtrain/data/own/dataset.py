@@ -11,6 +11,7 @@ import numpy as np
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.digest import digest
 from hvdtrain.core.seeds import fold
+from hvdtrain.data.own.dataset_labels import declared_classes, labels_of
 from hvdtrain.data.own.random_state import evaluation_seeds, random_state_kept, training_seeds
 from hvdtrain.data.own.samples import Samples, probed
 from hvdtrain.data.source import Field, check_indices
@@ -28,9 +29,9 @@ class DatasetSource:
     Without workers the thread that needs samples reads them: the generators of a process are of all its threads.
     """
 
-    def __init__(self, samples: Samples, workers: int, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, samples: Samples, workers: int, notes: tuple[str, ...] = (), labels: np.ndarray | None = None) -> None:
         self.notes = notes  # for the user
-        self._samples = samples
+        self._samples, self._labels = samples, labels
         self._pool = WorkerPool(samples, workers) if workers else None
 
     @property
@@ -42,8 +43,17 @@ class DatasetSource:
         """Whether the user's code runs in this process: on one thread then."""
         return self._pool is None
 
+    @property
+    def where(self) -> str:
+        """Its name, and the line that gives a sample."""
+        return self._samples.where
+
     def __len__(self) -> int:
         return self._samples.samples
+
+    def known_labels(self) -> np.ndarray | None:
+        """Those that the Dataset has beside its samples; what it gives with a sample may be something else."""
+        return self._labels
 
     def read(self, indices: np.ndarray) -> Batch:
         """As they are evaluated. Raises UserError, also where a worker process ended."""
@@ -88,10 +98,12 @@ def from_dataset(dataset: Any, collate: Any, loader: Any, name: str, where: str,
         workers = loader.num_workers if workers is None else workers
         notes = [f"{name}: of its DataLoader dataset, collate_fn and num_workers are used; batches and their order are hvdtrain's own"]
     seeds = evaluation_seeds(np.arange(len(dataset) if hasattr(dataset, "__len__") else 1)[:1])
+    whole, labels = (labels_of(dataset, whole) for whole in (True, False))
     with random_state_kept():
-        samples = probed(dataset, collate, _values(dataset), name, int(seeds[0]) if len(seeds) else 0, where)
+        samples = probed(dataset, collate, _values(dataset, whole), name, int(seeds[0]) if len(seeds) else 0, where)
         _check_repeats(samples, where)
-    return DatasetSource(samples, workers or 0, tuple(notes))
+    known = labels if labels is not None and len(labels) == samples.samples else None
+    return DatasetSource(samples, workers or 0, tuple(notes), known)
 
 
 def _check_repeats(samples: Samples, where: str) -> None:
@@ -112,29 +124,9 @@ def _check_loader(loader: Any, name: str, where: str) -> None:
         raise UserError(what, where, "give its Dataset; a torch.utils.data.Subset has some samples, or some of them twice")
 
 
-def _values(dataset: Any) -> dict[str, int]:
-    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its classes."""
-    declared = getattr(dataset, "values", None)
-    return {"y": _classes(dataset)} | (dict(declared) if isinstance(declared, Mapping) else {})
-
-
-def _classes(dataset: Any) -> int:
-    """How many there are, by `classes` (names, or their number) or the labels `targets` or `labels` of the Dataset; 0 where it has none."""
-    for _ in range(8):
-        classes = getattr(dataset, "classes", None)
-        if isinstance(classes, int):
-            return classes
-        if isinstance(classes, (list, tuple)) and classes:
-            return len(classes)
-        feature = next((f for f in getattr(dataset, "features", None) or {} if f in ("label", "labels", "y")), None)
-        if feature is not None and hasattr(dataset.features[feature], "num_classes"):
-            return int(dataset.features[feature].num_classes)
-        labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-        if labels is not None and not callable(labels):
-            found = np.asarray(labels)
-            if found.ndim == 1 and found.dtype.kind in "iu" and len(found) and found.min() >= 0:
-                return int(found.max()) + 1
-        if not hasattr(dataset, "dataset"):  # of torch's Subset
-            break
-        dataset = dataset.dataset
-    return 0
+def _values(dataset: Any, labels: np.ndarray | None) -> dict[str, int]:
+    """Field.values by field, as the Dataset says: {"tokens": 50257}; of y the number of its classes, declared or by the labels."""
+    declared, classes = getattr(dataset, "values", None), declared_classes(dataset)
+    if not classes and labels is not None and len(labels) and labels.min() >= 0:
+        classes = int(labels.max()) + 1
+    return {"y": classes} | (dict(declared) if isinstance(declared, Mapping) else {})

@@ -90,10 +90,11 @@ class Samples:
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 shown = f"{what} has {array[~np.isfinite(array)].flat[0]} in {name}, expected finite numbers"
                 raise UserError(shown, self._where(), "replace it, or leave the sample out of the data set")
-            if field.values and array.dtype.kind in "iu" and not 0 <= array.min(initial=0) <= array.max(initial=0) < field.values:
-                wrong = array[(array < 0) | (array >= field.values)].flat[0]
-                shown = f"{what} has {wrong} in {name}, expected 0 to {field.values - 1}"
-                raise UserError(shown, self._where(), "labels count from 0; `classes` of the Dataset is how many there are")
+
+    @property
+    def where(self) -> str:
+        """Its name, and the line that gives a sample."""
+        return f"{self.name}: {self._where()}"
 
     @property
     def defined_at(self) -> str:

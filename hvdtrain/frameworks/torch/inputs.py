@@ -65,7 +65,7 @@ class Inputs:
         if wanted and arrays is None:
             raise UserError("this data set is read sample by sample: it cannot stay on the device", "data.resident=true", "leave it out")
         if wanted and self._task.sample_weight is None:
-            what = "the host counts the tokens of each sample: the data set cannot stay on the device alone"
+            what = "the host counts the tokens or labels of each batch: the data set cannot stay on the device alone"
             raise UserError(what, "data.resident=true", "leave it out")
         if arrays is None or wanted is False or self._task.sample_weight is None:
             return False

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field, LabelledImages, Source, arrays_in_memory
+from hvdtrain.data.source import Field, LabelledImages, Source
 from hvdtrain.errors import UserError
+from hvdtrain.tasks.classification.labelled_part import LabelledPart
+from hvdtrain.tasks.classification.labels import check_fields, classes_of, number_of_classes
 from hvdtrain.tasks.columns import is_image
 from hvdtrain.tasks.inputs.transform import Transform, check_stats, input_stats
 from hvdtrain.tasks.task import NumpyPart, Part, Place, is_users_model
 
 _MOST = 2**26  # values of an image, and classes: more than any data set has
+_MOST_LABEL = 2**31  # of task.ignore_label: labels are int32 in JAX
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Classification:
     mean: np.ndarray  # float64, of Transform: the model gets (x - mean) / std, of images (x / 255 - mean) / std
     std: np.ndarray
     dtype: str = "uint8"  # of x
+    ignored: int | None = None  # label of samples without a class, of PartlyLabelled
 
     name = "classification"
     metrics = (
@@ -41,11 +45,11 @@ class Classification:
     )
     objective = "accuracy"
     sums = MappingProxyType({"loss": 0, "right": 0})
-    sample_weight = 1
+    sample_weight: ClassVar[int | None] = 1
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {"x": Field(self.dtype, self.shape), "y": Field("int64", (), self.classes)}
+        return {"x": Field(self.dtype, self.shape), "y": Field("int64", (), self.classes, self.ignored)}
 
     @property
     def is_of_images(self) -> bool:
@@ -109,55 +113,71 @@ class Classification:
         )
 
 
+@dataclass(frozen=True)
+class PartlyLabelled(Classification):
+    """Classification of sets in which some samples have no class; loss and metrics are means over the others."""
+
+    metrics = (
+        Metric("loss", ratio("loss", "labelled"), "min"),
+        Metric("accuracy", ratio("right", "labelled"), "max", column="acc", percent=True),
+    )
+    sums = MappingProxyType({"loss": 0, "right": 0, "labelled": 0})
+    counted = "labelled"  # the sum that metrics are means over, in place of "count"
+    sample_weight: ClassVar[int | None] = None
+
+    def weight(self, batch: Batch) -> int:
+        return int(np.count_nonzero(batch["y"] != self.ignored))
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "ignore_label": self.ignored}
+
+    def torch(self, model: ModelConfig, place: Place) -> Part:
+        return LabelledPart(super().torch(model, place), self.ignored)
+
+    def jax(self, model: ModelConfig, place: Place) -> Part:
+        return LabelledPart(super().jax(model, place), self.ignored)
+
+    def numpy(self, model: ModelConfig, place: Place) -> NumpyPart:
+        return LabelledPart(super().numpy(model, place), self.ignored)
+
+
 def build(
-    name: str, train: Source, val: Source, where: str, users_model: bool = False, *, standardize: bool | None = None
+    name: str,
+    train: Source,
+    val: Source,
+    where: str,
+    users_model: bool = False,
+    *,
+    standardize: bool | None = None,
+    ignore_label: int | None = None,
 ) -> Classification:
     """The task of both sets.
 
     standardize: true: (x - mean) / std of the training set, by the last axis; false: x as it is; default: docs/tasks.md
+    ignore_label: label of samples without a class, as -1 or -100, which are in no loss, metric or count (none: every label is a class)
 
     Raises UserError where the data have no x with labels y, their number of classes is not known, or the sets do not fit each other.
     """
+    if ignore_label is not None and abs(ignore_label) >= _MOST_LABEL:
+        raise UserError(f"task.ignore_label={ignore_label} is no label", "task.ignore_label", "a number of 32 bits, as -1 or 255")
     for source in (train, val):
         if not isinstance(source, LabelledImages):
-            _check_fields(source, where)
-    x, classes = train.fields["x"], _classes(train, val, where)
-    if x[:2] != val.fields["x"][:2] or _classes_of(val) > classes:
-        found = [f"{source.fields['x'].shape} with {_classes_of(source)} classes" for source in (train, val)]
+            check_fields(source, where)
+    x, classes = train.fields["x"], number_of_classes(train, val, ignore_label, where)
+    counts = [(source.fields["x"], classes_of(source, ignore_label)) for source in (train, val)]
+    if x[:2] != val.fields["x"][:2] or counts[1][1] > classes:
+        found = [f"{kind.shape} with {count} classes" for kind, count in counts]
         what = f"training images are {found[0]}, validation images {found[1]}"
         if not is_image(x) or not is_image(val.fields["x"]):
-            found = [f"x {source.fields['x']} with {_classes_of(source)} classes" for source in (train, val)]
+            found = [f"x {kind} with {count} classes" for kind, count in counts]
             what = f"training samples are {found[0]}, validation samples {found[1]}"
         raise UserError(what, where, "both sets need the same shape (H, W, C) and the same classes")
     mean, std = input_stats(train, standardize, users_model)
-    return Classification(x.shape, classes, mean, std, x.dtype)
+    return _of_kind(ignore_label)(x.shape, classes, mean, std, x.dtype, ignore_label)
 
 
-def _check_fields(source: Source, where: str) -> None:
-    """Raises UserError where a sample is not x with its label y."""
-    y = source.fields.get("y")
-    if "x" not in source.fields or y is None or y.shape or np.dtype(y.dtype).kind not in "iu":
-        found = ", ".join(f"{field} {kind}" for field, kind in source.fields.items())
-        what = f"task.name=classification needs x (images uint8 (H, W, C), or numbers) with integer labels y; the data have {found}"
-        raise UserError(what, where, "another task.name (regression, language), or data of classes")
-
-
-def _classes(train: Source, val: Source, where: str) -> int:
-    """Those that the data declare; of arrays without a declaration one more than the largest label of both sets."""
-    if isinstance(train, LabelledImages):
-        return train.classes
-    classes = train.fields["y"].values or max(_classes_of(train), _classes_of(val))
-    if not all(map(_classes_of, (train, val))):
-        fix = "give the Dataset an attribute `classes`: their names, or how many there are; or for numbers to predict task.name=regression"
-        raise UserError("the number of classes is not known: labels are read sample by sample", where, fix)
-    return classes
-
-
-def _classes_of(source: Source) -> int:
-    """Declared, or by the largest label; 0 where that would take reading all samples."""
-    declared = source.fields["y"].values
-    arrays = None if declared else arrays_in_memory(source)
-    return declared if arrays is None else int(arrays["y"].max(initial=-1)) + 1
+def _of_kind(ignored: int | None) -> type[Classification]:
+    return Classification if ignored is None else PartlyLabelled
 
 
 def restore(facts: dict[str, Any]) -> Classification:
@@ -168,7 +188,10 @@ def restore(facts: dict[str, Any]) -> Classification:
     if not _are_counts([*shape, classes]) or (dtype == "uint8" and "dtype" not in facts and not images) or math.prod(shape) > _MOST:
         raise ValueError("impossible shape or classes")
     check_stats(Field(dtype, shape), mean, std)
-    return Classification(shape, classes, mean, std, dtype)
+    ignored = facts.get("ignore_label")
+    if not (ignored is None or (type(ignored) is int and abs(ignored) < _MOST_LABEL)):
+        raise ValueError("impossible ignore_label")
+    return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored)
 
 
 def without_statistics(shape: tuple[int, int, int], classes: int) -> Classification:

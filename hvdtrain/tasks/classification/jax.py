@@ -16,6 +16,8 @@ Arrays = Mapping[str, jax.Array]
 class JaxClassification:
     """Images are uint8 (n, H, W, C), other numbers (n, ...); logits (n, outputs), at least one for each class."""
 
+    where = staticmethod(jnp.where)  # of this framework
+
     def __init__(self, inputs: JaxInputs, *, squared_error: bool, smoothing: float, turned: bool) -> None:
         self._inputs, self._squared_error, self._smoothing = inputs, squared_error, smoothing
         self._turned = turned  # whether images of floats (n, C, H, W) become (n, H, W, C)

@@ -12,6 +12,8 @@ from hvdtrain.tasks.task import Each, Place
 class NumpyClassification:
     """Images are uint8 (n, H, W, C), flattened as torch does, other numbers (n, ...); logits (n, classes)."""
 
+    where = staticmethod(np.where)  # of this framework
+
     def __init__(self, transform: Transform, classes: int, place: Place, *, squared_error: bool, smoothing: float) -> None:
         self._transform, self._classes, self._dtype = transform, classes, place.dtype
         self._squared_error, self._smoothing = squared_error, smoothing

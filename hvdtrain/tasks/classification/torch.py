@@ -16,6 +16,8 @@ Tensors = Mapping[str, torch.Tensor]
 class TorchClassification:
     """Images are uint8 (n, C, H, W), other numbers (n, ...); logits (n, outputs), at least one for each class."""
 
+    where = staticmethod(torch.where)  # of this framework
+
     def __init__(self, inputs: TorchInputs, *, squared_error: bool, smoothing: float) -> None:
         self._inputs, self._squared_error = inputs, squared_error
         self._smoothing = smoothing  # share of the label that is spread over all classes (Szegedy et al. 2015, arXiv:1512.00567, section 7)

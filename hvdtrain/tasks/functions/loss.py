@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.config.schema import ModelConfig
 from hvdtrain.core.arrays import Batch
 from hvdtrain.core.metrics import Metric, ratio
-from hvdtrain.data.source import Field, Source, arrays_in_memory
+from hvdtrain.data.source import Field, Source, arrays_in_memory, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.columns import ColumnStats
 from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
@@ -124,7 +124,10 @@ def _loss(loss: Any, sources: tuple[Source, Source], where: str) -> Loss:
     if is_torch_module(loss):
         from hvdtrain.tasks.functions.torch_loss import of_torch_module
 
-        return of_torch_module(loss, where, sources[0].fields, lambda value: all(_never(source, value) for source in sources))
+        def never(value: int) -> bool:
+            return all(_never(source, value) for source in sources)
+
+        return of_torch_module(loss, where, sources[0].fields, never, lambda label: _sample_of(label, *sources))
     if not callable(loss):
         raise UserError(f"loss is a {type(loss).__name__}", where, "a function loss(outputs, batch) -> (n,), or a loss of torch.nn")
     return Loss(loss, {"function": getattr(loss, "__qualname__", type(loss).__qualname__)})
@@ -137,6 +140,15 @@ def _never(source: Source, value: int) -> bool:
         return True
     arrays = arrays_in_memory(source)
     return arrays is not None and not (arrays["y"] == value).any()
+
+
+def _sample_of(label: int, train: Source, val: Source) -> str:
+    """What messages call the first sample with a label: sample 3 of the training set."""
+    for name, source in (("training", train), ("validation", val)):
+        labels = known_labels(source)
+        if labels is not None and (labels == label).any():
+            return f"sample {int(np.argmax(labels == label))} of the {name} set"
+    return "a sample"
 
 
 def _refuse_keys_of_classification(model: ModelConfig) -> None:

@@ -23,10 +23,12 @@ _OF_CLASSES: tuple[type[nn.Module], ...] = (nn.CrossEntropyLoss, nn.NLLLoss)  # 
 _SAME_SHAPE = tuple(kind for kind in _ELEMENTWISE if kind not in (nn.MultiMarginLoss, nn.MultiLabelMarginLoss))
 
 
-def of_torch_module(loss: nn.Module, where: str, fields: Mapping[str, Field], never: Callable[[int], bool]) -> Loss:
+def of_torch_module(
+    loss: nn.Module, where: str, fields: Mapping[str, Field], never: Callable[[int], bool], sample_of: Callable[[int], str]
+) -> Loss:
     """The loss of each sample, called with the model's outputs and y; a module without `reduction` is called with outputs and batch.
 
-    never: whether it is known that no target is that integer.
+    never: whether it is known that no target is that integer. sample_of: what messages call the first sample with a target.
     Raises UserError where its mean over a batch is not the mean over samples, or not of one number for each.
     """
     name, reduction = type(loss).__name__, getattr(loss, "reduction", None)
@@ -39,7 +41,7 @@ def of_torch_module(loss: nn.Module, where: str, fields: Mapping[str, Field], ne
         what = f"loss={name} compares outputs with y; the data have {', '.join(fields)}"
         raise UserError(what, where, "a function loss(outputs, batch), which takes any field")
     if reduction == "none":
-        return Loss(_OfTargets(loss, rest="none"), facts)
+        return Loss(_OfTargets(loss, "none", sample_of), facts)
     known = type(loss) in (*_ELEMENTWISE, *_OF_CLASSES)  # a class that is made of one may compute something else
     if reduction != "mean" or not known or getattr(loss, "weight", None) is not None:
         raise UserError(
@@ -48,8 +50,8 @@ def of_torch_module(loss: nn.Module, where: str, fields: Mapping[str, Field], ne
     each = copy.deepcopy(loss)
     each.reduction = "none"  # type: ignore[assignment]
     if isinstance(loss, _OF_CLASSES) and not never(int(loss.ignore_index)):  # type: ignore[arg-type]
-        return Loss(_OfTargets(each, rest="sum"), facts, ignore=int(loss.ignore_index))  # type: ignore[arg-type]
-    return Loss(_OfTargets(each, rest="mean"), facts)
+        return Loss(_OfTargets(each, "sum", sample_of), facts, ignore=int(loss.ignore_index))  # type: ignore[arg-type]
+    return Loss(_OfTargets(each, "mean", sample_of), facts)
 
 
 def _why(loss: nn.Module) -> str:
@@ -72,9 +74,9 @@ def _is_plain(key: str, value: Any) -> bool:
 class _OfTargets(nn.Module):
     """A loss of torch.nn with reduction none, of outputs and y: its sum or mean over what a sample has several of."""
 
-    def __init__(self, loss: nn.Module, rest: str) -> None:
+    def __init__(self, loss: nn.Module, rest: str, sample_of: Callable[[int], str]) -> None:
         super().__init__()
-        self.loss, self.rest = loss, rest
+        self.loss, self.rest, self.sample_of = loss, rest, sample_of
         self.name = type(loss).__name__
 
     def forward(self, outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -83,8 +85,23 @@ class _OfTargets(nn.Module):
             shapes = f"outputs {tuple(outputs.shape)} and y {tuple(y.shape)}"
             fix = "end the model with y's shape: outputs.squeeze(1) for one number a sample"
             raise UserError(f"loss={self.name} compares {shapes}, which torch would broadcast", "hvdtrain.train(), loss", fix)
-        found: torch.Tensor = self.loss(outputs, y if not isinstance(self.loss, _SAME_SHAPE) else y.to(outputs.dtype))
+        try:
+            found: torch.Tensor = self.loss(outputs, y if not isinstance(self.loss, _SAME_SHAPE) else y.to(outputs.dtype))
+        except IndexError:
+            self._refuse_label(outputs, y)
+            raise
         if self.rest == "none" or found.ndim <= 1:
             return found
         rows = found.flatten(1)
         return rows.sum(1) if self.rest == "sum" else rows.mean(1)
+
+    def _refuse_label(self, outputs: Any, y: torch.Tensor) -> None:
+        """Raises UserError for a target that is no class."""
+        if isinstance(self.loss, _OF_CLASSES) and outputs.ndim > 1 and not y.is_floating_point():
+            classes, ignored = outputs.shape[1], int(self.loss.ignore_index)  # type: ignore[arg-type]
+            wrong = y[((y < 0) | (y >= classes)) & (y != ignored)].flatten().tolist()
+            if wrong:
+                takes = f"loss={self.name} of a model with {classes} outputs takes 0 to {classes - 1}"
+                what = f"{self.sample_of(wrong[0])} has {wrong[0]} in y, and {takes}"
+                fix = f"y - 1 where labels begin at 1, a model with more outputs, or ignore_index={wrong[0]} for samples without a class"
+                raise UserError(what, "hvdtrain.train(), loss", fix)

@@ -53,7 +53,7 @@ def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState
         **({"tokens_per_s": _rate(before.sums["tokens"], before.epoch_s)} if "tokens" in task.sums else {}),
         **{f"train_{metric.name}": metric.of(before.sums) if trained else math.nan for metric in task.metrics},
         **{f"val_{metric.name}": metric.of(val) for metric in task.metrics},
-        "val_count": int(val["count"]),
+        "val_count": int(val[getattr(task, "counted", "count")]),  # what its metrics are means over
         f"best_{now.objective}": now.best,
         "lr": now.lr,
         "batch": now.batch,
