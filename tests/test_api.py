@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import mpirun, needs_mpirun, python
+from safetensors.torch import load_file
 
 import hvdtrain
 from hvdtrain.__main__ import main
@@ -193,3 +195,19 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
     assert "batch 1 does not split over 2 ranks" in done.stderr and "never" not in done.stdout
     first, second = [line for line in done.stderr.splitlines() if line.startswith("23 ")]
     assert first == second
+
+
+def test_a_large_model_object_is_predicted_and_has_the_trained_weights(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of more than 2^20 weights; copying its buffers and the weights of its loss without numbers fails inside torch."""
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 17_000), torch.nn.BatchNorm1d(17_000), torch.nn.Linear(17_000, 10))
+    first = copy.deepcopy(net.state_dict())
+    loss = torch.nn.CrossEntropyLoss(weight=torch.arange(1.0, 11.0), reduction="none")
+    run = hvdtrain.train({"stop.steps": 2, "run": "run", "batch.size": 4}, model=net, loss=loss)
+    out, err = capfd.readouterr()
+    assert " of each rank by prediction, " in out and " predicted (" in out and "not predicted" not in out
+    assert "fake_tensor" not in err
+    saved = load_file(next(Path(run.folder, "checkpoints").glob("step-*/weights.safetensors")))
+    assert {name[2:] for name in saved} == set(first)
+    for name, tensor in ((name[2:], tensor) for name, tensor in saved.items()):
+        torch.testing.assert_close(net.state_dict()[name], tensor.view(first[name].shape), rtol=0, atol=0)
+        assert not torch.equal(tensor, first[name]), name

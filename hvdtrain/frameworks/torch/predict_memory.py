@@ -3,12 +3,14 @@ computed and what is sent are counted."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 from hvdtrain.comm.counted import Moved
 from hvdtrain.comm.features import Feature
@@ -82,8 +84,27 @@ def _horovod_reduces(config: Config, ranks: int, features: frozenset[Feature]) -
 
 @contextmanager
 def _side_effects_undone() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        yield
+    """Random numbers are drawn anew, and torch logs no error of what cannot be predicted: predict() raises it."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+class _CopiedWithoutNumbers(TorchFunctionMode):
+    """Inside FakeTensorMode copy.deepcopy() of a tensor that is no parameter, as a buffer, would copy its numbers into one without."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is not torch.Tensor.__deepcopy__:
+            return function(*arguments, **(options or {}))
+        tensor, memo = arguments
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.clone()
+        return memo[id(tensor)]
 
 
 def _count(
@@ -95,7 +116,8 @@ def _count(
     make = _sharded_learner if config.shard.stage == 3 else _learner
     live = _FakeStorages()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        learner = make(config, task, mesh, features)
+        with _CopiedWithoutNumbers():  # of the model and the loss that a script gives
+            learner = make(config, task, mesh, features)
         inputs = learner.forward.inputs
         micro = [inputs.zeros(step.micro)] * min(step.passes, most_passes)
         hyper = Hyper(1e-3, 0.9, config.optim.weight_decay, step.samples * mesh.data.size)
