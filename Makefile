@@ -1,4 +1,4 @@
-# make train | horovod | check | test | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
+# make train | horovod | wheelhouse | check | test | test-slow | test-faults | test-cluster | test-all | test-torch | test-gpu | test-4 | test-debian-13 | mutants | lock | clean.
 # Each installs what it needs.
 #   make train RANKS=4 ARGS="epochs=3" LIMIT_S=3600      make test ARGS="-k sampler"      make PYTHON=python3.12 train
 #   make train ACCEPT="torch torchvision 'nvidia-*'"     packages of another index, whose files constraints.txt does not list
@@ -10,6 +10,7 @@ RANKS ?= 2
 LIMIT_S ?= 1800
 ARGS ?=
 VENV ?= .venv
+DIR ?= wheelhouse
 PY := $(VENV)/bin/python
 ACCEPT ?=
 TORCH ?=
@@ -60,7 +61,7 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 endif
 
-.PHONY: train horovod test test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
+.PHONY: train horovod wheelhouse test test-torch test-slow test-faults test-cluster test-all mutants test-gpu check test-4 test-debian-13 lock clean no-compiler
 .DELETE_ON_ERROR:
 
 train: $(READY) $(HOROVOD)  ## RANKS ranks train on the embedded digits
@@ -70,6 +71,10 @@ horovod: $(READY)  ## builds it again after it failed; ARGS="--nccl --rebuild"
 	rm -f $(VENV)/.horovod
 	$(PY) -m hvdtrain.cli.horovod $(ARGS)
 	touch $(VENV)/.horovod
+
+wheelhouse: $(READY) $(HOROVOD)  ## wheels for a machine without a network: DIR=wheelhouse ARGS="--without torch --python 3.12"
+	[ "$(HOROVOD)" = no-compiler -o -e $(VENV)/.without-horovod ] || $(PY) -m hvdtrain.cli.horovod --copy-to $(DIR)
+	$(INSTALL) --extras horovod mpi notebook torchvision --wheelhouse $(DIR) $(ARGS)
 
 test: $(VENV)/.test $(HOROVOD)
 	$(call tests,4,not slow and not faults and not cluster and not gpu)

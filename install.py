@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import configparser
 import fnmatch
+import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +32,7 @@ HEADER = """\
 
 TORCH = ("torch", "torchvision", "triton", "pytorch-triton*", "nvidia-*", "cuda-*")  # and what its builds need, in versions of their own
 SITE = "site"  # of --torch
+SUMS = "SHA256SUMS"  # of the wheels in a wheelhouse
 
 
 class Locked(NamedTuple):
@@ -102,11 +105,16 @@ def cpu_builds(files: Sequence[tuple[str, str]]) -> list[str]:
     return found
 
 
-def chosen(wanted: Sequence[str], packages: Sequence[Locked], accepted: Sequence[str], folder: Path) -> list[tuple[str, str]]:
-    """Name and version of each package that pip would install, in the versions of constraints.txt. Nothing of a package runs."""
+def chosen(
+    wanted: Sequence[str], packages: Sequence[Locked], accepted: Sequence[str], folder: Path, where: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """Name and version of each package that pip would install, in the versions of constraints.txt. Nothing of a package runs.
+
+    where: options of pip for another Python, or another folder
+    """
     pins, report = folder / "pins.txt", folder / "report.json"
     pins.write_text("\n".join(locked.requirement for locked in packages if not matches(locked.name, accepted)))
-    pip("install", "--quiet", "--dry-run", "--report", str(report), "--only-binary", ":all:", "-c", str(pins), *wanted)
+    pip("install", "--quiet", "--dry-run", "--report", str(report), "--only-binary", ":all:", "-c", str(pins), *where, *wanted)
     found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
     return [(canonical(metadata["name"]), metadata["version"]) for metadata in found]
 
@@ -119,15 +127,56 @@ def install_locked(wanted: Sequence[str], accepted: Sequence[str] = (), source: 
         if not has_gpu() and (builds := cpu_builds([file for file in files if matches(file[0], accepted)])):
             print("there is no GPU here, so these builds are taken:", *builds, flush=True)
             files = chosen([*wanted, *builds], packages, accepted, Path(folder))
-        checked = Path(folder) / "requirements.txt"
-        checked.write_text("".join(hashed(name, version, packages) for name, version in files if not matches(name, accepted)))
-        as_it_is = [f"{name}=={version}" for name, version in files if matches(name, accepted)]
         kinds = ["--only-binary", ":all:", *(word for name in source for word in ("--no-binary", name)), "--no-build-isolation"]
-        if checked.read_text():
-            pip("install", "--no-deps", "--require-hashes", *kinds, "-r", str(checked))
-        if as_it_is:
-            print("not compared with constraints.txt:", *as_it_is, flush=True)
-            pip("install", "--no-deps", *kinds, *as_it_is)
+        fetch(["install", *kinds], files, packages, accepted, Path(folder))
+
+
+def fetch(
+    command: Sequence[str], files: Sequence[tuple[str, str]], packages: Sequence[Locked], accepted: Sequence[str], folder: Path
+) -> None:
+    """Has pip install or download files: each one whose sha256 constraints.txt lists, and the accepted ones as they are."""
+    checked = folder / "requirements.txt"
+    checked.write_text("".join(hashed(name, version, packages) for name, version in files if not matches(name, accepted)))
+    as_it_is = [f"{name}=={version}" for name, version in files if matches(name, accepted)]
+    if checked.read_text():
+        pip(*command, "--no-deps", "--require-hashes", "-r", str(checked))
+    if as_it_is:
+        print("not compared with constraints.txt:", *as_it_is, flush=True)
+        pip(*command, "--no-deps", *as_it_is)
+
+
+def fill_wheelhouse(folder: Path, wanted: Sequence[str], accepted: Sequence[str], left_out: Sequence[str], target: Sequence[str]) -> None:
+    """Wheels of all that an installation takes, of hvdtrain too, and their sha256 in SHA256SUMS.
+
+    left_out: packages that are there already; `torch` stands for all that comes with it. target: options of pip for another Python
+    """
+    packages, left_out = read_lock(LOCK.read_text()), [*left_out, *(TORCH if "torch" in left_out else ())]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        where = ["--ignore-installed", "--target", scratch, *target]
+        files = chosen(["pip", "setuptools", "wheel", *wanted], packages, accepted, Path(scratch), where)
+        kept = [file for file in files if not matches(file[0], left_out)]
+        fetch(["download", "--only-binary", ":all:", "--dest", str(folder), *target], kept, packages, accepted, Path(scratch))
+    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    wheels = sorted(folder.glob("*.whl"))
+    (folder / SUMS).write_text("".join(f"{sha256(wheel)}  {wheel.name}\n" for wheel in wheels))
+    megabytes = sum(wheel.stat().st_size for wheel in wheels) / 1e6
+    print(f"{len(wheels)} wheels, {megabytes:,.0f} MB in {folder}; there: python install.py --from FOLDER --extras ...", flush=True)
+
+
+def use_wheelhouse(folder: Path) -> None:
+    """From here on pip takes wheels of this folder alone. Exits where one is damaged or missing."""
+    sums = (line.split("  ") for line in (folder / SUMS).read_text().splitlines()) if (folder / SUMS).is_file() else ()
+    wrong = [name for digest, name in sums if not (folder / name).is_file() or sha256(folder / name) != digest]
+    if wrong or not (folder / SUMS).is_file():
+        what = f"missing or damaged: {', '.join(wrong)}" if wrong else f"there is no {SUMS}"
+        sys.exit(f"{what}\n  where: {folder}\n  fix: copy the folder again, or fill it anew: make wheelhouse")
+    os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder.resolve()), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashed(name: str, version: str, packages: Sequence[Locked]) -> str:
@@ -198,13 +247,29 @@ def main() -> None:
     parser.add_argument(
         "--lock", nargs=argparse.REMAINDER, metavar="UV", help="write constraints.txt; options of `uv pip compile` may follow"
     )
+    parser.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="install nothing: fill a folder for a machine without a network")
+    parser.add_argument("--without", nargs="*", default=[], metavar="NAME", help="with --wheelhouse: what is there already, as torch")
+    parser.add_argument("--python", metavar="3.12", help="with --wheelhouse: for this Python")
+    parser.add_argument("--platform", metavar="NAME", help="with --wheelhouse: for this platform, as manylinux_2_28_aarch64")
+    parser.add_argument("--from", dest="house", type=Path, metavar="FOLDER", help="install from a wheelhouse alone")
     options = parser.parse_args()
     if options.lock is not None:
         write_lock(options.lock)
         return
-    install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])])
+    if options.house is not None:
+        use_wheelhouse(options.house)
     wanted, accepted = with_torch(options.torch, requirements(options.extras), options.accept)
+    if options.wheelhouse is not None:
+        target = [
+            *(["--python-version", options.python] if options.python else []),
+            *(["--platform", options.platform] if options.platform else []),
+        ]
+        fill_wheelhouse(options.wheelhouse, wanted, accepted, options.without, target)
+        return
+    install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])])
     install_locked(wanted, accepted, options.source)
+    for horovod in options.house.glob("horovod-*.whl") if options.house is not None and "horovod" in options.extras else ():
+        pip("install", "--no-deps", str(horovod))
     if not options.packages_only:
         pip("install", "--quiet", "--no-deps", "--no-build-isolation", *([] if options.copy else ["-e"]), str(ROOT))
 

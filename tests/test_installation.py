@@ -139,6 +139,27 @@ def test_only_files_of_constraints_are_installed(tmp_path: Path, install: Module
     assert accepted.returncode == 0 and "not compared with constraints.txt: third==1.0\n" in accepted.stdout, accepted
     assert (packages / "third.py").exists()
 
+    with (clone / "setup.cfg").open("a") as setup:
+        setup.write("[metadata]\nname = clone\nversion = 1\n")
+    (clone / "pyproject.toml").write_text("[build-system]\nrequires = []\nbuild-backend = 'setuptools.build_meta'\n")
+    tools = [install.Locked(f"{n}=={version(n)}", (wheel(index, n, version=version(n)),)) for n in ("pip", "setuptools", "wheel")]
+    (clone / "constraints.txt").write_text(install.lock_text([*tools, *lock[3:]]))
+    filled = installed("--extras", "more", "--accept", "thi*", "--wheelhouse", str(tmp_path / "house"), "--without", "wheel")
+    assert filled.returncode == 0 and "6 wheels, 0 MB in " in filled.stdout, filled
+    names = [line.partition("  ")[2].partition("-")[0] for line in (tmp_path / "house" / "SHA256SUMS").read_text().splitlines()]
+    assert names == ["clone", "first", "pip", "second", "setuptools", "third"]
+    for module in ("first", "third"):
+        (packages / f"{module}.py").unlink()
+        shutil.rmtree(packages / f"{module}-1.0.dist-info")
+    env |= {"PIP_FIND_LINKS": os.devnull}
+    assert installed("--from", str(tmp_path / "house"), "--extras", "more", "--accept", "thi*").returncode == 0
+    assert (packages / "first.py").exists() and (packages / "third.py").exists()
+    (tmp_path / "house" / "first-1.0-py3-none-any.whl").write_bytes(b"cut")
+    damaged = installed("--from", str(tmp_path / "house"))
+    assert damaged.returncode == 1 and "missing or damaged: first-1.0-py3-none-any.whl\n" in damaged.stderr, damaged
+    (tmp_path / "house" / "SHA256SUMS").unlink()
+    assert "there is no SHA256SUMS\n" in installed("--from", str(tmp_path / "house")).stderr
+
 
 def test_another_torch_comes_with_what_its_builds_need(
     install: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -238,6 +238,12 @@ def ensure_usable(version: str, nccl: bool, rebuild: bool) -> None:
     report(verify(target.mpirun, target.mpi_inside, nccl))
 
 
+def copy_wheel(version: str, nccl: bool, rebuild: bool, folder: Path) -> None:
+    """Puts the wheel for this environment's torch and MPI in a folder. Raises UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report(f"copied: {shutil.copy(cached_wheel(version, detect_target(), build_variables(os.environ, nccl), rebuild), folder)}")
+
+
 def report(line: str) -> None:
     print(line, flush=True)
 
@@ -253,10 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--or-without", action="store_true", help="where it cannot be built: say why, and end with 0; training takes another engine"
     )
     parser.add_argument("--rebuild", action="store_true", help="build and install even if a usable Horovod is installed or in the cache")
+    parser.add_argument("--copy-to", type=Path, metavar="FOLDER", help="build it, and copy the wheel there; nothing is installed")
     options = parser.parse_args(argv)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, lambda number, _: sys.exit(128 + number))  # SystemExit leaves every block: no compiler is left behind
     try:
+        if options.copy_to is not None:
+            copy_wheel(options.version, options.nccl, options.rebuild, options.copy_to)
+            return DONE
         ensure_usable(options.version, options.nccl, options.rebuild)
     except UserError as error:
         if not options.or_without:
