@@ -10,23 +10,25 @@ from hvdtrain.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hvdtrain.api import Run as Run
+    from hvdtrain.api import evaluate as evaluate
     from hvdtrain.api import init as init
+    from hvdtrain.api import predict as predict
     from hvdtrain.api import read as read
     from hvdtrain.api import train as train
     from hvdtrain.context.context import Context as Context
     from hvdtrain.tasks.functions.own_metric import OwnMetric as OwnMetric
 
 
-__all__ = ["Context", "OwnMetric", "Run", "UserError", "__version__", "init", "read", "train"]
+__all__ = ["Context", "OwnMetric", "Run", "UserError", "__version__", "evaluate", "init", "predict", "read", "train"]
 _AT_FIRST_USE = {  # name -> module: the command line starts faster without them
-    **dict.fromkeys(("init", "train", "read", "Run"), "hvdtrain.api"),
+    **dict.fromkeys(("init", "train", "read", "predict", "evaluate", "Run"), "hvdtrain.api"),
     "Context": "hvdtrain.context.context",
     "OwnMetric": "hvdtrain.tasks.functions.own_metric",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """init(), Context, train(), read(), Run and OwnMetric. Raises AttributeError for another name."""
+    """init(), Context, train(), read(), predict(), evaluate(), Run and OwnMetric. Raises AttributeError for another name."""
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module 'hvdtrain' has no attribute '{name}'")
     return getattr(importlib.import_module(_AT_FIRST_USE[name]), name)

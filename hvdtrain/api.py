@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hvdtrain.errors import UserError
 from hvdtrain.training.failure import RankFailed
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from hvdtrain.config.given import Given
     from hvdtrain.context.context import Context
     from hvdtrain.tasks.inputs.transform import Transform
+    from hvdtrain.training.run_rank import Rank
+
+T = TypeVar("T")
+
+
+class Script(NamedTuple):
+    """What a script gives that a run folder does not keep."""
+
+    given: Mapping[str, Given]  # objects, by section
+    names: tuple[str, ...]  # model.name= and task.name= of its own code: a run folder alone imports none
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Run:
     epochs: float  # done
     steps: int
     seconds: float  # spent, over all its runs
+    script: Script | None = field(default=None, repr=False, compare=False)  # what the script gave as objects
     inputs: Transform | None = field(default=None, repr=False, compare=False)  # what was done to x; None where the task says nothing
 
     def transform(self, x: Any) -> Any:
@@ -121,8 +132,89 @@ def train(
         epochs=now.progress.epochs,
         steps=now.progress.step,
         seconds=now.seconds,
+        script=Script(given, tuple(word for word in (*arguments, *names) if word.startswith(("model.name=", "task.name=")))),
         inputs=result.transform,
     )
+
+
+def predict(run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = "newest") -> np.ndarray:
+    """What a run's model gives for the rows of data, in their order, on every rank: logits, numbers; of several outputs the first.
+
+    data: what train_data of train() may be, or its x alone: targets are not read. A table has the columns of x.
+    arguments: key=value, as of `hvdtrain predict`; a run whose code the script did not name needs model.name=package.module:Class
+    model: the object, class or function that the run trained, where `run` is not what train() returned; its weights stay as they are
+    checkpoint: newest, best (by the objective), or the name of one
+    """
+    from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
+
+    script = _script_of(run, model, {})
+    given = {section: one for section, one in script.given.items() if section == "model"}
+    has_loss = "task" in script.given and script.given["task"].name is not None
+    names = [word for word in script.names if word.startswith("model.name=") or (":" in word and not has_loss)]
+    if not any(word.startswith("task.name=") for word in (*arguments, *names)):  # else the code of a task of the user's own
+        given["task"] = WITHOUT_TARGETS
+    asked = AskedData(data, "data", "hvdtrain.predict()")
+    return _ask(run, [*names, *arguments], given, data, lambda rank: predict_data(rank, asked, checkpoint)[1], "prediction")
+
+
+def evaluate(
+    run: Run | str | Path,
+    data: Any,
+    *arguments: str,
+    model: Any = None,
+    loss: Callable[..., Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    checkpoint: str = "newest",
+) -> dict[str, float]:
+    """The metrics of a run's model on data, by name: exact over all of them, on any number of ranks.
+
+    data: what train_data of train() may be; loss, metrics: those of the run, or others, where `run` is not what train() returned; the
+    rest: as of predict()
+    """
+    from hvdtrain.cli.evaluate.of_data import AskedData, evaluate_data
+
+    script = _script_of(run, model, {"loss": loss, "metrics": metrics})
+    asked = AskedData(data, "data", "hvdtrain.evaluate()")
+    return _ask(
+        run, [*script.names, *arguments], dict(script.given), data, lambda rank: evaluate_data(rank, asked, checkpoint), "evaluation"
+    )
+
+
+def _script_of(run: Run | str | Path, model: Any, task: Mapping[str, Any]) -> Script:
+    """What of a run its folder does not keep: of train(), or given again."""
+    kept = (run.script if isinstance(run, Run) else None) or Script({}, ())
+    given = {**kept.given, **_given(model, None, None, task.get("loss"), task.get("metrics"), None)}
+    names = [word for word in kept.names if model is None or not word.startswith("model.name=")]
+    names = [word for word in names if task.get("loss") is None or not word.startswith("task.name=")]
+    if model is not None:
+        if "model" in given and not isinstance(model, str) and not _has_path(model):
+            names.append(f"model.name={given['model'].name}")
+        else:
+            given.pop("model", None)
+            names.append(f"model.name={_yaml('model.name', model)}")
+    if task.get("loss") is not None:
+        names.append(f"task.name={given['task'].name}")
+    return Script(given, tuple(names))
+
+
+def _ask(run: Run | str | Path, arguments: list[str], given: dict[str, Given], data: Any, work: Callable[[Rank], T], what: str) -> T:
+    """Does the work on the ranks of this script, with the configuration of the run. Raises as train()."""
+    from hvdtrain.cli.evaluate.arguments import Arguments, read_former_run
+    from hvdtrain.config.section import COMMAND_LINE
+    from hvdtrain.training.given import given_data
+    from hvdtrain.training.run_rank import on_connected_ranks
+
+    given["data"] = given_data(data, None)
+    words = [*arguments, *(f"{section}.name={one.name}" for section, one in given.items() if section != "model" and one.name is not None)]
+    folder = str(run.folder if isinstance(run, Run) else run)
+    try:
+        of_job = Arguments(folder, {}, words).of_job()
+        return on_connected_ranks(work, None, of_job, read_former_run=read_former_run, from_script=True, given=given, what=what)
+    except UserError as error:
+        error.where = error.where.replace(COMMAND_LINE, f"hvdtrain.{'predict' if what == 'prediction' else 'evaluate'}()")
+        raise
+    except RankFailed as failed:
+        sys.exit(failed.code)
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None, *arguments: str) -> Context:

@@ -187,14 +187,21 @@ def test_each_rank_of_a_script_gets_the_same_and_one_that_fails_ends_all(tmp_pat
         "    def forward(self, x): return super().forward(x.flatten(1))\n"
         "run = hvdtrain.train({'model.name': Net, 'epochs': 1, 'run': sys.argv[1], 'comm.engine': 'mpi'})\n"
         "sys.stderr.write(f'{run.steps} {run.last:.4f}\\n')\n"
+        "images = __import__('numpy').arange(3 * 64, dtype='uint8').reshape(3, 8, 8)\n"
+        "said = hvdtrain.predict(run, images, 'comm.engine=mpi', 'batch.evaluate=1')\n"
+        "one = hvdtrain.predict(run, images[:1], 'comm.engine=mpi')\n"  # a rank has no sample
+        "known = hvdtrain.evaluate(run, {'x': images, 'y': said.argmax(1)}, 'comm.engine=mpi')\n"
+        "sys.stderr.write(f'said {said.shape} {said.sum():.4f} {abs(said[:1] - one).max() < 1e-6} {known[\"accuracy\"]}\\n')\n"
         "hvdtrain.train({'batch.size': 1, 'comm.engine': 'mpi'})\n"
         "print('never')\n"
     )
     done = mpirun(2, [str(script), str(tmp_path / "run")])
     assert done.returncode == 2, done
     assert "batch 1 does not split over 2 ranks" in done.stderr and "never" not in done.stdout
-    first, second = [line for line in done.stderr.splitlines() if line.startswith("23 ")]
-    assert first == second
+    for word, expected in (("23 ", "23 "), ("said ", "said (3, 10) ")):
+        first, second = [line for line in done.stderr.splitlines() if line.startswith(word)]
+        assert first == second and first.startswith(expected)
+    assert first.endswith(" True 1.0")
 
 
 def test_a_large_model_object_is_predicted_and_has_the_trained_weights(capfd: pytest.CaptureFixture[str]) -> None:

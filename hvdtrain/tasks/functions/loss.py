@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hvdtrain.data.source import Field, Source, arrays_in_memory, known_labels
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.columns import ColumnStats
 from hvdtrain.tasks.functions.sample_loss import Loss, is_torch_module
-from hvdtrain.tasks.inputs.transform import Transform, input_stats
+from hvdtrain.tasks.inputs.transform import Transform, input_stats, transform_of_facts
 from hvdtrain.tasks.task import Part, Place, find_field, is_users_model
 
 
@@ -107,11 +107,31 @@ def own_loss(
         if other is None or other.shape != kind.shape or other.dtype != kind.dtype:
             what = f"{field} is {kind} in the training set, {other or 'missing'} in the validation set"
             raise UserError(what, where, "both sets need the same fields")
-    y = train.fields.get("y")
     stats = input_stats(train, standardize, users_model)
-    if outputs is None and y is not None:
-        outputs = y.values or (math.prod(y.shape) if np.dtype(y.dtype).kind == "f" else None)
-    return OwnLoss(name, dict(train.fields), stats, _loss(loss, (train, val), where), outputs, examples_of(train))
+    fields = dict(train.fields)
+    return OwnLoss(name, fields, stats, _loss(loss, (train, val), where), _own_outputs(fields, outputs), examples_of(train))
+
+
+def without_loss(facts: Mapping[str, Any], outputs: int | None) -> OwnLoss:
+    """The task of OwnLoss.facts() for predictions: the loss is not called. Raises KeyError, TypeError, ValueError."""
+    fields = {name: Field(np.dtype(dtype).name, tuple(shape), values) for name, (dtype, shape, values) in facts["fields"].items()}
+    transform = transform_of_facts(facts)
+    loss = Loss(lambda outputs, batch: outputs, {})
+    return OwnLoss("prediction", fields, ColumnStats(transform.mean, transform.std), loss, _own_outputs(fields, outputs), {})
+
+
+def with_inputs_of(task: OwnLoss, facts: Mapping[str, Any]) -> OwnLoss:
+    """The task with the inputs of a checkpoint. Raises as without_loss()."""
+    transform = transform_of_facts(facts)
+    return replace(task, stats=ColumnStats(transform.mean, transform.std))
+
+
+def _own_outputs(fields: Mapping[str, Field], outputs: int | None) -> int | None:
+    """Of a model of hvdtrain's: as many as given, or as the targets say."""
+    y = fields.get("y")
+    if outputs is not None or y is None:
+        return outputs
+    return y.values or (math.prod(y.shape) if np.dtype(y.dtype).kind == "f" else None)
 
 
 def examples_of(source: Source) -> Batch:

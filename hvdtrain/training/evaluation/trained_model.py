@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
@@ -32,9 +32,14 @@ class TrainedModel(NamedTuple):
 
 
 def load_trained_model(
-    config: Config, communicator: Communicator, read: Callable[[bool], tuple[Checkpoint, Arrays, list[str]]]
+    config: Config,
+    communicator: Communicator,
+    read: Callable[[bool], tuple[Checkpoint, Arrays, list[str]]],
+    restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
 ) -> TrainedModel:
     """Builds the model of the configuration, and loads the weights that read(mapped) returns on rank 0. Every rank calls it.
+
+    restore: the task, of the Task.facts() of the checkpoint.
 
     With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0 sends one by one from where they lie on
     the disk (mapped): no rank has them all. Raises UserError on all ranks where read() does, or the weights do not fit the model.
@@ -46,14 +51,19 @@ def load_trained_model(
     if not in_parts:  # stages 1 and 2 divide what only training has
         config = config.replace(shard=ShardConfig())
     try:
-        return _load(config, communicator, lambda: read(in_parts))
+        return _load(config, communicator, lambda: read(in_parts), restore)
     except Exception as error:
         if exit_code_of(error) == MEMORY and not in_parts and config.framework == "torch":
             error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
         raise
 
 
-def _load(config: Config, communicator: Communicator, read: Callable[[], tuple[Checkpoint, Arrays, list[str]]]) -> TrainedModel:
+def _load(
+    config: Config,
+    communicator: Communicator,
+    read: Callable[[], tuple[Checkpoint, Arrays, list[str]]],
+    restore: Callable[[Config, dict[str, Any]], Task],
+) -> TrainedModel:
     weights: Arrays = {}
 
     def read_on_rank_0() -> tuple[Checkpoint, list[str]]:
@@ -65,7 +75,7 @@ def _load(config: Config, communicator: Communicator, read: Callable[[], tuple[C
         return checkpoint, notes
 
     checkpoint, notes = on_rank_0(communicator, read_on_rank_0)
-    task = task_of(config, checkpoint)
+    task = task_of(config, checkpoint, restore)
     learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
     shapes = {piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")}
     on_rank_0(communicator, lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}))
@@ -73,10 +83,10 @@ def _load(config: Config, communicator: Communicator, read: Callable[[], tuple[C
     return TrainedModel(learner, task, checkpoint, notes)
 
 
-def task_of(config: Config, checkpoint: Checkpoint) -> Task:
+def task_of(config: Config, checkpoint: Checkpoint, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> Task:
     """What the checkpoint's model was trained for. Raises Damaged where that is missing or impossible."""
     try:
-        return restore_task(config, checkpoint.identity["data"])
+        return restore(config, checkpoint.identity["data"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"the checkpoint does not say what it was trained for: {error}"
         raise Damaged(what, str(checkpoint.folder), "use another checkpoint, or restore the run folder from a copy") from None

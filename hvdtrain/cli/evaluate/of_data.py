@@ -1,0 +1,122 @@
+"""What the model of a run says about data that a script or a command gives, and how well it does on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.cli.evaluate.command import run_folder
+from hvdtrain.cli.export.read import read_checkpoint
+from hvdtrain.comm.communicator import Communicator
+from hvdtrain.config import plugins
+from hvdtrain.config.given import Given, is_object
+from hvdtrain.config.schema import Config
+from hvdtrain.data.source import Source
+from hvdtrain.errors import UserError, short
+from hvdtrain.tasks.functions.loss import OwnLoss, with_inputs_of, without_loss
+from hvdtrain.tasks.functions.measured import Measured
+from hvdtrain.tasks.task import Task, is_users_model
+from hvdtrain.training.build_task import restore_task
+from hvdtrain.training.datasets import digests, unstaged
+from hvdtrain.training.evaluation.asked import asked_source
+from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
+from hvdtrain.training.evaluation.evaluate import predict as predict_samples
+from hvdtrain.training.evaluation.only_inputs import OnlyInputs
+from hvdtrain.training.evaluation.trained_model import TrainedModel, load_trained_model
+from hvdtrain.training.replicas.same_job import check_same_facts, facts
+from hvdtrain.training.run_rank import Rank
+
+WITHOUT_TARGETS = Given("<object of hvdtrain:predict>", lambda: None, {})  # a task: a prediction has that of the checkpoint
+
+
+class AskedData(NamedTuple):
+    """Data as the user gives them."""
+
+    given: Any
+    name: str  # for messages
+    where: str
+
+
+def predict_data(
+    rank: Rank, data: AskedData, which: str, of: Callable[[np.ndarray, TrainedModel], np.ndarray] = lambda outputs, model: outputs
+) -> tuple[TrainedModel, np.ndarray]:
+    """What checkpoint `which` of the run says: of() the outputs of each sample (n, ...), in the order of the data, on every rank.
+
+    Every rank calls it. Raises UserError where the data do not fit the model.
+    """
+    config, communicator = unstaged(rank.config), rank.communicator
+    model = load_trained_model(config, communicator, lambda mapped: read_checkpoint(run_folder(rank), which, mapped=mapped), _inputs_alone)
+    source = _asked(rank, data, model.task)
+    found = [
+        of(predictions.outputs, model) for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat)
+    ]
+    return model, _of_all_ranks(communicator, found)
+
+
+def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
+    """The metrics of checkpoint `which` of the run on the data. Every rank calls it. Raises UserError where they do not fit the model."""
+    config, communicator = unstaged(rank.config), rank.communicator
+
+    def restore(config: Config, of_checkpoint: dict[str, Any]) -> Task:
+        return _task_of_script(config, of_checkpoint, lambda task: _asked(rank, data, task))
+
+    model = load_trained_model(config, communicator, lambda mapped: read_checkpoint(run_folder(rank), which, mapped=mapped), restore)
+    source = _asked(rank, data, model.task)
+    return evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat).metrics
+
+
+def _asked(rank: Rank, data: AskedData, task: Task) -> Source:
+    """The data with the fields of the task, the same on every rank."""
+    source = asked_source(data.given, task.fields, data.name, data.where, rank.config.data.workers)
+    if not len(source):
+        raise UserError("the data have no samples", data.where, "one row for each sample")
+    if rank.communicator.size > 1:
+        found = {"samples": len(source), **digests(source, "given", rank.config.seed)}
+        check_same_facts(rank.communicator, facts(rank.config, found, rank.communicator.name))
+    return source
+
+
+def _inputs_alone(config: Config, of_checkpoint: dict[str, Any]) -> Task:
+    """The checkpoint's task without its targets. Raises as restore_task()."""
+    name = of_checkpoint.get("task", "classification")
+    if config.task.given is not WITHOUT_TARGETS:
+        return OnlyInputs(restore_task(config, of_checkpoint))
+    if is_object(name):
+        outputs = config.task.options.get("outputs")
+        return OnlyInputs(without_loss(of_checkpoint, outputs if isinstance(outputs, int) else None))
+    if plugins.is_dotted(name):
+        what = f"the run has task.name={short(name)}, which is code of its own"
+        raise UserError(what, config.where("task.name"), f"if you trust it, add the argument task.name={short(name)}")
+    return OnlyInputs(plugins.load("tasks", name, config.where("task.name")).restore(of_checkpoint))
+
+
+def _task_of_script(config: Config, of_checkpoint: dict[str, Any], asked: Callable[[Task], Source]) -> Task:
+    """The checkpoint's task, with the loss and the metrics that a script gives. Raises as restore_task()."""
+    given = config.task.given
+    if given is None:
+        return restore_task(config, of_checkpoint)
+    if given.name is None:  # metrics alone
+        task = restore_task(config, of_checkpoint)
+        measured: Task = given.make(task, asked(task))
+        return measured
+    source = asked(without_loss(of_checkpoint, None))
+    known = {"name": config.task.name, "train": source, "val": source, "users_model": is_users_model(config.model)}
+    own: OwnLoss | Measured = plugins.call_own(config.task, known)
+    if isinstance(own, Measured):
+        own.task = with_inputs_of(own.task, of_checkpoint)  # type: ignore[arg-type]
+        return own
+    return with_inputs_of(own, of_checkpoint)
+
+
+def _of_all_ranks(communicator: Communicator, mine: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of all ranks, in rank order; a rank may have none."""
+    found = np.concatenate(mine) if mine else None
+    forms = communicator.allgather_object(None if found is None else (str(found.dtype), list(found.shape[1:])))
+    dtype, shape = next(form for form in forms if form is not None)
+    rows = np.empty((0, *shape), dtype) if found is None else np.ascontiguousarray(found)
+    gathered = communicator.allgather(
+        rows.reshape(len(rows), -1) if rows.size else np.empty((0, int(np.prod(shape))), dtype), "predictions"
+    )
+    return np.asarray(gathered).reshape(-1, *shape)
