@@ -119,7 +119,7 @@ def textbook_seconds(root: Path, scale: Scale, device: torch.device) -> dict[str
 def hvdtrain_seconds(overrides: list[str], target: float) -> dict[str, Any]:
     """The same for a job of hvdtrain, by the job's own clock."""
     with tempfile.TemporaryDirectory() as folder:
-        run("-m", "hvdtrain", *overrides, f"stop.target={target}", "stop.patience=1", f"run={folder}/run")
+        run("-m", "hvdtrain", *overrides, f"stop.target={target}", f"run={folder}/run")
         lines = [json.loads(line) for line in Path(folder, "run", "events.jsonl").read_text().splitlines()]
     last = [line for line in lines if line["kind"] == "epoch"][-1]
     return {

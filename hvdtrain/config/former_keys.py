@@ -21,6 +21,8 @@ def current_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
         length = recorded[key]
         unit = _UNITS[key]
         renamed[key] = {"recipe.warmup": length if unit == "epochs" else f"{length} {unit}"} if length and kind != "none" else {}
+    if recorded.get("stop.patience") is not None and "stop.target_for" not in recorded:  # it counted evaluations at stop.target
+        renamed["stop.patience"] = {"stop.target_for": recorded["stop.patience"]}
     chain = recorded.get("recipe.chain")
     if isinstance(chain, list) and all(isinstance(piece, dict) for piece in chain):
         pieces = [{"length" if name == "epochs" else name: value for name, value in piece.items()} for piece in chain]

@@ -629,7 +629,7 @@ class EvaluateConfig(Section):
 
 
 class StopConfig(Section):
-    """When the job is done: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time or stop.target, whichever is first."""
+    """When the job is done: after `epochs` (or stop.epochs, the same key), stop.steps, stop.time, stop.target or stop.patience."""
 
     section = "stop"
     steps: int | None = Field(
@@ -650,8 +650,17 @@ class StopConfig(Section):
         le=1e30,
         description="value of the task's objective at which the job stops: validation accuracy, with task.name=classification",
     )
-    patience: int = Field(
-        default=1, ge=1, le=10**9, description="stop only after this many consecutive evaluations at the target or better"
+    target_for: int = Field(
+        default=1, ge=1, le=10**9, description="stop only after this many consecutive evaluations at stop.target or better"
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="evaluations in a row without a better value of the task's objective (validation accuracy) after which the job stops",
+    )
+    min_delta: float = Field(
+        default=0.0, ge=0, le=1e30, description="by more than this a value is better than the one that stop.patience counts from"
     )
 
 

@@ -366,6 +366,8 @@ def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
         ("warmup: gradual\n  warmup_epochs: 5.0\n  warmup_steps: 0\n  warmup_tokens: 0", ["recipe.warmup=5"]),
         ("warmup: constant\n  warmup_epochs: 0.0\n  warmup_steps: 500", ["recipe.warmup=500 steps", "recipe.warmup_kind=constant"]),
         ("warmup: none\n  warmup_epochs: 5.0", []),
+        ("warmup: 0\nstop:\n  target: 0.5\n  patience: 3", ["stop.target=0.5", "stop.target_for=3"]),
+        ("warmup: 0\nstop:\n  patience: 3\n  target_for: 2", ["stop.patience=3", "stop.target_for=2"]),
         ("warmup: 2e8 tokens\n  warmup_kind: gradual", ["recipe.warmup=2e8 tokens"]),
         ("chain:\n  - {kind: cosine, epochs: 5.0}\n  - {kind: constant, epochs: null}", ["recipe.chain=[{kind: cosine, length: 5},{}]"]),
     ],

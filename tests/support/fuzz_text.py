@@ -111,7 +111,7 @@ def pair(rng: Generator, sound: float) -> tuple[str, str]:
     choices = re.findall(r"'([\w-]+)'", type_name(field.annotation))
     words = {
         "a whole number": ("1", "7", "0x10", "${epochs}"),
-        "a number": ("0.5", "1e-3", "1", "${stop.patience}"),
+        "a number": ("0.5", "1e-3", "1", "${stop.target_for}"),
         "true or false": ("true", "no"),
         "a text": ("x", "~/x"),
     }

@@ -131,8 +131,8 @@ def test_the_part_is_drawn_by_the_seed_without_repetition() -> None:
     assert np.array_equal(evaluated_samples(61, 61, 1), np.arange(61))
 
 
-def test_patience_counts_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FAST, "epochs=9", "run=r", "evaluate.every_steps=1", "stop.target=0.0", "stop.patience=3"]) == 0
+def test_stop_target_for_counts_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=9", "run=r", "evaluate.every_steps=1", "stop.target=0.0", "stop.target_for=3"]) == 0
     assert "done (stop.target=0 held for 3 evaluations)" in capsys.readouterr().out
     assert [e["step"] for e in events("r", "epoch")] == [1, 2, 3]
 

@@ -31,6 +31,7 @@ from hvdtrain.tasks.classification.build import Classification, without_statisti
 from hvdtrain.training.progress.event_fields import energy_fields, epoch_energy, job_energy
 from hvdtrain.training.progress.targets import after_evaluation
 from hvdtrain.training.progress.train_state import Reached, TrainState, from_json, to_json
+from hvdtrain.training.progress.triggers import stop_reason
 from hvdtrain.training.run_folder import MARKER
 from hvdtrain.training.telemetry.energy import Counter, EnergyCounters, find_counters
 from hvdtrain.training.telemetry.energy_meter import EnergyMeter
@@ -212,7 +213,7 @@ def test_where_lower_is_better_targets_patience_and_the_best_follow() -> None:
         objective = "loss"
 
     task = Lower((8, 8, 1), 10, np.zeros(1), np.ones(1))
-    config = configure(None, ["log.targets=[2.2,2.6]", "stop.target=2.4", "stop.patience=2", "task.name=mine:build"])
+    config = configure(None, ["log.targets=[2.2,2.6]", "stop.target=2.4", "stop.target_for=2", "task.name=mine:build"])
     now = TrainState(Progress(10, 300), objective="loss", better="min")
     found = []
     for epoch, loss in enumerate((3.0, 2.0, 2.5, math.nan), start=1):
@@ -221,6 +222,30 @@ def test_where_lower_is_better_targets_patience_and_the_best_follow() -> None:
         found.append((now.best, now.best_epoch, now.at_target, [one.target for one in reached]))
     assert found == [(3.0, 1, 0, []), (2.0, 2, 1, [2.6, 2.4, 2.2]), (2.0, 2, 0, []), (2.0, 2, 0, [])]
     assert replace(now, last=2.0).rank_of_last < replace(now, last=3.0).rank_of_last
+
+
+@pytest.mark.parametrize(
+    ("better", "min_delta", "values", "in_a_row"),
+    [
+        ("max", 0.0, (0.5, 0.6, 0.6, 0.59, 0.61), (0, 0, 1, 2, 0)),
+        ("max", 0.25, (0.5, 0.625, 0.75, 1.0, 1.125), (0, 1, 2, 0, 1)),  # small steps add up; by just as much is not by more
+        ("min", 0.25, (3.0, 2.75, 2.5, 3.0, math.nan, 2.0), (0, 1, 0, 1, 2, 0)),
+    ],
+)
+def test_patience_counts_evaluations_in_a_row_without_a_better_one(better: Any, min_delta: float, values: Any, in_a_row: Any) -> None:
+    """By hand, as EarlyStopping of Keras and Lightning: only a value that is better by more than min_delta is the next to beat."""
+    config = configure(None, ["stop.patience=2", f"stop.min_delta={min_delta}"])
+    now, found, reasons = TrainState(Progress(10, 300), objective="quality", better=better), [], []
+    for epoch, value in enumerate(values, start=1):
+        now = replace(now, progress=Progress(10, 300, epoch, 10 * epoch)).after_evaluation(value, None, 1.0, min_delta)
+        now = from_json(json.loads(json.dumps(to_json(now))))  # resumed
+        found.append(now.without_better)
+        reasons.append(stop_reason(config, now))
+    assert tuple(found) == in_a_row
+    assert [bool(reason) for reason in reasons] == [count >= 2 for count in in_a_row]
+    assert now.best == (max if better == "max" else min)(value for value in values if not math.isnan(value))
+    if min_delta:
+        assert f"2 evaluations without a better quality than {2.5 if better == 'min' else 0.5:.4f} by more than 0.25" in "".join(reasons)
 
 
 def test_power_is_of_the_time_between_two_readings_of_all_ranks() -> None:
@@ -266,6 +291,8 @@ def test_a_checkpoint_of_an_older_version_is_read() -> None:
         "reached",
         "objective",
         "better",
+        "without_better",
+        "to_beat",
     ):
         del tree[name]
     tree["accuracy"] = tree.pop("last")

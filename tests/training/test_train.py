@@ -100,13 +100,28 @@ def test_warmup_rises_by_step() -> None:
     assert lrs == pytest.approx(expected, rel=1e-12)
 
 
-def test_early_stop_needs_patience_evaluations_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FAST, "epochs=9", "run=out", "stop.target=0.5", "stop.patience=2"]) == 0
+def test_a_job_stops_once_the_target_is_held_for_so_many_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "epochs=9", "run=out", "stop.target=0.5", "stop.target_for=2"]) == 0
     reached = [e["val_accuracy"] >= 0.5 for e in events(Path("out"), "epoch")]
     assert reached[-2:] == [True, True]
     assert len(reached) < 9
     assert not any(a and b for a, b in itertools.pairwise(reached[:-1]))
     assert "done (stop.target=0.5 held for 2 evaluations): validation accuracy 0." in capsys.readouterr().out
+
+
+def test_a_job_stops_without_a_better_evaluation_and_goes_on_with_more_patience(capsys: pytest.CaptureFixture[str]) -> None:
+    """At a rate at which nothing changes, the first evaluation stays the best; the count goes on where a job is resumed."""
+    words = ["model.name=mlp", "model.widths=[4]", "optim.base_lr=1e-20", "run=out", "stop.patience=3"]
+    assert main([*words, "epochs=2"]) == 0
+    assert "done (epochs=2)" in capsys.readouterr().out
+    assert main(["resume=out", "epochs=9"]) == 0
+    said, found = capsys.readouterr().out, events(Path("out"), "epoch")
+    assert [round(e["epochs"]) for e in found] == [1, 2, 3, 4]
+    best = f"{found[0]['val_accuracy']:.4f}"
+    assert f"done (stop.patience=3: 3 evaluations without a better accuracy than {best}): validation accuracy {best}" in said
+    assert "resume=out stop.patience=6\n" in said
+    assert main(["resume=out", "stop.patience=5"]) == 0
+    assert len(events(Path("out"), "epoch")) == 6
 
 
 def test_max_steps_stops_inside_an_epoch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +68,7 @@ def find_resume_point(
         if train_state.views != beginning.views:
             before, now, of = train_state.views, beginning.views, f"view{'s' * (beginning.views > 1)} of each sample"
         notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one and stop.patience begin anew")
-        train_state = dataclasses.replace(train_state, at_target=0, last=math.nan, best=math.nan, best_epoch=0)
+        train_state = train_state.forget_evaluations()
     train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates, views=beginning.views)
     try:
         changed = changes(run, config)

@@ -12,7 +12,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.program import command_line
 from hvdtrain.recipe.clock import total_samples
 from hvdtrain.training.progress.train_state import TrainState
-from hvdtrain.training.progress.triggers import time_is_over
+from hvdtrain.training.progress.triggers import patience_is_over, target_is_held, time_is_over
 
 
 def resume_command(config: Config, run: Path, *arguments: str) -> str:
@@ -35,8 +35,10 @@ def further(config: Config, now: TrainState) -> list[str]:
     arguments = []
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         arguments.append(f"stop.steps={2 * now.progress.step}")
-    if config.stop.target is not None and now.at_target >= config.stop.patience:
+    if target_is_held(config, now):
         arguments.append("stop.target=null")
+    if patience_is_over(config, now):
+        arguments.append(f"stop.patience={2 * now.without_better}")
     if time_is_over(config, now.seconds):
         arguments.append(f"stop.time={2 * math.ceil(now.seconds)}s")
     if config.epochs is not None and (now.progress.samples >= total_samples(config, now.progress.dataset) or not arguments):

@@ -19,7 +19,7 @@ def after_evaluation(
 
     A target that an earlier evaluation was as good as was reached at a time that is not known, before a resume added it: it is left out.
     """
-    after = now.after_evaluation(objective(task).of(val), config.stop.target, seconds)
+    after = now.after_evaluation(objective(task).of(val), config.stop.target, seconds, config.stop.min_delta)
     targets = {target for target in (*config.log.targets, config.stop.target) if target is not None}
     open_targets = targets - {past.target for past in now.reached}
     joules = job_energy(after, energy_kinds)

@@ -63,6 +63,8 @@ class TrainState:
     better: Better = "max"
     at_target: Count = 0  # evaluations in a row, up to now, at the value `target`
     target: Number | None = None
+    without_better: Count = 0  # evaluations in a row, up to now, no better than `to_beat` by more than stop.min_delta
+    to_beat: NumberOrNaN = math.nan  # the last value that was
     last: NumberOrNaN = math.nan  # of the last evaluation
     best: NumberOrNaN = math.nan  # of all evaluations
     best_epoch: Count = 0  # that this evaluation ended or lay in, counted from 1
@@ -109,9 +111,14 @@ class TrainState:
         """Since the last evaluation."""
         return round(self.sums.get("count", 0))  # type: ignore[arg-type]
 
-    def after_evaluation(self, value: float, target: float | None, seconds: float) -> TrainState:
-        """After an evaluation, `seconds` into the job; `value` is of the objective, `target` stop.target."""
+    def forget_evaluations(self) -> TrainState:
+        """Where the next ones cannot be compared with those before."""
+        return replace(self, at_target=0, without_better=0, to_beat=math.nan, last=math.nan, best=math.nan, best_epoch=0)
+
+    def after_evaluation(self, value: float, target: float | None, seconds: float, min_delta: float = 0.0) -> TrainState:
+        """After an evaluation, `seconds` into the job; `value` is of the objective, `target` stop.target, `min_delta` stop.min_delta."""
         improves = is_better(value, self.best, self.better)  # the first one too
+        beats = is_better(value - min_delta if self.better == "max" else value + min_delta, self.to_beat, self.better)
         return replace(
             self,
             seconds=seconds,
@@ -122,6 +129,8 @@ class TrainState:
             sums=zero_sums(name for name in self.sums if name != "count"),
             at_target=self.at_target + 1 if target is not None and reaches(value, target, self.better) else 0,
             target=target,
+            without_better=0 if beats else self.without_better + 1,
+            to_beat=value if beats else self.to_beat,
             last=value,
             best=value if improves else self.best,
             best_epoch=self.epoch + 1 if improves else self.best_epoch,
@@ -148,6 +157,7 @@ _ADDED: dict[str, Any] = {
     "epoch_gpu_j": None,
     "epoch_cpu_j": None,
     "reached": [],
+    "without_better": 0,
 }
 
 
@@ -159,7 +169,7 @@ def to_json(train_state: TrainState) -> dict[str, Any]:
 
 def from_json(tree: dict[str, Any]) -> TrainState:
     """Raises ValueError, LookupError or TypeError where a value is missing, of another type, or out of range."""
-    tree = _ADDED | ({"last": tree["accuracy"]} if "accuracy" in tree else {}) | tree
+    tree = _ADDED | ({"last": tree["accuracy"]} if "accuracy" in tree else {}) | {"to_beat": tree.get("best")} | tree
     tree = _pick(tree, [each.name for each in fields(TrainState)])  # a default is for a new job: a checkpoint has every value
     tree["progress"] = _pick(tree["progress"], [each.name for each in fields(Progress)])
     _pick(tree["sums"], ("loss", "count"))

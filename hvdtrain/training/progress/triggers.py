@@ -49,13 +49,27 @@ def stop_seconds(config: Config) -> float | None:
     return None if config.stop.time is None else parse_duration(config.stop.time, "stop.time")
 
 
+def target_is_held(config: Config, now: TrainState) -> bool:
+    """Whether the last stop.target_for evaluations were at stop.target."""
+    return config.stop.target is not None and now.at_target >= config.stop.target_for
+
+
+def patience_is_over(config: Config, now: TrainState) -> bool:
+    """Whether the last stop.patience evaluations were no better than one before them."""
+    return config.stop.patience is not None and now.without_better >= config.stop.patience
+
+
 def stop_reason(config: Config, now: TrainState) -> str:
     """Why the job is over; empty while it is not. The same on all ranks."""
     target = config.stop.target
     if evaluation_due(config, now):
         return ""
-    if target is not None and now.at_target >= config.stop.patience:
+    if target_is_held(config, now):
         return f"stop.target={target:g} held for {now.at_target} evaluation{'s' * (now.at_target > 1)}"
+    if patience_is_over(config, now):
+        by = f" by more than {config.stop.min_delta:g}" if config.stop.min_delta else ""
+        count = f"{now.without_better} evaluation{'s' * (now.without_better > 1)}"
+        return f"stop.patience={config.stop.patience}: {count} without a better {now.objective} than {now.to_beat:.4f}{by}"
     if config.stop.steps is not None and now.progress.step >= config.stop.steps:
         return f"stop.steps={config.stop.steps}"
     if not now.progress.done:
