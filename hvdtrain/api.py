@@ -65,8 +65,8 @@ class Run:
     def weights(self) -> dict[str, np.ndarray]:
         """Of the newest checkpoint, by the names of the model's state dict: those that training would go on from.
 
-        With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average. Read from
-        `folder` each time. Raises UserError where that has no good checkpoint.
+        With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average; with
+        stop.restore_best those of the last step. Read from `folder` each time. Raises UserError where that has no good checkpoint.
         """
         from hvdtrain.frameworks.state import plain_names
         from hvdtrain.training.checkpoint.resume import newest_good
@@ -92,8 +92,9 @@ def train(
     is raised (UserError: a mistake in what was given); where one of several ranks fails, its error is printed and all ranks end.
 
     The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
-    model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had;
-        its class, a function that makes it (parameters as those of model.name's), its import path; or a pair (init, apply) of JAX
+    model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had
+        (with stop.restore_best the best one); its class, a function that makes it (parameters as those of model.name's), its import
+        path; or a pair (init, apply) of JAX
     train_data, val_data: a dict of arrays, a torch Dataset, and whatever else data.name=package.module:function may give
     loss: (outputs, batch) -> the loss of each sample, (n,), where batch has the fields of the data, and outputs are the model's for
         batch["x"]; or a loss of torch.nn, of outputs and batch["y"]

@@ -427,6 +427,32 @@ def test_the_object_has_the_weights_that_were_reported_and_the_run_those_that_tr
         np.testing.assert_allclose(run.weights[name], expected.detach().numpy(), rtol=1e-12, atol=1e-12)
 
 
+def test_the_object_and_export_have_the_best_weights_where_the_run_restores_them(capfd: pytest.CaptureFixture[str]) -> None:
+    """At a rate that grows 4 times an epoch the last evaluation is far from the best; run.weights are those of the last step."""
+    net, last, val = Net().double(), Net().double(), numbers(40, 1)
+    job = ["stop.restore_best=true", "checkpoint.keep_last=1", "max_steps=null", "epochs=5", "recipe.schedule=exponential"]
+    job += ["recipe.gamma=4", "run=one"]
+    run = train(*job, model=net, val_data=val)
+    assert run.best < 0.5 * run.last
+
+    def loss(model: Net) -> float:
+        return functional.mse_loss(model(torch.tensor(val["x"])), torch.tensor(val["y"])).item()
+
+    assert loss(net) == pytest.approx(run.best, rel=1e-12)
+    assert "weights  of the best evaluation (stop.restore_best): the script's model, export, evaluate," in capfd.readouterr().out
+    for checkpoint, expected in (([], run.best), (["--checkpoint", "newest"], run.last)):
+        assert main(["export", "one", "--to", "one.pt", "--force", *checkpoint]) == 0
+        last.load_state_dict(torch.load("one.pt", weights_only=True))
+        assert loss(last) == pytest.approx(expected, rel=1e-12)
+    assert all(np.array_equal(run.weights[name], p.detach().numpy()) for name, p in last.named_parameters())
+    best, _ = sorted(Path("one/checkpoints").iterdir())
+    (best / "weights.safetensors").write_bytes(b"")
+    train(*job, model=net, val_data=val)  # is over
+    assert loss(net) == pytest.approx(run.last, rel=1e-12)
+    said = f"the checkpoint of the best evaluation ({run.best:.4f} in epoch "
+    assert said in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def after_training(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, float]]]:
     """By rank and strategy, from one start of MPI."""
@@ -442,9 +468,10 @@ def test_every_rank_has_the_object_that_was_reported(strategy: str, after_traini
     """Whole, wherever training had it in parts; run.weights has the same numbers, unless they are averages of those."""
     assert len(after_training) == 2
     for found in (rank[strategy] for rank in after_training):
-        assert found["object"] == pytest.approx(found["reported"], rel=1e-12)
+        assert found["object"] == pytest.approx(found["best" if "best" in strategy else "reported"], rel=1e-12)
         assert found["moved"] > 0.01
-        assert (found["from_raw"] > 0.01) if "averages" in strategy else (found["from_raw"] == 0)
+        assert (found["from_raw"] > 0.01) if {"averages", "best"} & set(strategy.split()) else (found["from_raw"] == 0)
+        assert "best" not in strategy or found["best"] < 0.5 * found["reported"]
 
 
 _ON_RANKS = """

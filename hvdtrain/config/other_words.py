@@ -30,6 +30,7 @@ KEYS = {
     **dict.fromkeys(("steps", "num_steps", "train_steps", "total_steps", "iterations", "iters", "max_iter", "max_iters"), "stop.steps"),
     **dict.fromkeys(("stop", "target_acc", "target_accuracy", "target_loss"), "stop.target"),
     **dict.fromkeys(("early_stopping", "early_stopping_patience", "early_stop_patience", "early_stopping_rounds"), "stop.patience"),
+    **dict.fromkeys(("restore_best_weights", "restore_best", "load_best_model_at_end"), "stop.restore_best"),
     **dict.fromkeys(("early_stopping_threshold", "min_delta"), "stop.min_delta"),
     **dict.fromkeys(("guard", "time_limit", "walltime", "max_hours"), "guard.max_time"),
     **dict.fromkeys(("random_seed", "manual_seed"), "seed"),

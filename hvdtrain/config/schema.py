@@ -662,6 +662,11 @@ class StopConfig(Section):
     min_delta: float = Field(
         default=0.0, ge=0, le=1e30, description="by more than this a value is better than the one that stop.patience counts from"
     )
+    restore_best: bool = Field(
+        default=False,
+        description="keep the checkpoint of the best evaluation: its weights are those of the script's model at the end of the job, and of "
+        "export, evaluate, predict and sample",
+    )
 
 
 class CheckpointConfig(Section):

@@ -163,9 +163,12 @@ def make_saver(
     open_run: OpenFolder,
 ) -> Saver:
     """What writes the checkpoints of a loop that goes on from `now`; limit_bytes, record_config, open_run: as Saver's."""
+    kept = config.checkpoint
+    if config.stop.restore_best:
+        kept = kept.replace(keep_best=max(1, kept.keep_best))
     saver = Saver(
         run,
-        config.checkpoint,
+        kept,
         identity,
         log,
         limit_bytes=limit_bytes,

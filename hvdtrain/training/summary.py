@@ -193,6 +193,9 @@ def _results(job: Job, now: TrainState, memory: dict[str, Any]) -> list[str]:
     lines = []
     if not math.isnan(now.best):
         lines.append(f"best     {now.best:.4f} in epoch {now.best_epoch}, last {now.last:.4f}")
+        if job.config.stop.restore_best:
+            whose = "the script's model, export" if job.config.model.given else "export"
+            lines.append(f"weights  of the best evaluation (stop.restore_best): {whose}, evaluate, predict and sample have these")
     if fields["samples_per_s"]:
         tokens = f"{fields['tokens_per_s']:,.0f} tokens/s, " if fields.get("tokens_per_s") else ""
         lines.append(f"speed    {tokens}{fields['samples_per_s']:,.0f} {unit}/s of training")

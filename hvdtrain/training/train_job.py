@@ -187,6 +187,14 @@ def closing(living: ElasticJob) -> Iterator[None]:
         close_all(living.job, living.job.prefetcher, failed=failed)
 
 
+def load_best(job: Job, now: TrainState) -> None:
+    """Loads the checkpoint of the best evaluation, after the last one was written. Every rank calls it."""
+    best = job.checkpoints.load_best()
+    if job.communicator.rank == 0 and best is not None and best.last != now.best:
+        what = f"the checkpoint of the best evaluation ({now.best:.4f} in epoch {now.best_epoch}) is not there"
+        warn(f"{what}: stop.restore_best takes that of step {best.progress.step}, {best.last:.4f}")
+
+
 def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     """Writes the last checkpoint and the event "end", or "stop" where the job had to stop before its end. Every rank calls it.
 
@@ -197,6 +205,8 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     failure = write_last_checkpoint(job, now, reason, is_over=is_over)
     if job.config.model.given:
         job.heartbeat.beat("giving the script its weights", now.progress.epoch, now.progress.step)
+        if is_over and job.config.stop.restore_best:
+            load_best(job, now)
         job.config.model.given.at_end(job.learner)
     memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if is_over:

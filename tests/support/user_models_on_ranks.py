@@ -20,6 +20,7 @@ BASE = {
     "guard.equal_steps": None,
     "speed.precision": "fp64",
 }
+WORSE = "stop.restore_best=true checkpoint.keep_last=1 epochs=4 recipe.schedule=exponential recipe.gamma=3"  # the longer it trains
 STRATEGIES = {  # name -> words of a job
     "one process's": "",
     "averages": "optim.ema=0.9",
@@ -27,6 +28,8 @@ STRATEGIES = {  # name -> words of a job
     "stage 1": "shard.stage=1",
     "stage 2": "shard.stage=2",
     "stage 3": "shard.stage=3",
+    "best of stage 3": f"shard.stage=3 {WORSE}",
+    "best of stage 1": f"shard.stage=1 optim.ema=0.5 {WORSE}",
     "pipeline": "parallel.pipeline=2",
     "pipeline of adam": "parallel.pipeline=2 optim.name=adam optim.base_lr=0.01 shard.stage=1",
     "tensor": "parallel.tensor=2",
@@ -73,7 +76,7 @@ def after_training(folder: str, engine: str, strategies: list[str]) -> dict[str,
         state, raw = net.state_dict(), {name: torch.from_numpy(array) for name, array in run.weights.items()}
         assert state.keys() == raw.keys(), strategy
         apart = max((state[name] - raw[name]).abs().max().item() for name in state)
-        found[strategy] = {"reported": run.last, "object": loss, "moved": moved, "from_raw": apart}
+        found[strategy] = {"reported": run.last, "best": run.best, "object": loss, "moved": moved, "from_raw": apart}
     return found
 
 

@@ -36,7 +36,8 @@ USAGE = """\
 hvdtrain evaluate RUN [--split val] [--checkpoint newest] [--json [FILE]] [key=value ...]
   RUN            the run folder; the model and the data are those of its config.yaml
   --split        val (default), or train, without augmentation
-  --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
+  --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
+                 stop.restore_best best
   --json         write the result to FILE too, as one JSON object; --json or --json - prints it instead of the lines
   key=value      other data: data.root=DIR, data.name=...; and evaluate.views, batch.evaluate, speed.*, comm.*, shard.stage;
                  optim.ema=null: of a run with optim.ema the weights themselves, not their averages
@@ -51,7 +52,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    parsed = parse("evaluate", USAGE, with_json_value(arguments), {"--split": "val", "--checkpoint": "newest", "--json": None})
+    parsed = parse("evaluate", USAGE, with_json_value(arguments), {"--split": "val", "--checkpoint": "", "--json": None})
     if parsed.options["split"] not in ("train", "val"):
         raise UserError(f"no such part of a data set: {short(parsed.options['split'])}", "--split", "train or val")
     try:

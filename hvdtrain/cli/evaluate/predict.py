@@ -31,7 +31,8 @@ hvdtrain predict RUN --images DIR --to FILE.csv [--checkpoint newest] [--force] 
   RUN            the run folder
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
   --to           the table to write: file, class, and the model's probability of that class (squared_error: its output); - for the screen
-  --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
+  --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
+                 stop.restore_best best
   --force        overwrite FILE if it exists
   key=value      data.size=N to take the centre square of images of other sizes; evaluate.views, batch.evaluate, speed.*,
                  comm.*, shard.stage, optim.ema=null (as in evaluate)
@@ -45,7 +46,7 @@ def predict(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    parsed = parse("predict", USAGE, arguments, {"--images": None, "--to": None, "--checkpoint": "newest"}, ["--force"])
+    parsed = parse("predict", USAGE, arguments, {"--images": None, "--to": None, "--checkpoint": ""}, ["--force"])
     for name in ("images", "to"):
         if parsed.options[name] is None:
             raise UserError(f"--{name} is missing", "command line of predict", USAGE.partition("\n")[0])

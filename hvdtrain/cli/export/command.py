@@ -23,7 +23,8 @@ USAGE = """\
 hvdtrain export RUN --to FILE [--checkpoint newest] [--force]
   RUN            the run folder, which has checkpoints/
   --to           the file to write: model.safetensors, or model.pt for torch.load
-  --checkpoint   newest (default), best (by the task's objective), or the name of one: step-00000120
+  --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
+                 stop.restore_best best
   --force        overwrite FILE if it exists"""
 _WIDTH = 120  # letters of mean and std on the screen
 _SYNTAX = USAGE.partition("\n")[0]
@@ -62,7 +63,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="hvdtrain export", add_help=False, allow_abbrev=False)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")
-    parser.add_argument("--checkpoint", default="newest")
+    parser.add_argument("--checkpoint", default="")
     parser.add_argument("--force", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

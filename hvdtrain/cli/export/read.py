@@ -39,7 +39,9 @@ class Metadata(NamedTuple):
 
 
 def read_checkpoint(run: Path, which: str, *, mapped: bool = False) -> LoadedCheckpoint:
-    """Reads the checkpoint `which` of a run: newest, best, or its name. For newest and best damaged ones are skipped.
+    """Reads the checkpoint `which` of a run: newest, best, or its name; empty: the one whose weights are the result of the run.
+
+    For newest and best damaged ones are skipped.
 
     mapped: its weights alone, where they lie on the disk: then the checkpoint may have more bytes than this machine has memory.
     Raises UserError where there is none, Damaged where the one that is named is damaged.
@@ -47,6 +49,8 @@ def read_checkpoint(run: Path, which: str, *, mapped: bool = False) -> LoadedChe
     folders = files.finished(run)
     if not folders:
         raise UserError(f"no checkpoint in {run}", "RUN", "give the run folder: it has a folder checkpoints/step-...")
+    if not which:
+        which = "best" if _is_set(run, "stop.restore_best") and files.best(folders, 1) else "newest"
     if which == "newest":
         return _first_undamaged(run, reversed(folders), [], mapped)
     if which == "best":
@@ -127,8 +131,13 @@ def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:
 
 def has_averages(run: Path) -> bool:
     """Whether the run has averages of its weights (optim.ema), as far as its config.yaml can be read."""
+    return _is_set(run, "optim.ema")
+
+
+def _is_set(run: Path, key: str) -> bool:
+    """Whether a key of the run is neither null nor false."""
     with contextlib.suppress(UserError):
-        return any(assignment.key == "optim.ema" and assignment.value is not None for assignment in read_run_config(run))
+        return any(assignment.key == key and assignment.value not in (None, False) for assignment in read_run_config(run))
     return False
 
 

@@ -39,7 +39,7 @@ hvdtrain sample RUN [--count 32] [--temperature 1.0] [--png FILE.png] [key=value
   --prompt       text: what each text begins with (default: a line break)
   --length       text: tokens to draw (default 256)
   --seed         of the random numbers (default 1): image i is the same in every batch and on any number of ranks
-  --checkpoint   newest (default), best, or the name of one: step-00000120
+  --checkpoint   newest, best, or the name of one: step-00000120; default: newest, and of a run with stop.restore_best best
   --force        overwrite FILE.png if it exists
   key=value      batch.evaluate: sequences drawn at once by a rank; speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank draws its share, and has its parts of the weights where the run has shard.stage=3 (on comm.engine=mpi or
@@ -51,7 +51,7 @@ _OPTIONS: dict[str, str | None] = {
     "--prompt": None,
     "--length": None,
     "--seed": "1",
-    "--checkpoint": "newest",
+    "--checkpoint": "",
 }
 _MOST = 2**20  # sequences, and tokens of one
 _OF_IMAGES, _OF_TEXT = ("--png", "--prompt-half"), ("--prompt", "--length")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.events.terminal import warn
 from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.resume import newest_good
+from hvdtrain.training.checkpoint.files import Checkpoint
+from hvdtrain.training.checkpoint.resume import best_good, newest_good
 from hvdtrain.training.checkpoint.saver import Saved, Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
@@ -157,17 +158,30 @@ class Checkpoints:
 
         Raises UserError where none is good.
         """
+        now = self._load(newest_good)
+        assert now is not None
+        return now
+
+    def load_best(self) -> TrainState | None:
+        """The same of the checkpoint whose evaluation was best; None where none was evaluated."""
+        return self._load(best_good)
+
+    def _load(self, find: Callable[..., tuple[Checkpoint, Arrays, list[str]] | None]) -> TrainState | None:
         restored: Arrays | None = None
         self._wait_for_the_write_before()
 
-        def read() -> TrainState:
+        def read() -> TrainState | None:
             nonlocal restored
             self.close()
-            found, restored, _ = newest_good(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
-            return found.train_state
+            found = find(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
+            if found is None:
+                return None
+            restored = found[1]
+            return found[0].train_state
 
         now = on_rank_0(self._communicator, read)
-        broadcast_state(self._communicator, self._learner, restored)
+        if now is not None:
+            broadcast_state(self._communicator, self._learner, restored)
         return now
 
     def finish(self, now: TrainState) -> LastWrite:

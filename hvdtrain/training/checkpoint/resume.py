@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,8 +128,19 @@ def newest_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[C
 
     mapped: as read_arrays(). Raises UserError where there is none.
     """
+    return _first_good(run, files.finished(run)[::-1], limit_bytes, mapped)
+
+
+def best_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[Checkpoint, Arrays, list[str]] | None:
+    """The same of the checkpoint that was best in the task's objective when it was evaluated; None where none was evaluated."""
+    folders = files.finished(run)
+    rated = files.best(folders, len(folders))
+    return _first_good(run, rated, limit_bytes, mapped) if rated else None
+
+
+def _first_good(run: Path, folders: Sequence[Path], limit_bytes: int, mapped: bool) -> tuple[Checkpoint, Arrays, list[str]]:
     notes: list[str] = []
-    for folder in reversed(files.finished(run)):
+    for folder in folders:
         try:
             found = files.read_numbers(folder)
             return found, files.read_arrays(folder, limit_bytes, mapped=mapped), notes
