@@ -6,8 +6,7 @@ import argparse
 import base64
 import datetime
 import enum
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,12 +15,14 @@ import numpy as np
 import torch
 
 from hvdtrain.comm.signed.objects import pack, unpack
+from hvdtrain.horovod import class_forms, library_forms, table_forms
 from hvdtrain.horovod.engine.errors import BadCall
 from hvdtrain.horovod.engine.requests import name_of
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, float, str))
-_FIX = "numbers, strings, bytes, None, paths, containers of Python, arrays, tensors; of an object of your own its __dict__ or state_dict()"
-_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, Counter, OrderedDict)}  # of a defaultdict
+_FIX = "numbers, strings, bytes, None, paths, containers, dataclasses, arrays, tensors, tables; of an object of your own its __dict__"
+_FIX_STATE = "its state_dict(), which the others give to load_state_dict() of theirs"
+_FORMS = library_forms.FORMS | table_forms.FORMS
 _TIMES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
 
@@ -56,9 +57,8 @@ class _Set(NamedTuple):
 class _Dict(NamedTuple):
     """A dict of another class than dict, or with keys that are no plain values."""
 
-    kind: str
+    form: list[Any]  # of class_forms.Dict
     items: list[Any]
-    factory: str | None  # of a defaultdict
 
 
 class _Deque(NamedTuple):
@@ -89,6 +89,21 @@ class _Flags(NamedTuple):
     module: str
     name: str
     value: Any
+
+
+class _Dataclass(NamedTuple):
+    """Of a class that the receiver has loaded too."""
+
+    module: str
+    name: str
+    fields: dict[str, Any]
+
+
+class _Form(NamedTuple):
+    """What library_forms and table_forms have."""
+
+    kind: str
+    content: Any
 
 
 class _Range(NamedTuple):
@@ -154,20 +169,18 @@ def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (on
         return _Set(_members(thing, where, place), kind is frozenset)
     if kind is deque:
         return _Deque(_members(thing, where, place), thing.maxlen)
+    if (name := next((name for name, form in _FORMS.items() if form.fits(thing)), None)) is not None:
+        return _Form(name, _plain(_content(_FORMS[name], thing, where, place), where, place))
     if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_quantized:
         return _of_tensor(thing)
-    if kind is np.ndarray and not thing.dtype.hasobject and thing.dtype.names is None:
+    if kind is np.ndarray and not thing.dtype.hasobject:
         return thing
     if isinstance(thing, np.generic) and not thing.dtype.hasobject:
         return _Scalar(np.asarray(thing))
     if isinstance(thing, PurePath):
         return _Path(str(thing), isinstance(thing, Path))
-    if isinstance(thing, enum.Enum):
-        if thing.name not in kind.__members__:  # flags together
-            return _Flags(kind.__module__, kind.__qualname__, _plain(thing.value, where, place))
-        return _Member(kind.__module__, kind.__qualname__, str(thing.name))
-    if isinstance(thing, tuple) and hasattr(kind, "_fields"):
-        return _Fields(kind.__module__, kind.__qualname__, tuple(kind._fields), _members(thing, where, place))
+    if isinstance(thing, enum.Enum) or class_forms.is_named_tuple(thing) or class_forms.is_dataclass(thing):
+        return _of_class(thing, where, place)
     return _plain_value(thing, where, place)
 
 
@@ -189,7 +202,36 @@ def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
     if kind is datetime.timedelta:
         return _Span(thing.days, thing.seconds, thing.microseconds)
     at = f", at object{place}" if place else ""
-    raise BadCall(f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: {thing!r:.100}{at}", where, _FIX)
+    has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    what = f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: {thing!r:.100}{at}"
+    raise BadCall(what, where, _FIX_STATE if has_state else _FIX)
+
+
+def _content(form: library_forms.Form, thing: Any, where: str, place: str) -> Any:
+    try:
+        return form.content(thing)
+    except ValueError as error:
+        raise BadCall(f"{error} is not sent to other ranks, at object{place}", where, _FIX) from None
+
+
+def _of_class(thing: Any, where: str, place: str) -> _Member | _Flags | _Fields | _Dataclass:
+    kind, path = type(thing), class_forms.path_of(type(thing))
+    if isinstance(thing, enum.Enum):
+        if thing.name not in kind.__members__:  # flags together
+            return _Flags(*path, _plain(thing.value, where, place))
+        return _Member(*path, str(thing.name))
+    if class_forms.is_named_tuple(thing):
+        return _Fields(*path, tuple(kind._fields), _members(thing, where, place))
+    try:
+        fields = class_forms.fields_of(thing)
+    except class_forms.Refused as error:
+        raise _refusal(thing, error, where, place, "make them fields; or send its fields: dataclasses.asdict(...)") from None
+    return _Dataclass(*path, {name: _plain(value, where, f"{place}.{name}") for name, value in fields.items()})
+
+
+def _refusal(thing: Any, why: class_forms.Refused, where: str, place: str, fix: str) -> BadCall:
+    kind = type(thing)
+    return BadCall(f"an object of {kind.__module__}.{kind.__qualname__} is not sent to other ranks: it {why}, at object{place}", where, fix)
 
 
 def _members(things: Any, where: str, place: str) -> list[Any]:
@@ -203,12 +245,12 @@ def _of_dict(thing: dict[Any, Any], where: str, place: str) -> Any:
     items = [(_plain(key, where, place), _plain(value, where, f"{place}[{key!r:.40}]")) for key, value in thing.items()]
     if kind is dict and _AS_THEY_ARE.issuperset(map(type, thing)):
         return dict(items)
-    factory = thing.default_factory if isinstance(thing, defaultdict) else None
-    is_known = factory is None or factory in _FACTORIES.values()
-    if kind not in (dict, OrderedDict, Counter, defaultdict) or not is_known:
-        what = f"a dict of {kind.__module__}.{kind.__qualname__}" if is_known else f"a defaultdict of {factory!r}"
-        raise BadCall(f"{what} is not sent to other ranks, at object{place}", where, "dict(...) of it")
-    return _Dict(kind.__name__, [list(item) for item in items], None if factory is None else factory.__name__)
+    try:
+        form = class_forms.dict_of(thing)
+    except class_forms.Refused as error:
+        raise _refusal(thing, error, where, place, "dict(...) of it") from None
+    form = form._replace(attributes={name: _plain(value, where, f"{place}.{name}") for name, value in form.attributes.items()})
+    return _Dict(list(form), [list(item) for item in items])
 
 
 def _of_tensor(tensor: torch.Tensor) -> _Tensor:
@@ -237,11 +279,17 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
         case _Deque():
             return deque((_restored(inner) for inner in thing.members), thing.most)
         case _Fields():
-            return _restored_fields(thing)
+            values = [_restored(value) for value in thing.values]
+            return class_forms.named_tuple(class_forms.Path(thing.module, thing.name), thing.fields, values)
         case _Member():
-            return _loaded(thing.module, thing.name, enum.Enum).__members__[thing.member]
+            return class_forms.member(class_forms.Path(thing.module, thing.name), thing.member)
         case _Flags():
-            return _loaded(thing.module, thing.name, enum.Flag)(thing.value)
+            return class_forms.loaded(class_forms.Path(thing.module, thing.name), enum.Flag)(thing.value)
+        case _Dataclass():
+            fields = {name: _restored(value) for name, value in thing.fields.items()}
+            return class_forms.dataclass(class_forms.Path(thing.module, thing.name), fields)
+        case _Form():
+            return _FORMS[thing.kind].restore(_restored(thing.content))
         case _Range():
             return (range if thing.kind == "range" else slice)(*_restored(thing.bounds))
         case _Path():
@@ -266,24 +314,6 @@ def _restored(thing: Any) -> Any:  # noqa: PLR0911, PLR0912
 
 
 def _restored_dict(thing: _Dict) -> dict[Any, Any]:
-    items = {_restored(key): _restored(value) for key, value in thing.items}
-    if thing.kind == "defaultdict":
-        return defaultdict(None if thing.factory is None else _FACTORIES[thing.factory], items)
-    return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[thing.kind](items)
-
-
-def _restored_fields(thing: _Fields) -> Any:
-    kind: Any = _loaded(thing.module, thing.name, tuple)
-    if tuple(getattr(kind, "_fields", ())) != thing.fields:
-        raise BadCall(f"{thing.module}.{thing.name} has other fields than {thing.fields}", "an object of another rank", _FIX)
-    return tuple.__new__(kind, [_restored(value) for value in thing.values])  # no code of the class runs
-
-
-def _loaded(module: str, name: str, base: type) -> Any:
-    """A class that this process has loaded; nothing is imported for it, which would run code."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise BadCall(f"this rank has not loaded the class {module}.{name}", "an object of another rank", "import it on every rank")
-    return found
+    form = class_forms.Dict(*thing.form)
+    form = form._replace(attributes={name: _restored(value) for name, value in form.attributes.items()})
+    return class_forms.restored_dict(form, [(_restored(key), _restored(value)) for key, value in thing.items])

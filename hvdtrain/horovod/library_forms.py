@@ -1,0 +1,168 @@
+"""Objects of Python's library, NumPy and torch as plainer ones, and back: numbers, arrays, sparse tensors, random generators."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class Form(NamedTuple):
+    """One kind of objects. Contents are of what has a form, or of plain values and containers."""
+
+    fits: Callable[[Any], bool]
+    content: Callable[[Any], Any]
+    restore: Callable[[Any], Any]  # from the content; runs nothing that the sender chooses
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    """Exactly: a class of the user's may have more in it."""
+    return lambda thing: type(thing) is kind
+
+
+def _is_structured(thing: Any) -> bool:
+    """An array or scalar whose numbers have names, without objects in it."""
+    known = type(thing) in (np.ndarray, np.recarray) or isinstance(thing, np.void)
+    return known and thing.dtype.names is not None and not thing.dtype.hasobject
+
+
+def _structured_content(thing: Any) -> list[Any]:
+    array = np.asarray(thing)
+    raw = np.frombuffer(array.tobytes(), np.uint8)
+    kind = "scalar" if isinstance(thing, np.void) else type(thing).__name__
+    return [kind, isinstance(thing, np.record), np.lib.format.dtype_to_descr(array.dtype), list(array.shape), raw]
+
+
+def _structured(content: Any) -> Any:
+    kind, is_record, described, shape, raw = content
+    dtype = np.lib.format.descr_to_dtype(described)
+    array = np.frombuffer(raw.tobytes(), dtype).reshape(shape).copy()
+    if kind == "recarray":
+        return array.view(np.recarray)
+    if is_record:
+        array = array.view(np.dtype((np.record, dtype)))
+    return array[()] if kind == "scalar" else array
+
+
+def _object_array(content: Any) -> np.ndarray:
+    shape, members = content
+    flat = np.empty(len(members), object)
+    for place, member in enumerate(members):
+        flat[place] = member
+    return flat.reshape(shape)
+
+
+def _masked(content: Any) -> Any:
+    data, mask, fill_value, is_hard = content
+    return np.ma.MaskedArray(data, np.ma.nomask if mask is None else mask, fill_value=fill_value, hard_mask=is_hard)
+
+
+def _masked_content(thing: Any) -> list[Any]:
+    mask = None if thing.mask is np.ma.nomask else np.asarray(thing.mask)
+    return [np.asarray(thing.data), mask, thing.fill_value, bool(thing.hardmask)]
+
+
+_BIT_GENERATORS = {
+    kind.__name__: kind for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
+
+
+def _is_generator(thing: Any) -> bool:
+    """Of NumPy, whose spawn() is known too."""
+    if type(thing) is not np.random.Generator:
+        return False
+    bits = thing.bit_generator
+    return type(bits) in _BIT_GENERATORS.values() and type(bits.seed_seq) is np.random.SeedSequence
+
+
+def _generator(content: Any) -> np.random.Generator:
+    state, seeds = content
+    bits = _BIT_GENERATORS[state["bit_generator"]](seeds)
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def _random_state(state: Any) -> np.random.RandomState:
+    found = np.random.RandomState(0)
+    found.set_state(state)
+    return found
+
+
+def _python_random(state: Any) -> random.Random:
+    found = random.Random()
+    found.setstate(state)
+    return found
+
+
+def _torch_generator(content: Any) -> torch.Generator:
+    device, state = content
+    found = torch.Generator(device)
+    found.set_state(state)
+    return found
+
+
+_COMPRESSED = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)}
+
+
+def _is_sparse(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) and (thing.layout == torch.sparse_coo or thing.layout in _COMPRESSED.values())
+
+
+def _sparse_content(tensor: torch.Tensor) -> list[Any]:
+    plain, more = tensor.detach(), [list(tensor.shape), tensor.requires_grad]
+    if tensor.layout == torch.sparse_coo:
+        return ["coo", plain._indices(), plain._values(), plain.is_coalesced(), *more]
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (plain.crow_indices(), plain.col_indices()) if by_rows else (plain.ccol_indices(), plain.row_indices())
+    return [str(tensor.layout), indices, plain.values(), None, *more]
+
+
+def _sparse(content: Any) -> torch.Tensor:
+    """Its indices are checked: no place outside of its memory is ever written to."""
+    layout, indices, values, is_coalesced, shape, requires_grad = content
+    if layout == "coo":
+        found = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=is_coalesced)
+    else:
+        compressed, plain = indices
+        found = torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=_COMPRESSED[layout], check_invariants=True)
+    return found.requires_grad_(requires_grad)
+
+
+def _memory(content: Any) -> memoryview:
+    text_format, shape, is_readonly, raw = content
+    whole = memoryview(raw if is_readonly else bytearray(raw))
+    return whole if text_format == "B" and len(shape) == 1 else whole.cast(text_format, shape)
+
+
+FORMS: dict[str, Form] = {
+    "Decimal": Form(_is(Decimal), str, Decimal),
+    "Fraction": Form(_is(Fraction), lambda thing: [thing.numerator, thing.denominator], lambda content: Fraction(*content)),
+    "UUID": Form(_is(uuid.UUID), lambda thing: thing.hex, uuid.UUID),
+    "mappingproxy": Form(_is(MappingProxyType), dict, MappingProxyType),
+    "memoryview": Form(_is(memoryview), lambda thing: [thing.format, list(thing.shape), thing.readonly, thing.tobytes()], _memory),
+    "Random": Form(_is(random.Random), lambda thing: thing.getstate(), _python_random),
+    "structured array": Form(_is_structured, _structured_content, _structured),
+    "object array": Form(
+        lambda thing: type(thing) is np.ndarray and thing.dtype == object,
+        lambda thing: [list(thing.shape), list(thing.flat)],
+        _object_array,
+    ),
+    "masked array": Form(_is(np.ma.MaskedArray), _masked_content, _masked),
+    "SeedSequence": Form(_is(np.random.SeedSequence), lambda thing: thing.state, lambda state: np.random.SeedSequence(**state)),
+    "Generator": Form(_is_generator, lambda thing: [thing.bit_generator.state, thing.bit_generator.seed_seq], _generator),
+    "RandomState": Form(_is(np.random.RandomState), lambda thing: thing.get_state(legacy=True), _random_state),
+    "torch.Generator": Form(_is(torch.Generator), lambda thing: [thing.device.type, thing.get_state()], _torch_generator),
+    "sparse tensor": Form(_is_sparse, _sparse_content, _sparse),
+    "Parameter": Form(
+        lambda thing: type(thing) is torch.nn.Parameter and thing.layout == torch.strided and not thing.is_quantized,
+        lambda thing: [thing.detach(), thing.requires_grad],
+        lambda content: torch.nn.Parameter(*content),
+    ),
+}
