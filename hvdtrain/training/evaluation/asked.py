@@ -39,7 +39,7 @@ class AskedSource:
         arrays = arrays_in_memory(self.source)
         for name, field in self.fields.items():
             if arrays is not None and field.values and name in arrays:
-                check_numbers(name, arrays[name], field.values, self.where)
+                check_numbers(name, arrays[name], field, self.where)
 
     def __len__(self) -> int:
         return len(self.source)
