@@ -49,18 +49,30 @@ Route = Callable[[str], str | None]  # host -> this host's IPv4 address on the n
 def find_rendezvous(place: Placement, environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
     """At comm.address, else where the launcher's variables say; None under mpirun and mpiexec, where MPI has to bring the address.
 
-    Raises UserError where the address is not HOST:PORT, or the launcher's variables give none.
+    Raises UserError where the address is not HOST:PORT, or the launcher's variables give none; on every rank where it is one that each of
+    several hosts takes for itself.
     """
     if address is not None:
-        return _by_address(address, place, environ)
+        return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
     if place.launcher in TORCH_LAUNCHERS:
-        return _by_torchrun(place, environ)
+        return _on_one_host_only(_by_torchrun(place, environ), place, "MASTER_ADDR")
     if place.launcher == "srun":
         return _by_srun(environ)
     if place.launcher == "horovodrun":
         what = "horovodrun gives its processes no address for a rendezvous of the torchdist engine"
         raise UserError(what, "comm.engine=torchdist", f"comm.engine=horovod; or mpirun, srun or torchrun; or {_FIX_ADDRESS}")
     return None
+
+
+def _on_one_host_only(rendezvous: Rendezvous, place: Placement, where: str) -> Rendezvous:
+    """The rendezvous, unless it is a loopback address of a job on several hosts: only rank 0 would notice, and the others would wait."""
+    is_loopback = rendezvous.host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", rendezvous.host)
+    if is_loopback and place.local_size < place.size:
+        what = f"{rendezvous.host} is another host on each of them, and only {place.local_size} of {place.size} ranks are on this one"
+        raise UserError(
+            what, f"{where}, rank {place.rank} on {socket.gethostname()}", f"{_FIX_ADDRESS}: the network's address of rank 0's host"
+        )
+    return rendezvous
 
 
 def parse_address(text: str, where: str = "comm.address") -> tuple[str, int]:

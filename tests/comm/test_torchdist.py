@@ -100,6 +100,13 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
         (Placement(0, 2, 0, 2, "horovodrun"), {}, None, ["horovodrun gives its processes no address", "comm.engine=horovod"]),
         (TORCHRUN, {}, "n1", ["'n1' is not HOST:PORT", "comm.address=n1:29500"]),
         (TORCHRUN, {}, "n1:70000", ["'n1:70000' is not HOST:PORT"]),
+        (TORCHRUN, {}, "127.0.0.1:29500", ["127.0.0.1 is another host on each of them, and only 2 of 4 ranks", "comm.address, rank 1 on "]),
+        (
+            TORCHRUN,
+            {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            None,
+            ["localhost is another host on each of them", "MASTER_ADDR, rank"],
+        ),
     ],
 )
 def test_no_rendezvous(place: Placement, environ: dict[str, str], address: str | None, words: list[str]) -> None:
