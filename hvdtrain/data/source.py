@@ -200,6 +200,7 @@ class ArraySource:
     classes: int
     where: str = ""  # a path or a name, for messages
     class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user
 
     def __post_init__(self) -> None:
         if self.x.dtype != np.uint8 or self.x.ndim != 4 or 0 in self.x.shape:

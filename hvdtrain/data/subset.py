@@ -151,6 +151,10 @@ class SubsetOfImages:
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(getattr(self.source, "notes", ()))
+
     def labels(self) -> np.ndarray:
         return self.source.labels()[self.indices]
 

@@ -259,7 +259,11 @@ def test_predictions_of_image_files(run: Path, capsys: pytest.CaptureFixture[str
     Path("all/val/0/.hidden.png").write_bytes(b"x")
     Path("all/val/0/notes.txt").write_bytes(b"x")
     assert main(["predict", str(run), "--images", "all/val", "--to", "said.csv", "batch.evaluate=50"]) == 0
-    assert capsys.readouterr().out.endswith("360 images -> said.csv\n")
+    shown = capsys.readouterr()
+    assert shown.out.endswith("360 images -> said.csv\n")
+    assert (
+        "all/val: left out 2 files and folders that are hidden or no image" in shown.err and ": 0/.hidden.png, 0/notes.txt\n" in shown.err
+    )
     rows = predicted(Path("said.csv").read_text())
     assert [row[0] for row in rows] == sorted(str(path.relative_to("all/val")) for path in Path("all/val").glob("*/[0-9]*.png"))
     counts = np.zeros((10, 10), int)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from ranks import HANG_S
 
 from hvdtrain.config.read import configure
@@ -274,6 +274,79 @@ def test_sixteen_bit_images_are_errors(tmp_path: Path) -> None:
     assert "the image has more than 8 bits a channel (mode I" in refusal(tmp_path, channels=1)
 
 
+def test_images_of_every_suffix_and_of_folders_in_a_class_are_taken(tmp_path: Path) -> None:
+    """In the order of torchvision's ImageFolder: folder by folder, sorted by path; files that are left out are named."""
+    fill(tmp_path)
+    names = ["a.tif", "b.TIFF", "c.gif", "d.webp", "e.ppm", "sub/a.png", "sub-2/a.png", "sub/deep/a.bmp"]
+    for number, name in enumerate(names):
+        path = tmp_path / "train" / "bee" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(np.full((6, 5, 3), 10 * number, np.uint8))
+        image.save(path, lossless=True) if path.suffix == ".webp" else image.save(path)
+    frames = [Image.fromarray(np.full((6, 5, 3), value, np.uint8)) for value in (80, 200)]
+    frames[0].save(tmp_path / "train" / "bee" / "f.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "elsewhere").mkdir()
+    save(tmp_path / "elsewhere" / "linked.png", np.full((6, 5, 3), 90, np.uint8))
+    (tmp_path / "train" / "bee" / "to").symlink_to(tmp_path / "elsewhere")
+    found = build(tmp_path)
+    assert isinstance(found, ArraySource) and found.y.tolist() == [0] * 3 + [1] * 11 and found.notes == ()
+    assert found.x[3:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40, 80, colour(4)[0, 0, 0], 50, 60, 70, 90]
+    for name in ("bee/.DS_Store", "bee/sub/Thumbs.db", "loose.png", "ant/._a.png"):
+        (tmp_path / "train" / name).write_bytes(b"nothing")
+    save(tmp_path / "train" / "ant" / ".ipynb_checkpoints" / "a.png", colour(1))
+    (tmp_path / "train" / ".hidden").mkdir()
+    for source in (build(tmp_path), *open_datasets(configure(None, words(tmp_path, "data.val_share=0.3")))[:2]):
+        (line,) = source.notes  # type: ignore[attr-defined]
+        assert line == (
+            f"{tmp_path}/train: left out 6 files and folders that are hidden or no image "
+            "(.jpg .jpeg .png .bmp .webp .tif .tiff .gif .ppm .pgm): .hidden/, loose.png, ant/._a.png, ..."
+        )
+    config = configure(None, words(tmp_path))
+    assert notes(config, open_datasets(config)) == [line]
+    assert len(build(tmp_path)) == 14 and (build(tmp_path).read(np.arange(14))["x"] == found.x).all()
+
+
+def words(root: Path, *more: str) -> list[str]:
+    return ["data.name=folder", f"data.root={root}", f"data.cache={root}/cache", "batch.size=2", *more]
+
+
+def test_a_circle_of_links_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "train" / "bee" / "again").symlink_to(tmp_path / "train")
+    assert (
+        refusal(tmp_path)
+        == f"a circle of links: it leads back to {tmp_path}/train\n  where: {tmp_path}/train/bee/again\n  fix: remove the link"
+    )
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_images_are_turned_as_their_exif_orientation_says(tmp_path: Path, suffix: str) -> None:
+    """As by PIL's own exif_transpose(), whole and with the centre square of large ones; without data.exif they are as they are stored."""
+    for orientation in range(1, 9):
+        height, width = (40, 64) if orientation < 5 else (64, 40)
+        exif = Image.Exif()
+        exif[0x112] = orientation
+        path = tmp_path / "train" / "ant" / f"{orientation}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows, columns = np.mgrid[:height, :width]
+        pixels = np.stack([4 * rows % 256, 3 * columns % 256, rows + columns], 2).astype(np.uint8)
+        Image.fromarray(pixels).save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
+    opened = [Image.open(tmp_path / "train" / "ant" / f"{orientation}.{suffix}") for orientation in range(1, 9)]
+    upright = [ImageOps.exif_transpose(image).convert("RGB") for image in opened]
+    every = np.arange(8)
+    for packed in (True, False):
+        found = folder.build("folder", tmp_path, "train", packed=packed, cache=tmp_path / "cache", exif="apply")
+        assert [image.tobytes() for image in found.read(every)["x"]] == [image.tobytes() for image in upright]
+        sized = folder.build("folder", tmp_path, "train", size=16, packed=packed, cache=tmp_path / "cache", exif="apply")
+        squares = [image.resize((16, 16), Image.Resampling.BILINEAR, (12, 0, 52, 40)) for image in upright]
+        assert [image.tobytes() for image in sized.read(every)["x"]] == [image.tobytes() for image in squares]
+    stored = folder.build("folder", tmp_path, "train", size=40, cache=tmp_path / "cache")
+    boxes = [(12, 0, 52, 40) if image.width > image.height else (0, 12, 40, 52) for image in opened]
+    assert [x.tobytes() for x in stored.read(every)["x"]] == [
+        image.convert("RGB").crop(box).tobytes() for image, box in zip(opened, boxes, strict=True)
+    ]
+
+
 def test_wrong_folders_are_errors(tmp_path: Path) -> None:
     fix = "  fix: data.root=DIR, with images in DIR/train/<class>/"
     assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none does not exist\n  where: data.root\n{fix}")
@@ -288,7 +361,8 @@ def test_wrong_folders_are_errors(tmp_path: Path) -> None:
     assert f"only one of train and val has class wasp\n  where: {tmp_path / 'val'}" in refusal(tmp_path, "val")
     (tmp_path / "train" / "wasp").mkdir()
     output = refusal(tmp_path)
-    assert "no images (.jpg .jpeg .png .bmp .webp) in class wasp" in output and "the images directly in it" in output
+    assert "no images (.jpg .jpeg .png .bmp .webp .tif .tiff .gif .ppm .pgm) in class wasp" in output
+    assert "with images in it or in its folders" in output
     (tmp_path / "train" / "wasp" / "1.png").symlink_to(tmp_path / "nowhere")
     output = refusal(tmp_path)
     assert "cannot list the images: [Errno 2] No such file or directory" in output and "wasp/1.png" in output
@@ -401,7 +475,7 @@ def test_grey_images_in_three_channels_are_named(tmp_path: Path) -> None:
         for name in ("a/1.png", "a/2.png", "b/1.png"):
             save(tmp_path / split / name, colour(len(name))[..., 0])
     words = ["data.name=folder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'cache'}", "batch.size=1"]
-    (line,) = notes(open_datasets(configure(None, words)))
+    (line,) = notes(configure(None, words), open_datasets(configure(None, words)))
     assert line == "grey images: the three channels have the same values; data.channels=1 reads one"
-    assert notes(open_datasets(configure(None, [*words, "data.channels=1"]))) == []
-    assert notes(open_datasets(configure(None, ["data.name=synthetic"]))) == []
+    for others in ([*words, "data.channels=1"], ["data.name=synthetic"]):
+        assert notes(configure(None, others), open_datasets(configure(None, others))) == []

@@ -85,8 +85,10 @@ def test_a_damaged_image_is_the_same_error_and_the_next_read_goes_on() -> None:
     read = np.array([0, 6, 7, 8])
     found = error_of(lambda: processes.read(read))
     assert found == error_of(lambda: threads.read(read))
-    assert found == "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP\n  where: image 7\n" + (
-        "  fix: repair or remove the file"
+    assert (
+        found
+        == "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM\n  where: image 7\n"
+        + ("  fix: repair or remove the file")
     )
     np.testing.assert_array_equal(processes.read(np.array([8, 6]))["x"], np.stack([pixels_of(8), pixels_of(6)]))
 

@@ -269,7 +269,7 @@ def test_an_image_damaged_after_the_start_is_named(tmp_path: Path) -> None:
     victim = tmp_path / "train" / "ant" / "b.bmp"
     source = folder.build("folder", tmp_path, "train", packed=False)
     for content, words in (
-        (b"nothing", "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP"),
+        (b"nothing", "the image cannot be read: UnidentifiedImageError: neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"),
         (None, "the image cannot be read: FileNotFoundError"),
     ):
         victim.write_bytes(content) if content else victim.unlink()

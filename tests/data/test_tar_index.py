@@ -42,6 +42,14 @@ def test_incomplete_samples(tmp_path: Path) -> None:
     assert "the image is a file of 0 bytes" in one_archive(tmp_path, [("2.png", b""), label])
 
 
+def test_a_sample_that_is_there_twice(tmp_path: Path) -> None:
+    output = one_archive(tmp_path, [*sample(2, 0), *sample(3, 1), *sample(2, 1)])
+    assert f"sample 2 is in the archive twice: other members lie between\n  where: {tmp_path / 'train-0.tar'}: 2." in output
+    write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1)])
+    write(tmp_path / "train-1.tar", [*sample(1, 1), *sample(2, 0)])  # archives may count from the same number
+    check(build(tmp_path), [1, 2, 1, 2], [0, 1, 1, 0])
+
+
 def test_a_truncated_archive_wherever_it_is_cut(tmp_path: Path) -> None:
     path = write(tmp_path / "train-0.tar", [*sample(1, 0), *sample(2, 1), *sample(3, 1)])
     content = path.read_bytes()

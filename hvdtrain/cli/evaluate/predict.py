@@ -17,6 +17,7 @@ from hvdtrain.cli.evaluate.results import name_of
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
+from hvdtrain.data.images.find_files import FoundImages, find_images, left_out_note
 from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.errors import DONE, UserError
@@ -61,7 +62,9 @@ def predict(arguments: Sequence[str]) -> int:
 
 def _predict(rank: Rank, parsed: Arguments) -> int:
     config, communicator = rank.config, rank.communicator
-    files = ImageFiles(os.path.expanduser(parsed.options["images"]), find_images(Path(os.path.expanduser(parsed.options["images"]))))
+    folder = os.path.expanduser(parsed.options["images"])
+    images, left_out = list_images(Path(folder))
+    files = ImageFiles(folder, images)
     model = load_model(rank, parsed)
     if not isinstance(model.task, Classification) or not model.task.is_of_images:
         raise UserError(f"predict names the classes of images, and the run has task.name={model.task.name}", "RUN", "evaluate RUN")
@@ -79,29 +82,24 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
         (path, name_of(int(label), config.data.class_names), f"{probability:.6f}")
         for path, (label, probability) in zip(files.paths, best.tolist(), strict=True)
     ]
-    print("\n".join(model.notes), end="\n" * bool(model.notes), file=sys.stderr)
+    notes = [*model.notes, *left_out_note(left_out, folder)]
+    print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
     _write(parsed.options["to"], rows)
     return DONE
 
 
-def find_images(folder: Path) -> list[str]:
-    """The image files in a folder and the folders in it, relative to it, sorted; hidden names are skipped. Raises UserError without any."""
-    found: list[str] = []
-    problems: list[OSError] = []
-    for where, folders, names in os.walk(folder, onerror=problems.append):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.relpath(os.path.join(where, name), folder) for name in names if _is_image(name)]
+def list_images(folder: Path) -> FoundImages:
+    """The image files that training would find in the folder and those in it, sorted by path. Raises UserError without any."""
     if not os.path.lexists(folder):
         raise UserError(f"there is no folder {folder}", "--images", "--images DIR, a folder with image files")
-    if problems:
-        raise UserError(f"cannot list the images: {problems[0].strerror}", str(problems[0].filename), "give a folder that can be read")
-    if not found:
+    try:
+        found = find_images(str(folder))
+    except OSError as error:
+        what = f"cannot list the images: {error.strerror}"
+        raise UserError(what, str(error.filename), "give a folder that can be read") from error
+    if not found.images:
         raise UserError(f"no images ({' '.join(SUFFIXES)})", str(folder), "--images DIR, with image files in it")
-    return sorted(found)
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+    return FoundImages(sorted(found.images), found.left_out)
 
 
 def _source(files: ImageFiles, task: Classification, config: Config) -> ImageSource:
@@ -119,6 +117,7 @@ def _source(files: ImageFiles, task: Classification, config: Config) -> ImageSou
         shape=(task.shape[0], task.shape[1], task.shape[2]),
         crop=crop,
         first=lambda: "the model's training images",
+        upright=config.data.options.get("exif") == "apply",
     )
 
 

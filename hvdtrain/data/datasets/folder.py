@@ -7,13 +7,14 @@ import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hvdtrain.config.read import expand
 from hvdtrain.data.files.default_folders import cache_root, check_folder
 from hvdtrain.data.images.decode import SUFFIXES, check_file, check_image_options, height_and_width, read_file
+from hvdtrain.data.images.find_files import find_images, is_hidden, left_out_note
 from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.data.images.pack import pack
@@ -21,7 +22,7 @@ from hvdtrain.data.source import LabelledImages, Split
 from hvdtrain.errors import UserError, short
 
 _FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "test")}
-ImagesByClass = dict[str, list[str]]  # class -> names of its images, both in sorted order
+ImagesByClass = dict[str, list[str]]  # class -> names of its images in its folder, both in sorted order
 
 
 def build(
@@ -33,10 +34,12 @@ def build(
     channels: int = 3,
     packed: bool = True,
     cache: Path | None = None,
+    exif: Literal["ignore", "apply"] = "ignore",
 ) -> LabelledImages:
-    """Images in <root>/<split>/<class>/*.{jpg,jpeg,png,bmp,webp}; `split` is train, and val, validation or test (the first that exists).
+    """Images in <root>/<split>/<class>/ and folders in it; `split` is train, and val, validation or test (the first that exists).
 
-    Class numbers follow the sorted names of train's folders. The first run decodes every image once and keeps the pixels in array files of
+    Files are jpg, jpeg, png, bmp, webp, tif, tiff, gif, ppm and pgm, of several frames the first; others are named in the header. Class
+    numbers follow the sorted names of train's folders. The first run decodes every image once and keeps the pixels in array files of
     1 GiB; a change of any file's name, size or time makes new ones. Mean and deviation are of all images if one file holds them, else of at
     most 2,000, the same in every run.
 
@@ -44,6 +47,7 @@ def build(
     channels: 3 for colour, 1 for grey
     packed: false: no array files are written, each image is decoded whenever it is read (true or false)
     cache: folder of the array files (none: $XDG_CACHE_HOME/hvdtrain/folders, or ~/.cache/hvdtrain/folders)
+    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as they are stored
 
     Raises UserError without a root, and where images cannot be listed or decoded.
     """
@@ -53,11 +57,11 @@ def build(
     root = expand(root, "data.root")
     try:
         found = _find_images(root, split)
-        key = _key(found, f"{size} {channels}") if packed else ""
+        key = _key(found, f"{size} {channels}{' exif' * (exif == 'apply')}") if packed else ""
     except OSError as error:
         raise UserError(f"cannot list the images: {error}", str(root), "repair or remove what is named") from error
     first = found.first_of_train
-    height, width = (size, size) if size else height_and_width(read_file(first), lambda: first)
+    height, width = (size, size) if size else height_and_width(read_file(first), lambda: first, exif == "apply")
     paths = [f"{label}/{image}" for label, images in found.classes.items() for image in images]
     y = np.repeat(np.arange(len(found.classes)), [len(images) for images in found.classes.values()]).astype(np.int64)
     source = ImageSource(
@@ -68,6 +72,8 @@ def build(
         crop=size is not None,
         first=partial(str, first),
         class_names=tuple(map(short, found.classes)),
+        upright=exif == "apply",
+        notes=left_out_note(found.left_out, str(found.folder)),
     )
     if not packed:
         return source
@@ -81,6 +87,7 @@ class _Found(NamedTuple):
     folder: Path
     classes: ImagesByClass
     first_of_train: str  # the image whose height and width all must have, where no size is set
+    left_out: list[str]  # files and folders in `folder`
 
 
 def check_splits(root: Path | None) -> None:
@@ -102,11 +109,11 @@ def _find_images(root: Path, split: Split) -> _Found:
     """
     folder = _split_folder(root, split)
     train_folder = folder if split == "val" and not (root / "train").is_dir() else _split_folder(root, "train")
-    train = _list_classes(train_folder)
-    classes = train if folder == train_folder else _list_classes(folder)
+    train, left_out = _list_classes(train_folder)
+    classes, left_out = (train, left_out) if folder == train_folder else _list_classes(folder)
     _compare_classes(train, classes, folder)
     label, images = next(iter(train.items()))
-    return _Found(folder, classes, str(train_folder / label / images[0]))
+    return _Found(folder, classes, str(train_folder / label / images[0]), left_out)
 
 
 def _compare_classes(train: Collection[str], classes: Collection[str], folder: Path) -> None:
@@ -130,23 +137,22 @@ def _split_folder(root: Path, split: Split) -> Path:
 
 def _class_names(folder: Path) -> list[str]:
     """The names of the class folders, sorted; hidden ones are skipped."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not is_hidden(entry.name))
 
 
-def _list_classes(folder: Path) -> ImagesByClass:
-    """The image files of each class. Raises UserError where a class has none."""
-    classes = {name: _list_images(folder / name) for name in _class_names(folder)}
+def _list_classes(folder: Path) -> tuple[ImagesByClass, list[str]]:
+    """The image files of each class, and what else is there. Raises UserError where a class has none."""
+    found = {name: find_images(str(folder / name)) for name in _class_names(folder)}
+    classes = {name: images for name, (images, _) in found.items()}
+    left_out = sorted(f"{entry.name}{'/' * entry.is_dir()}" for entry in os.scandir(folder) if entry.name not in found)
+    left_out += [f"{name}/{file}" for name, (_, files) in found.items() for file in files]
     empty = [name for name, files in classes.items() if not files]
     if empty or not classes:
         what = "no class folders"
         if empty:
             what = f"no images ({' '.join(SUFFIXES)}) in class {', '.join(map(short, empty))}"
-        raise UserError(what, str(folder), "one folder for each class, the images directly in it")
-    return classes
-
-
-def _list_images(folder: Path) -> list[str]:
-    return [name for name in sorted(os.listdir(folder)) if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+        raise UserError(what, str(folder), "one folder for each class, with images in it or in its folders")
+    return classes, left_out
 
 
 def _key(found: _Found, options: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ def build(
     classes: int | None = None,
     packed: bool = False,
     cache: Path | None = None,
+    exif: Literal["ignore", "apply"] = "ignore",
 ) -> LabelledImages:
     """Samples KEY.jpg (jpeg, png, webp) with KEY.cls, in <root>/<split>/*.tar or <root>/<split>-*.tar, `split` as for image folders.
 
@@ -50,6 +51,7 @@ def build(
     classes: number of classes (none: train's largest label plus 1; without train that of the split, to evaluate a model with it)
     packed: true: decode every image once, into array files, as data.name=folder does (true or false)
     cache: folder of the index and the array files (none: $XDG_CACHE_HOME/hvdtrain/webdataset, or ~/.cache/hvdtrain/webdataset)
+    exif: apply: images are turned as the EXIF orientation in the file says; ignore: pixels are as they are stored
 
     Raises UserError without a root, and where an archive is damaged.
     """
@@ -66,7 +68,7 @@ def build(
     classes = classes or int(train.labels.max()) + 1
     _check_labels(archives, classes)
     first = partial(train.name, 0)
-    height, width = (size, size) if size else height_and_width(train.content(0), first)
+    height, width = (size, size) if size else height_and_width(train.content(0), first, exif == "apply")
     source = ImageSource(
         encoded=archives,
         y=archives.labels,
@@ -74,10 +76,11 @@ def build(
         shape=(height, width, channels),
         crop=size is not None,
         first=first,
+        upright=exif == "apply",
     )
     if not packed:
         return source
-    key = hashlib.blake2b(f"{archives.key} {size} {channels}".encode(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(f"{archives.key} {size} {channels}{' exif' * (exif == 'apply')}".encode(), digest_size=12).hexdigest()
     return pack(source, cache / key)
 
 

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 Name = Callable[[], str]  # the name of an image in messages: called only for an error, since an archive is searched for it
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB"}
 _MOST_SIDE = 2**13  # pixels, of data.size
-_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # by content, whatever the suffix: some formats of PIL start other programs
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")  # by content, whatever the suffix: some formats of PIL start other programs
+_MOST_BEFORE_EXIF = 2**18  # bytes of a JPEG file: its segments have at most 64 KiB each
 MOST_BYTES = 2**27  # of an image file
 _MOST_PIXELS = 2**26  # ImageNet's largest image has 61 million
+_ORIENTATION = 0x112  # the tag of EXIF
 _MOST_SCANS = 100  # of a JPEG file and its thumbnail. Encoders write 10; each is a pass over all pixels: 400 kB of scans take 80 s
 
 
@@ -107,37 +109,72 @@ def centre_square(height: int, width: int) -> Box:
 class Undecoded:
     """An image file of which only the header has been read. Raises UserError where that is damaged, or decoding would cost too much."""
 
-    def __init__(self, content: bytes, name: Name) -> None:
+    def __init__(self, content: bytes, name: Name, upright: bool = False) -> None:
+        """upright: the image is turned as its EXIF orientation says, before all else."""
         self.name = name
         self._content = content
         self._jpeg = _usual_jpeg(content)
         self._image = None if self._jpeg else _open(content, name)
         header = self._jpeg or self._image
         assert header is not None
-        self.height, self.width = header.height, header.width
+        self._stored = header.height, header.width
+        self._orientation = self._read_orientation() if upright else 1
+        self.height, self.width = self._stored if self._orientation < 5 else self._stored[::-1]
 
     def pixels(self, shape: tuple[int, ...], box: Box | None) -> bytes:
         """uint8 of `shape`, (H, W, C), row by row: the box, resized with antialiasing; without a box the whole image, which is H x W.
 
         Safe to call from several threads; PIL releases the interpreter lock. Raises UserError where the image is damaged.
         """
-        with _pixel_budget.reserve(self.height * self.width):
+        with _pixel_budget.reserve(self.height * self.width * (1 if self._orientation == 1 else 2)):
             if self._jpeg is not None:
                 scale = coarsest_scale((box.height, box.width), shape[:2]) if box is not None and box.may_be_coarse else 1
                 with suppress(ValueError):  # it is damaged: PIL.Image.open() says how
-                    return _resized(decode_jpeg(self._content, self._jpeg, scale), shape, box, scale)
+                    return _resized(_turned(decode_jpeg(self._content, self._jpeg, scale), self._orientation), shape, box, scale)
             image = self._image or _open(self._content, self.name)
-            if image.mode.startswith("I"):
+            if image.mode[0] in "IF":
                 what = f"the image has more than 8 bits a channel (mode {image.mode})"
                 raise UserError(what, self.name(), "convert it to 8 bits a channel")
             with _named_errors(self.name):
-                return _resized(image, shape, box, 1)
+                return _resized(_turned(image, self._orientation), shape, box, 1)
+
+    def _read_orientation(self) -> int:
+        """1, upright, to 8; PIL turns TIFF files itself."""
+        image = self._image
+        if image is None:
+            if b"Exif" not in self._content[:_MOST_BEFORE_EXIF]:
+                return 1
+            image = _open(self._content, self.name)
+        if image.format == "TIFF":
+            return 1
+        with _named_errors(self.name):
+            found = image.getexif().get(_ORIENTATION, 1)
+        return found if found in range(1, 9) else 1
 
 
-def height_and_width(content: bytes, name: Name) -> tuple[int, int]:
+def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple[int, int]:
     """Of an image, from its header alone. Raises UserError."""
-    image = Undecoded(content, name)
+    image = Undecoded(content, name, upright)
     return image.height, image.width
+
+
+def _turned(image: Image, orientation: int) -> Image:
+    """The image upright; EXIF's orientation says which row and column of the scene are the first of the file."""
+    from PIL.Image import Transpose
+
+    if orientation == 1:
+        return image
+    return image.transpose(
+        {
+            2: Transpose.FLIP_LEFT_RIGHT,
+            3: Transpose.ROTATE_180,
+            4: Transpose.FLIP_TOP_BOTTOM,
+            5: Transpose.TRANSPOSE,
+            6: Transpose.ROTATE_270,
+            7: Transpose.TRANSVERSE,
+            8: Transpose.ROTATE_90,
+        }[orientation]
+    )
 
 
 def _resized(image: Image, shape: tuple[int, ...], box: Box | None, scale: int) -> bytes:
@@ -188,7 +225,7 @@ def _named_errors(name: Name) -> Iterator[None]:
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
         raise _too_large(name(), str(error)) from error
     except PIL.UnidentifiedImageError as error:  # its own message holds a memory address, which differs between ranks
-        raise _unreadable(type(error)("neither JPEG nor PNG, BMP, WebP"), name()) from error
+        raise _unreadable(type(error)("neither JPEG nor PNG, BMP, WebP, TIFF, GIF, PPM"), name()) from error
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise _unreadable(error, name()) from error
 
@@ -202,6 +239,8 @@ def _check_cost(image: ImageFile, content: bytes, name: Name) -> None:
         raise UserError(f"the image has {scans} scans, at most {_MOST_SCANS}", name(), "save it again with another program")
     if image.tile and image.tile[0][0] == "bmp_rle":  # PIL decodes it byte by byte: 10 s for 7 kB
         raise UserError("the image is a BMP file with run-length encoding", name(), "convert it to PNG")
+    if image.tile and image.tile[0][0] == "ppm_plain":  # the same of numbers as text
+        raise UserError("the image is a PPM file of decimal numbers", name(), "convert it to PNG")
 
 
 def _too_large(name: str, what: str) -> UserError:

@@ -54,6 +54,7 @@ class ImageReader:
     crop: bool  # take the centre square; else every image must have the size of `first`
     first: Name  # the image that `shape` was read from
     smallest_box: float  # of a random resized crop, its share of the image
+    upright: bool = False  # data.exif=apply
     defined_at: str = __name__
 
     @property
@@ -81,7 +82,7 @@ class ImageReader:
         size = 0
         for place, index in enumerate(indices):
             content = self.encoded.content(index)
-            images.append(Undecoded(content, partial(self.encoded.name, index)))
+            images.append(Undecoded(content, partial(self.encoded.name, index), self.upright))
             size += len(content)
             if len(images) == _GROUP or size > _GROUP_BYTES or place == len(indices) - 1:
                 yield place + 1 - len(images), images
@@ -126,6 +127,8 @@ class ImageSource:
     class_names: tuple[str, ...] = ()
     workers: WorkerPool | None = None
     smallest_box: float = 0.0  # augment.resized_crop: reading for training takes a random box of each image; 0: as for evaluation
+    upright: bool = False  # images are turned as their EXIF orientation says
+    notes: tuple[str, ...] = ()  # for the user
     small_images_lock: Lock = field(default_factory=Lock)
 
     @property
@@ -163,7 +166,7 @@ class ImageSource:
 
     @property
     def reader(self) -> ImageReader:
-        return ImageReader(self.encoded, self.shape, self.crop, self.first, self.smallest_box)
+        return ImageReader(self.encoded, self.shape, self.crop, self.first, self.smallest_box, self.upright)
 
     def read_by(self, workers: int) -> ImageSource:
         """The same images, decoded in so many processes of their own."""

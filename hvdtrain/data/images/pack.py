@@ -59,8 +59,8 @@ def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, wor
         shards.append(_Shard(folder / name, start, (min(rows, len(images) - start), *shape), is_only=count == 1))
     arrays = _load_or_decode(images, shards, folder, worth_workers)
     if count == 1:
-        return ArraySource(arrays[0].images, images.y, images.classes, images.encoded.where, images.class_names)
-    return PackedSource(tuple(arrays), images.y, images.classes, shape, images.class_names)
+        return ArraySource(arrays[0].images, images.y, images.classes, images.encoded.where, images.class_names, images.notes)
+    return PackedSource(tuple(arrays), images.y, images.classes, shape, images.class_names, images.notes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,7 @@ class PackedSource:
     classes: int
     shape: tuple[int, int, int]
     class_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user
 
     @property
     def fields(self) -> dict[str, Field]:

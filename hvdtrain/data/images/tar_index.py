@@ -44,14 +44,21 @@ class _Member(NamedTuple):
 def index_samples(path: Path) -> list[SampleLocation]:
     """Every sample of the archive, in order: adjacent members KEY.jpg (jpeg, png, webp) and KEY.cls; other members of a KEY are skipped.
 
-    Raises UserError for an incomplete sample, a label that is no class, and a damaged or compressed archive.
+    Raises UserError for an incomplete sample, one that is there twice, a label that is no class, and a damaged or compressed archive.
     """
     found = []
+    keys: set[str] = set()
     with _opened(path) as file:
         named = (member for info in _members(path, file) if (member := _split_name(info)))
         for key, group in groupby(named, lambda member: member.key):
             members = [member for member in group if member.suffix == _LABEL_SUFFIX or member.suffix in _IMAGE_SUFFIXES]
             if members:
+                if key in keys:
+                    what = f"sample {short(key)} is in the archive twice: other members lie between"
+                    raise UserError(
+                        what, f"{path}: {short(members[0].info.name)}", f"one name for each sample, its files side by side: {_REWRITE_FIX}"
+                    )
+                keys.add(key)
                 found.append(_sample(path, file, key, members))
     return found
 
