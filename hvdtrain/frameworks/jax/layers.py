@@ -22,6 +22,15 @@ def as_it_is(number: int, block: Block) -> Block:
     return block
 
 
+OTHER_NUMBERS = "first weights are drawn by JAX: other numbers than framework=torch draws with the same seed, in the same bounds"
+
+
+def with_notes(init: Init, *notes: str) -> Init:
+    """The function that makes a model's parameters, with lines for the header of a job."""
+    init.notes = notes  # type: ignore[attr-defined]
+    return init
+
+
 def start(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> Params:
     """Layer -> shape of its weights, (outputs, inputs, ...). Weights and biases are uniform within 1 / sqrt(fan in), as torch starts them.
 

@@ -41,6 +41,7 @@ class JaxLearner:
         self.task, self.communicator, self.target = task, communicator, target
         self.data = communicator
         self.model = model._replace(start=[])  # whose memory is free after the first step
+        self.notes = model.notes  # lines for the header
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before
         self.largest = largest_micro_batch(config.batch.size, micro, communicator.size)
         self.stopwatch: Stopwatch = HostStopwatch()

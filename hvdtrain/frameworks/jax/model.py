@@ -43,6 +43,7 @@ class Model(NamedTuple):
     start: list[np.ndarray]
     structure: Any  # of the user's own tree of parameters
     apply: Callable[[Any, jax.Array], jax.Array]
+    notes: tuple[str, ...] = ()  # lines for the header
 
     def outputs(self, weights: list[jax.Array], x: jax.Array) -> jax.Array:
         """x (n, ...), as the task prepares it -> (n, ...)"""
@@ -66,7 +67,7 @@ def build_model(config: Config, task: Task, target: Target) -> Model:
         paths, structure = jax.tree_util.tree_flatten_with_path(init(key_of(key_data(fold(config.seed)))))
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
         _check_parameters(name, names, [array for _, array in paths], where)
-        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, apply)
+        model = Model(name, names, [np.array(array, target.dtype) for _, array in paths], structure, apply, getattr(init, "notes", ()))
         _check_outputs(model, config, task, target)
     return model
 

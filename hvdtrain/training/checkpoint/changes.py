@@ -85,6 +85,32 @@ def refuse_another_optimizer(found: list[Change], config: Config, run: Path) -> 
             raise UserError(what, str(run), f"{key}={before}; or run=ANOTHER resume=no for a new job")
 
 
+def refuse_another_model(found: list[Change], config: Config, run: Path) -> None:
+    """Raises UserError where an option of the model, as convnet's norm, has another default in the framework that the run had before."""
+    changed, name = {change.key: change for change in found}, config.model.name
+    if "framework" not in changed or is_dotted(name):
+        return
+    former = changed["framework"].before
+    before, now = (_defaults_of(name, framework, config) for framework in (former, config.framework))
+    for option in sorted(option for option in before.keys() & now.keys() if before[option] != now[option]):
+        key, value = f"model.{option}", config.model.options.get(option, now[option])
+        known = changed[key].before if key in changed else config.model.options.get(option)
+        trained = before[option] if known is None else known
+        if trained != value:
+            what = f"the checkpoint was made with {key}={json.dumps(trained)}, and framework={config.framework} has {json.dumps(value)}"
+            fix = f"framework={former}; or run=ANOTHER resume=no for a new job, with {key} set: defaults differ"
+            raise UserError(what, str(run), fix)
+
+
+def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
+    """The options of a model in a framework, with their defaults."""
+    folder = plugins.folder_of("model", framework)
+    if name not in plugins.files(folder):
+        return {}
+    fields = options.options_of(plugins.find(folder, name, config.where("model.name"))).model_fields
+    return {option: field.default for option, field in fields.items()}
+
+
 def _default_form(config: Config) -> Any:
     """Of the job's optimizer, where it has forms."""
     if is_dotted(config.optim.name):

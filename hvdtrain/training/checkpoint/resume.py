@@ -17,7 +17,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.state import Shapes, check_fit
 from hvdtrain.training.checkpoint import files
-from hvdtrain.training.checkpoint.changes import Change, changes, flat, refuse_another_job, refuse_another_optimizer
+from hvdtrain.training.checkpoint.changes import Change, changes, flat, refuse_another_job, refuse_another_model, refuse_another_optimizer
 from hvdtrain.training.checkpoint.files import Checkpoint, Damaged, Identity
 from hvdtrain.training.checkpoint.resume_command import further, resume_command
 from hvdtrain.training.progress.train_state import TrainState
@@ -75,6 +75,7 @@ def find_resume_point(
     except UserError as error:
         return ResumePoint(run, train_state, [*notes, f"changed keys are unknown: {error.what}"], None), arrays
     refuse_another_optimizer(changed, config, run)
+    refuse_another_model(changed, config, run)
     misfit = "" if shapes is None else _misfit(config, shapes, {name: array.shape for name, array in arrays.items()})
     refuse_another_job(changed, config, run, train_state, misfit)
     _refuse_copy(config, run, train_state)

@@ -8,16 +8,24 @@ import itertools
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import Apply, Init, Params, Wrap, as_it_is, convolve, dense, start
+from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Apply, Init, Params, Wrap, as_it_is, convolve, dense, start, with_notes
+
+_NO_NORM = "convnet has no batch norm in JAX (model.norm=false); framework=torch has one after each convolution, unless model.norm=false"
 
 
-def build(name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64)) -> tuple[Init, Apply]:
+def build(
+    name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple[int, ...] = (16, 32, 64), norm: bool = False
+) -> tuple[Init, Apply]:
     """3x3 convolutions with a bias that halve the image, each with ReLU; the mean over what is left of it; logits.
 
     widths: channels of each convolution
+    norm: false: no batch norm, as framework=torch with model.norm=false; JAX has no other
 
-    Raises UserError for widths below 1.
+    Raises UserError for widths below 1, and for norms.
     """
+    if norm:
+        fix = "model.norm=false, with which framework=torch has the same network; or framework=torch"
+        raise UserError("framework=jax has no batch norm, which model.norm=true asks for", "model.norm", fix)
     if min(widths, default=0) < 1:
         raise UserError(f"widths {widths} make no convolutions", "model.widths", "one width of 1 or more for each convolution")
     layers = [f"conv{i}" for i in range(1, len(widths) + 1)]
@@ -34,7 +42,7 @@ def build(name: str, shape: tuple[int, int, int], outputs: int, *, widths: tuple
             x = wrap(number, functools.partial(_convolution, layer))(params, x)  # (n, ceil(H / 2), ceil(W / 2), width)
         return dense(params, "fc", x.mean((1, 2)))
 
-    return init, apply
+    return with_notes(init, _NO_NORM, OTHER_NUMBERS), apply
 
 
 def _convolution(layer: str, params: Params, x: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import math
 import jax
 
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.jax.layers import Apply, Init, Params, Wrap, as_it_is, dense, flatten, start
+from hvdtrain.frameworks.jax.layers import OTHER_NUMBERS, Apply, Init, Params, Wrap, as_it_is, dense, flatten, start, with_notes
 
 
 def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int, ...] = (128,)) -> tuple[Init, Apply]:
@@ -36,7 +36,7 @@ def build(name: str, shape: tuple[int, ...], outputs: int, *, widths: tuple[int,
             x = wrap(number, functools.partial(_hidden, layer))(params, x)
         return dense(params, "head", x)
 
-    return init, apply
+    return with_notes(init, OTHER_NUMBERS), apply
 
 
 def _hidden(layer: str, params: Params, x: jax.Array) -> jax.Array:
