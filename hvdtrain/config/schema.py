@@ -209,11 +209,12 @@ class OptimConfig(OpenSection):
         lt=1,
         description="momentum, or the first beta of Adam-like optimizers; default: the optimizer's own, 0.9 or 0.95 for novograd and muon",
     )
-    weight_decay: float = Field(
-        default=0.0,
+    weight_decay: float | None = Field(
+        default=None,
         ge=0,
         le=1e6,
-        description="weight decay: weight_decay x weight is added to the gradient, or as the optimizer defines it",
+        description="weight decay: weight_decay x weight is added to the gradient, or as the optimizer defines it; default: 0, or that of "
+        "the class, for all parameters, where optim.name is an import path",
     )
     exclude: Literal["norms_and_biases", "none"] = Field(
         default="norms_and_biases",
@@ -244,6 +245,19 @@ class OptimConfig(OpenSection):
         le=1e30,
         description="clamp each element of the mean gradient to [-clip_value, clip_value], before clip_norm",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_decay(cls, tree: Any) -> Any:
+        """None where a class of the user's may have its own."""
+        if not isinstance(tree, dict) or tree.get("weight_decay") is not None or "." in str(tree.get("name", "")):
+            return tree
+        return tree | {"weight_decay": 0.0}
+
+    @property
+    def decay(self) -> float:
+        """What hvdtrain tells the optimizer: 0 where weight_decay is not set, and a class keeps its own."""
+        return self.weight_decay or 0.0
 
 
 Schedule = Literal["constant", "steps", "cosine", "linear", "polynomial", "exponential"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from hvdtrain.config import plugins
@@ -77,3 +78,15 @@ def momentum(config: Config) -> float:
     if config.optim.momentum is not None or plugins.is_dotted(config.optim.name):
         return config.optim.momentum or 0.0
     return build_rule(config).momentum
+
+
+def decay(config: Config) -> float | None:
+    """optim.weight_decay, or where it is not set the default of a class of torch.optim; None where the class has no decay."""
+    if config.optim.weight_decay is not None:
+        return config.optim.weight_decay
+    constructor = plugins.load_dotted(config.optim.name, config.where("optim.name"))
+    try:
+        found = inspect.signature(constructor).parameters["weight_decay"].default
+    except (TypeError, ValueError, KeyError):
+        return None
+    return float(found) if isinstance(found, int | float) else None

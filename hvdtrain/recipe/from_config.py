@@ -32,7 +32,7 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         lr=schedule,
         batch=growth,
         momentum=momentum,
-        weight_decay=config.optim.weight_decay,
+        weight_decay=config.optim.decay,
         epochs=end,
         lr_follows_batch="linear" if config.recipe.growth == "decays" else config.recipe.scale,
         base_batch=base_batch(config),

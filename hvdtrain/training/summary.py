@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config, ServersConfig
 from hvdtrain.core.metrics import Metric
 from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.data.sampler import share_bounds
 from hvdtrain.errors import DONE, REQUEUE, short
 from hvdtrain.events import redaction
+from hvdtrain.frameworks.build_rule import decay
 from hvdtrain.frameworks.learner import Gpu
 from hvdtrain.recipe.summary import averages_summary, batch_summary, lr_summary, noise_summary
 from hvdtrain.tasks.task import Task, samples_of
@@ -116,6 +118,7 @@ def header(job: Job, start: Start, engine_reason: str) -> list[str]:
         lines.append(f"        {averages}")
     if noise := noise_summary(config):
         lines.append(f"        {noise}")
+    lines += _decay_of_class(config)
     if config.optim.ema is not None:
         lines.append(f"        evaluations of averaged weights, optim.ema={config.optim.ema:g}")
     if config.norm.kind != "batch":
@@ -262,6 +265,17 @@ def _share(count: int, size: int) -> str:
     (first, first_end), (last, last_end) = share_bounds(count, 0, size), share_bounds(count, size - 1, size)
     smallest, largest = sorted((first_end - first, last_end - last))
     return f"{largest:,}" if largest == smallest else f"{smallest:,} or {largest:,}"
+
+
+def _decay_of_class(config: Config) -> list[str]:
+    """The weight decay of a class of torch.optim, whose default is another for each."""
+    found = decay(config) if plugins.is_dotted(config.optim.name) else None
+    if found is None:
+        return []
+    if config.optim.weight_decay is None:
+        return [f"        weight decay {found:g} of all parameters, the default of {config.optim.name}"]
+    but = " but for norms and biases" if found and config.optim.exclude == "norms_and_biases" else ""
+    return [f"        weight decay {found:g}{but}, optim.weight_decay"]
 
 
 def _norm_summary(config: Config, samples: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import ranks
 import torch
 from ranks import needs_horovod, needs_mpirun
+from safetensors.numpy import load_file
 from test_rule_optimizer import SHAPES, assert_equal, named, parameters, set_gradients, walk
 from torch.nn import Parameter
 
@@ -67,14 +69,39 @@ def test_which_numbers_follow_the_recipe() -> None:
         set_hyper(optimizer, h)
         return optimizer.param_groups
 
-    weights, biases = groups(torch.optim.RMSprop)
+    assert [group["weight_decay"] for group in groups(torch.optim.AdamW)] == [0.01, 0.01]  # torch's own, of biases too
+    assert [group["weight_decay"] for group in groups(torch.optim.AdamW, "optim.weight_decay=0")] == [0.02, 0.0]
+    weights, biases = groups(torch.optim.RMSprop, "optim.weight_decay=0.1")
     assert (weights["lr"], weights["momentum"], weights["weight_decay"], biases["weight_decay"]) == (0.3, 0, 0.02, 0.0)
     assert groups(torch.optim.RMSprop, "optim.momentum=0.5")[1]["momentum"] == 0.7
     assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]")[0]["betas"] == (0.8, 0.99)
     assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]", "optim.momentum=0.5")[0]["betas"] == (0.7, 0.99)
     assert groups(Counting)[0]["lr"] == 0.3 and "weight_decay" not in groups(Counting)[0]
-    (together,) = groups(torch.optim.AdamW, "optim.exclude=none")
+    (together,) = groups(torch.optim.AdamW, "optim.exclude=none", "optim.weight_decay=0.1")
     assert len(together["params"]) == 4 and together["weight_decay"] == 0.02
+
+
+def test_a_job_with_a_class_decays_as_the_class_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "model.name=linear",
+        "optim.name=torch.optim.AdamW",
+        "optim.base_lr=0.5",
+        "stop.steps=3",
+        "batch.size=1437",
+        "log.every_steps=1",
+    ]
+    words += ["speed.precision=fp64", "checkpoint.every_steps=1"]
+    assert main([*words, "run=own"]) == 0 and main([*words, "run=set", "optim.weight_decay=0.01", "optim.exclude=none"]) == 0
+    own, given = (load_file(f"{run}/checkpoints/step-00000003/weights.safetensors") for run in ("own", "set"))
+    out = capsys.readouterr().out
+    assert "        weight decay 0.01 of all parameters, the default of torch.optim.AdamW\n" in out
+    assert "        weight decay 0.01, optim.weight_decay\n" in out
+    assert own.keys() == given.keys() and all((own[name] == given[name]).all() for name in own)
+    assert main([*words, "run=none", "optim.weight_decay=0"]) == 0
+    assert any((own[name] != array).any() for name, array in load_file("none/checkpoints/step-00000003/weights.safetensors").items())
 
 
 class NoRate(torch.optim.Optimizer):
@@ -126,7 +153,8 @@ def test_the_classes_of_torch_optim_that_optim_name_takes() -> None:
 def test_momentum_reaches_a_constructor_that_asks_for_it() -> None:
     """SGD takes nesterov with a momentum only."""
     ours, theirs = parameters(*SHAPES), parameters(*SHAPES)
-    walk(user(torch.optim.SGD, ours, "optim.nesterov=true", "optim.momentum=0.9"), ours, range(3))
+    words = ["optim.nesterov=true", "optim.momentum=0.9", "optim.weight_decay=0.1"]  # the walk has a decay of its own
+    walk(user(torch.optim.SGD, ours, *words), ours, range(3))
     direct = torch.optim.SGD(
         [{"params": theirs[0::2], "weight_decay": 0.01}, {"params": theirs[1::2]}], lr=1.0, momentum=0.8, nesterov=True
     )

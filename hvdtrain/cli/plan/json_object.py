@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.cli.plan.forecast import BatchPhase, Forecast, Infeasible, memory
 from hvdtrain.cli.plan.table import Plan, has_momentum_of_its_class
 from hvdtrain.core.progress import Hyper
+from hvdtrain.frameworks.build_rule import decay
 from hvdtrain.optim.rule import is_excluded
 from hvdtrain.tasks.task import Task
 
@@ -64,7 +65,7 @@ def _batch(one: Forecast, phase: BatchPhase) -> dict[str, Any]:
 
 def _hyper(one: Forecast, hyper: Hyper) -> dict[str, Any]:
     momentum = None if has_momentum_of_its_class(one.config) else hyper.momentum
-    return {"lr": hyper.lr, "momentum": momentum, "weight_decay": hyper.weight_decay, "batch": hyper.batch}
+    return {"lr": hyper.lr, "momentum": momentum, "weight_decay": decay(one.config), "batch": hyper.batch}
 
 
 def _sizes(task: Task) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_re
 from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.build_rule import decay
 from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
@@ -73,7 +74,7 @@ def _data_and_model(plan: Plan) -> list[str]:
     return [
         *_labelled("data", f"{plan.samples:,} training samples, {_fields(plan.task)} ({plan.origin})"),
         *_labelled("model", f"{config.model.name}: {_count(plan.shapes)}, framework={config.framework}, {config.speed.precision}"),
-        *_labelled("optimizer", f"{config.optim.name}, weight decay {config.optim.weight_decay:g}"),
+        *_labelled("optimizer", f"{config.optim.name}, {_decay(config)}"),
     ]
 
 
@@ -224,6 +225,13 @@ def _mib(size_bytes: int, digits: int) -> str:
 def has_momentum_of_its_class(config: Config) -> bool:
     """A class of torch.optim has the default momentum of its constructor where the configuration has none."""
     return config.optim.momentum is None and "." in config.optim.name
+
+
+def _decay(config: Config) -> str:
+    """weight decay 0.0001"""
+    found = decay(config)
+    own = f", the default of {config.optim.name}" if config.optim.weight_decay is None else ""
+    return "no weight decay" if found is None else f"weight decay {found:g}{own}"
 
 
 def _count(shapes: Shapes) -> str:

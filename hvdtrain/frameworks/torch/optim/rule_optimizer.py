@@ -150,11 +150,11 @@ def groups(named: NamedParameters, exclude: bool) -> list[dict[str, Any]]:
 
 
 def make_user_optimizer(constructor: Callable[..., Any], name: str, named: NamedParameters, config: Config) -> torch.optim.Optimizer:
-    """A torch.optim.Optimizer of any class, from the options of `optim`; lr and decay follow the recipe, momentum where it is set.
+    """A torch.optim.Optimizer of any class, from the options of `optim`; lr follows the recipe, decay and momentum where they are set.
 
-    The class's own default of weight_decay does not count: optim.weight_decay does. A checkpoint holds the tensors and numbers of its
-    state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself) is
-    dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
+    Without optim.weight_decay the class's own default holds, for every parameter, as in torch. A checkpoint holds the tensors and numbers
+    of its state, and the numbers of its parameter groups that it changes. All else that it keeps (lists, strings, attributes of itself)
+    is dropped, and starts afresh where a job is resumed. Raises UserError where the class or its options do not fit.
     """
     optimizer = construct(constructor, name, groups(named, config.optim.exclude == "norms_and_biases"), config, config.where("optim.name"))
     for group in optimizer.param_groups:

@@ -85,13 +85,14 @@ def arguments(signature: inspect.Signature, config: Config) -> dict[str, Any]:
 def followed(group: dict[str, Any], name: str, config: Config) -> tuple[str, ...]:
     """The fields of Hyper that a group of a user's class takes. Raises UserError where it lacks one that the configuration sets."""
     has = {"lr": "lr" in group, "weight_decay": "weight_decay" in group, "momentum": not {"momentum", "betas"}.isdisjoint(group)}
-    asked = {"lr": True, "weight_decay": config.optim.weight_decay > 0, "momentum": config.optim.momentum is not None}
+    asked = {"lr": True, "weight_decay": config.optim.decay > 0, "momentum": config.optim.momentum is not None}
     for key, is_asked in asked.items():
         if is_asked and not has[key]:
             where = config.where("optim.name" if key == "lr" else f"optim.{key}")
             fix = "give another class" if key == "lr" else f"leave optim.{key} out, or give another class"
             raise UserError(f"{name} has no {key}; it has {', '.join(sorted(group.keys() - OWN_KEYS))}", where, fix)
-    return tuple(key for key in has if has[key] and (asked[key] or key == "weight_decay"))
+    is_set = asked | {"weight_decay": config.optim.weight_decay is not None}
+    return tuple(key for key in has if has[key] and is_set[key])
 
 
 def numbers(entries: dict[str, Any]) -> dict[str, float]:
