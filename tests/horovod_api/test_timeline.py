@@ -65,6 +65,16 @@ def test_a_timeline_begins_and_ends_between_calls(tmp_path: Path) -> None:
         assert rows == ["rank 0", name]
 
 
+def test_a_call_is_in_the_file_when_it_returns(tmp_path: Path) -> None:
+    """Not only after stop_timeline(): a script reads it, or the job is killed."""
+    own = engine(Settings(timeline=str(tmp_path / "trace.json")))
+    for name, length in (("inline", 3), ("alone", 9000)):
+        own.wait(own.submit(GLOBAL, request(name, length)))
+        written = json.loads((tmp_path / "trace.json").read_text() + "]")
+        rows = {event["tid"]: event["args"]["name"] for event in written if event["name"] == "thread_name"}
+        assert [event["name"] for event in written if rows.get(event.get("tid")) == name][1:] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+
+
 def test_horovods_variables() -> None:
     assert settings_of({"HOROVOD_TIMELINE": "/tmp/x.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}).timeline == "/tmp/x.json"
     assert settings_of({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}).marks_cycles

@@ -257,6 +257,8 @@ class Lane:
             self._make_inline(asked)
         else:
             self._make([(request, (request.bucket,) * len(self.ranks)) for request in asked])
+        if asked and self._timeline.is_on:
+            self._timeline.round_ends()
 
     def _purpose(self, asked: Sequence[Request]) -> str:
         if not asked:

@@ -13,7 +13,6 @@ from hvdtrain.horovod.engine.requests import Request
 from hvdtrain.horovod.engine.units import Batch
 
 RANK = "{rank}"  # in a path: each rank has a file of its own; otherwise rank 0 alone has one
-FLUSH_US = 1_000_000  # what a job that is killed loses of its trace
 
 
 class Timeline:
@@ -30,7 +29,7 @@ class Timeline:
         self._file, self._rank, self._marks_rounds = path.open("w"), rank, marks_rounds
         self._rows: dict[str, int] = {}  # name -> number of its row
         self._asked: dict[int, int] = {}  # id of a request -> when it was asked for
-        self._flushed_us, self._separator = now_us(), "["
+        self._separator = "["
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
         self.is_on = True
 
@@ -52,6 +51,12 @@ class Timeline:
             begun = self._asked.pop(id(request), None)
             if begun is not None:  # not one of a rank that has joined, nor from before start()
                 self._range(f"NEGOTIATE_{request.signature.kind.upper()}", request, begun, now)
+
+    def round_ends(self) -> None:
+        """What is written so far is in the file before the calls of the round return: a job that is killed loses nothing of it."""
+        with self._lock:
+            if self._file is not None:
+                self._file.flush()
 
     def round_begins(self) -> None:
         if self._marks_rounds:
@@ -99,10 +104,6 @@ class Timeline:
                 return
             self._file.write(f"{self._separator}\n{json.dumps({'pid': self._rank, **event})}")
             self._separator = ","
-            now = now_us()
-            if now - self._flushed_us > FLUSH_US:
-                self._file.flush()
-                self._flushed_us = now
 
 
 def now_us() -> int:
