@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import importlib
+from typing import Any
 
 from hvdtrain.horovod import elastic as elastic
 from hvdtrain.horovod.alltoalls import alltoall as alltoall
@@ -22,6 +23,7 @@ from hvdtrain.horovod.broadcasts import broadcast_ as broadcast_
 from hvdtrain.horovod.broadcasts import broadcast_async as broadcast_async
 from hvdtrain.horovod.broadcasts import broadcast_async_ as broadcast_async_
 from hvdtrain.horovod.built import ccl_built as ccl_built
+from hvdtrain.horovod.built import check_extension as check_extension
 from hvdtrain.horovod.built import cuda_built as cuda_built
 from hvdtrain.horovod.built import ddl_built as ddl_built
 from hvdtrain.horovod.built import gloo_built as gloo_built
@@ -75,6 +77,8 @@ from hvdtrain.horovod.tracing import start_timeline as start_timeline
 from hvdtrain.horovod.tracing import stop_timeline as stop_timeline
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Raises AttributeError, which says that a name of Horovod's is not built here."""
+def __getattr__(name: str) -> Any:
+    """The modules of Horovod's whose names are in none of ours. AttributeError for a name of Horovod's that is not built here."""
+    if name in ("functions", "mpi_ops"):
+        return importlib.import_module(f"hvdtrain.horovod.torch.{name}")  # which takes its names from here
     raise AttributeError(f"hvdtrain.horovod has no {name!r}: docs/horovod-api.md lists what it has, and what to use instead")

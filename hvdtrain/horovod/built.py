@@ -67,3 +67,9 @@ def ddl_built() -> bool:
 def ccl_built() -> bool:
     """False: Intel's library is not used."""
     return False
+
+
+def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: str) -> None:
+    """Nothing for "horovod.torch", which needs no extension here. Raises ImportError for that of another framework."""
+    if ext_name not in ("horovod.torch", "hvdtrain.horovod", "hvdtrain.horovod.torch"):
+        raise ImportError(f"Extension {ext_name} has not been built: hvdtrain.horovod is for torch")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.horovod import sampler, state
 from hvdtrain.horovod.basics import init, recover, shutdown
 from hvdtrain.horovod.engine.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdtrain.horovod.job import JOB
@@ -41,4 +42,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "shutdown"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "init", "run", "sampler", "shutdown", "state"]

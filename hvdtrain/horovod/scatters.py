@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.horovod.compression import Compression, Compressor
-from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.engine.errors import BadCall, NoSuchReduction
 from hvdtrain.horovod.gathers import grouped_allgather
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.ops import Adasum, Average, Sum
@@ -44,7 +44,7 @@ def grouped_reducescatter_async(
 def _start(call: Call, op: int, prescale: float, postscale: float) -> int:
     call.needs_rows()
     if op == Adasum:
-        raise BadCall("reducescatter has no Adasum", call.where, "another op; or hvd.allreduce(), and the rows of this rank")
+        raise NoSuchReduction("reducescatter has no Adasum", call.where, "another op; or hvd.allreduce(), and the rows of this rank")
     return call.start_reduction(op, prescale, postscale)
 
 

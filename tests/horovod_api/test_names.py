@@ -6,6 +6,7 @@ import importlib
 from itertools import product
 
 import pytest
+import ranks
 
 import hvdtrain.horovod as hvd
 from hvdtrain.errors import UserError
@@ -46,6 +47,25 @@ def test_modules_inside_have_the_same_objects(module: str, names: str) -> None:
     for name in names.split():
         expected = getattr(hvd, name, None) or getattr(hvd.elastic, name, None)
         assert hasattr(found, name) and (expected is None or getattr(found, name) is expected), name
+
+
+MODULES = "compression functions mpi_ops optimizer sync_batch_norm elastic.sampler elastic.state"
+
+
+@pytest.mark.parametrize("package", ["hvdtrain.horovod", "hvdtrain.horovod.torch", "hvdtrain.horovod.torch.elastic"])
+def test_modules_inside_are_attributes(package: str) -> None:
+    """As pytorch-ignite takes hvd.mpi_ops.Sum; in a new process, where nothing else has imported them."""
+    names = MODULES.split() if not package.endswith("elastic") else ["sampler", "state"]
+    taken = "; ".join(f"hvd.{name}" for name in names)
+    own = "hvd.mpi_ops.Sum is hvd.Sum and hvd.functions.broadcast_object is hvd.broadcast_object" if len(names) > 2 else "hvd.TorchState"
+    result = ranks.python(["-c", f"import {package} as hvd; {taken}; assert {own}"])
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_extensions_of_torch_are_there() -> None:
+    hvd.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+    with pytest.raises(ImportError, match="Extension horovod.tensorflow has not been built"):
+        hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")
 
 
 def test_a_name_that_is_not_built_says_so() -> None:

@@ -416,6 +416,12 @@ def refusals(hvd: Any) -> Claims:
         except ValueError:
             raised = True
         yield np.array([raised]), (np.ones(1), "bool")
+    try:
+        hvd.reducescatter(torch.ones(hvd.size()), op=hvd.Adasum)
+        raised = False
+    except RuntimeError:  # of Horovod a HorovodInternalError
+        raised = True
+    yield np.array([raised]), (np.ones(1), "bool")
     handle = hvd.allreduce_async(torch.ones(1))
     hvd.synchronize(handle)
     yield np.array([hvd.synchronize(handle) is None, hvd.synchronize(123456) is None]), (np.ones(2), "bool")

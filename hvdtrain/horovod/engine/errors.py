@@ -21,6 +21,10 @@ class BadCall(UserError, ValueError):
     """An argument that no other rank is needed to refuse."""
 
 
+class NoSuchReduction(BadCall, HorovodInternalError):
+    """An op that a collective does not have; Horovod's own error for it is a HorovodInternalError, as it comes from a round."""
+
+
 class Mismatch(UserError, HorovodInternalError):
     """Ranks called a collective of one name differently; raised on every rank of the process set."""
 
