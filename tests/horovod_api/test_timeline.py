@@ -73,6 +73,7 @@ def test_a_call_is_in_the_file_when_it_returns(tmp_path: Path) -> None:
         written = json.loads((tmp_path / "trace.json").read_text() + "]")
         rows = {event["tid"]: event["args"]["name"] for event in written if event["name"] == "thread_name"}
         assert [event["name"] for event in written if rows.get(event.get("tid")) == name][1:] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+    own.stop_timeline()
 
 
 def test_horovods_variables() -> None:
