@@ -138,13 +138,13 @@ def train(
     )
 
 
-def predict(run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = "newest") -> np.ndarray:
+def predict(run: Run | str | Path, data: Any, *arguments: str, model: Any = None, checkpoint: str = "") -> np.ndarray:
     """What a run's model gives for the rows of data, in their order, on every rank: logits, numbers; of several outputs the first.
 
     data: what train_data of train() may be, or its x alone: targets are not read. A table has the columns of x.
     arguments: key=value, as of `hvdtrain predict`; a run whose code the script did not name needs model.name=package.module:Class
     model: the object, class or function that the run trained, where `run` is not what train() returned; its weights stay as they are
-    checkpoint: newest, best (by the objective), or the name of one
+    checkpoint: newest, best (by the objective), or the name of one; default: newest, and of a run with stop.restore_best best
     """
     from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 
@@ -165,7 +165,7 @@ def evaluate(
     model: Any = None,
     loss: Callable[..., Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
-    checkpoint: str = "newest",
+    checkpoint: str = "",
 ) -> dict[str, float]:
     """The metrics of a run's model on data, by name: exact over all of them, on any number of ranks.
 

@@ -26,7 +26,7 @@ hvdtrain trains deep networks on many workers.
   mpirun -np 2 hvdtrain bench allreduce [key=value ...]    speed of allreduce, compared with plain MPI
   hvdtrain bench scaling [--ranks 1,2,4] [key=value ...]   real jobs on more ranks, and a prediction for 8 to 8192
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
-  hvdtrain predict RUN --images DIR --to FILE.csv          what the model of a run says about image files
+  hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain drill RUN [--kill rank|host|random]             kill or pause ranks of your own running job, to see that it lives
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt

@@ -311,7 +311,7 @@ def test_mistakes_of_predict(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     Path("in").mkdir()
     Path("in/broken.png").write_bytes(b"x")
     Path("old.csv").write_text("mine")
-    assert "--images is missing" in refused("--to", "x.csv") and "--to is missing" in refused("--images", "in")
+    assert "--images or --data is missing" in refused("--to", "x.csv") and "--to is missing" in refused("--images", "in")
     assert "x.txt does not end in .csv" in refused("--images", "in", "--to", "x.txt")
     assert "there is no folder nowhere" in refused("--images", "in", "--to", "nowhere/x.csv")
     assert "old.csv exists already" in refused("--images", "in", "--to", "old.csv")

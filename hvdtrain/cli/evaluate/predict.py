@@ -1,4 +1,4 @@
-"""hvdtrain predict: what the model of a run says about image files, as a table, on any number of ranks."""
+"""hvdtrain predict: what the model of a run says about image files, tables, arrays and tokens, as a table, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import numpy as np
 
 from hvdtrain.cli.evaluate.arguments import Arguments, parse, read_former_run
 from hvdtrain.cli.evaluate.command import load_model
+from hvdtrain.cli.evaluate.data_file import read_data_file
+from hvdtrain.cli.evaluate.of_data import WITHOUT_TARGETS, AskedData, predict_data
 from hvdtrain.cli.evaluate.results import name_of
+from hvdtrain.cli.evaluate.rows import best, said
+from hvdtrain.config import plugins
+from hvdtrain.config.given import Given
 from hvdtrain.config.schema import Config
 from hvdtrain.core.folder import Folder
 from hvdtrain.data.images.decode import SUFFIXES
@@ -22,24 +27,30 @@ from hvdtrain.data.images.image_files import ImageFiles
 from hvdtrain.data.images.image_source import ImageSource
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.evaluation.evaluate import predict as predict_samples
+from hvdtrain.training.evaluation.only_inputs import OnlyInputs
+from hvdtrain.training.evaluation.trained_model import TrainedModel
 from hvdtrain.training.failure import RankFailed
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank, on_connected_ranks
 
 USAGE = """\
-hvdtrain predict RUN --images DIR --to FILE.csv [--checkpoint newest] [--force] [key=value ...]
+hvdtrain predict RUN --images DIR|--data FILE|package.module:function --to FILE.csv [--checkpoint newest] [--force] [key=value ...]
   RUN            the run folder
   --images       the folder of image files, also in folders of its own; they are read as those of the training set were
-  --to           the table to write: file, class, and the model's probability of that class (squared_error: its output); - for the screen
+  --data         numbers in the place of images: a table .csv with the columns of x in their order (y, label, labels and target are left
+                 out), .npy with rows of x or tokens, .npz and .safetensors with arrays by name; or your own function, as of data.name
+  --to           the table to write: file or number of the sample, class, and the model's probability of that class (squared_error: its
+                 output); of tokens the next one; of regression and losses of your own what the model gives; - for the screen
   --checkpoint   newest, best (by the task's objective), or the name of one: step-00000120; default: newest, and of a run with
                  stop.restore_best best
   --force        overwrite FILE if it exists
-  key=value      data.size=N to take the centre square of images of other sizes; evaluate.views, batch.evaluate, speed.*,
-                 comm.*, shard.stage, optim.ema=null (as in evaluate)
+  key=value      options of the function of --data; data.size=N to take the centre square of images of other sizes; evaluate.views,
+                 batch.evaluate, speed.*, comm.*, shard.stage, optim.ema=null (as in evaluate)
 Under mpirun each rank reads its share of the images, and has its parts of the weights where the run has shard.stage=3 (on
 comm.engine=mpi or torchdist; shard.stage=0: the whole model)."""
-_HEADER = ("file", "class", "probability")
+_OF_A_FILE = Given("<object of hvdtrain:file>", lambda: None, {})
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -47,17 +58,59 @@ def predict(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(USAGE)
         return DONE
-    parsed = parse("predict", USAGE, arguments, {"--images": None, "--to": None, "--checkpoint": ""}, ["--force"])
-    for name in ("images", "to"):
-        if parsed.options[name] is None:
-            raise UserError(f"--{name} is missing", "command line of predict", USAGE.partition("\n")[0])
+    parsed = parse("predict", USAGE, arguments, {"--images": None, "--data": None, "--to": None, "--checkpoint": ""}, ["--force"])
+    given = [name for name in ("images", "data") if parsed.options[name] is not None]
+    if len(given) != 1 or parsed.options["to"] is None:
+        what = (
+            "--to is missing" if len(given) == 1 else "--images or --data is missing" if not given else "--images and --data are both given"
+        )
+        raise UserError(what, "command line of predict", USAGE.partition("\n")[0])
     _check_target(parsed.options["to"], parsed.options["force"])
+    work, objects = (_predict, {}) if given == ["images"] else (_predict_data, _objects(parsed))
+    words = [*parsed.of_job(), *(f"{section}.name={one.name}" for section, one in objects.items())]
+    if given == ["data"] and "data" not in objects:
+        words.append(f"data.name={parsed.options['data']}")
     try:
         return on_connected_ranks(
-            lambda rank: _predict(rank, parsed), None, parsed.of_job(), read_former_run=read_former_run, what="prediction"
+            lambda rank: work(rank, parsed), None, words, read_former_run=read_former_run, given=objects, what="prediction"
         )
     except RankFailed as failed:
         return failed.code
+
+
+def _objects(parsed: Arguments) -> dict[str, Given]:
+    """What stands for sections of the run: a prediction needs neither its data nor its targets."""
+    data = parsed.options["data"]
+    objects = {} if ":" in data and not os.path.lexists(os.path.expanduser(data)) else {"data": _OF_A_FILE}
+    if not any(word.startswith("task.name=") for word in parsed.overrides):
+        objects["task"] = WITHOUT_TARGETS
+    return objects
+
+
+def _predict_data(rank: Rank, parsed: Arguments) -> int:
+    config, name = rank.config, parsed.options["data"]
+    if config.data.given is _OF_A_FILE:
+        found = read_data_file(Path(os.path.expanduser(name)))
+    else:
+        found = plugins.call_own(config.data, {"name": name, "root": config.data.root, "split": "val"})
+    model, numbers = predict_data(
+        rank,
+        AskedData(found, name, "--data"),
+        parsed.options["checkpoint"],
+        lambda outputs, model: said(_of(model), config).numbers(outputs),
+    )
+    if rank.communicator.rank:
+        return DONE
+    form = said(_of(model), config)
+    print("\n".join(model.notes), end="\n" * bool(model.notes), file=sys.stderr)
+    rows = [[str(sample), *form.row(row)] for sample, row in enumerate(numbers)]
+    _write(parsed.options["to"], ["sample", *form.head(numbers.shape[1])], rows, "samples")
+    return DONE
+
+
+def _of(model: TrainedModel) -> Task:
+    """The task that the model was trained for."""
+    return model.task.task if isinstance(model.task, OnlyInputs) else model.task
 
 
 def _predict(rank: Rank, parsed: Arguments) -> int:
@@ -67,24 +120,24 @@ def _predict(rank: Rank, parsed: Arguments) -> int:
     files = ImageFiles(folder, images)
     model = load_model(rank, parsed)
     if not isinstance(model.task, Classification) or not model.task.is_of_images:
-        raise UserError(f"predict names the classes of images, and the run has task.name={model.task.name}", "RUN", "evaluate RUN")
+        raise UserError(f"--images are of images, and the run has task.name={model.task.name}", "RUN", "--data FILE")
     source = _source(files, model.task, config)
     if communicator.size > 1:
         data = {"image files": source.image_digest(config.seed), "samples": len(source), "names": "\n".join(files.paths)}
         check_same_facts(communicator, facts(config, data, communicator.name))
     mine = [np.empty((0, 2))]
     for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat):
-        mine.append(_best(predictions.outputs.astype(np.float64), is_softmax=config.model.loss == "cross_entropy"))
-    best = communicator.allgather(np.concatenate(mine), "predict.best")  # (n, 2), in the order of the files
+        mine.append(best(predictions.outputs.astype(np.float64), is_softmax=config.model.loss == "cross_entropy"))
+    found = communicator.allgather(np.concatenate(mine), "predict.best")  # (n, 2), in the order of the files
     if communicator.rank:
         return DONE
     rows = [
-        (path, name_of(int(label), config.data.class_names), f"{probability:.6f}")
-        for path, (label, probability) in zip(files.paths, best.tolist(), strict=True)
+        [path, name_of(int(label), config.data.class_names), f"{probability:.6f}"]
+        for path, (label, probability) in zip(files.paths, found.tolist(), strict=True)
     ]
     notes = [*model.notes, *left_out_note(left_out, folder)]
     print("\n".join(notes), end="\n" * bool(notes), file=sys.stderr)
-    _write(parsed.options["to"], rows)
+    _write(parsed.options["to"], ["file", "class", "probability"], rows, "images")
     return DONE
 
 
@@ -121,15 +174,6 @@ def _source(files: ImageFiles, task: Classification, config: Config) -> ImageSou
     )
 
 
-def _best(logits: np.ndarray, is_softmax: bool) -> np.ndarray:
-    """float64 (n, 2): the class with the largest logit, and its probability; without softmax that logit."""
-    label = logits.argmax(1)
-    best = logits[np.arange(len(logits)), label]
-    if is_softmax:
-        best = 1 / np.exp(logits - best[:, None]).sum(1)
-    return np.stack([label.astype(np.float64), best], 1)
-
-
 def _check_target(to: str, force: bool) -> None:
     """Raises UserError where the table cannot be written; called before anything is read."""
     if to == "-":
@@ -143,11 +187,11 @@ def _check_target(to: str, force: bool) -> None:
         raise UserError(f"{to} exists already", "--to", "--force overwrites it; or give another name")
 
 
-def _write(to: str, rows: Sequence[tuple[str, str, str]]) -> None:
+def _write(to: str, head: Sequence[str], rows: Sequence[Sequence[str]], unit: str) -> None:
     """Writes the whole table, or leaves the file as it was and raises UserError."""
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
-    table.writerow(_HEADER)
+    table.writerow(head)
     table.writerows(rows)
     if to == "-":
         print(out.getvalue(), end="", flush=True)
@@ -158,4 +202,4 @@ def _write(to: str, rows: Sequence[tuple[str, str, str]]) -> None:
             folder.replace(path.name, out.getvalue().encode("utf-8", "surrogateescape"))  # a name that is no text keeps its bytes
     except OSError as error:
         raise UserError(f"cannot write {to}: {error.strerror or error}", "--to", "give a folder that can be written and has room") from None
-    print(f"{len(rows):,} images -> {to}")
+    print(f"{len(rows):,} {unit} -> {to}")
