@@ -83,6 +83,7 @@ def by_formula(x: np.ndarray) -> torch.Tensor:
     """What the exported file says that the model gets."""
     with safe_open("m.safetensors", "np") as file:
         fields = file.metadata()
+    assert ("mean" in fields) == ("mean" in fields["inputs"]) or "pixels" in fields["inputs"]
     numbers = {name: torch.tensor(json.loads(fields[name]), dtype=torch.float32) for name in ("mean", "std") if name in fields}
     given = torch.tensor(x if x.dtype.kind in "iu" and "pixels" not in fields["inputs"] else x.astype(np.float32))
     found: torch.Tensor = eval(fields["inputs"], {"x": given, "pixels": given, **numbers})
@@ -201,6 +202,11 @@ def test_what_is_no_row_of_x_and_no_value_of_the_key() -> None:
     run = hvdtrain.train(config, train_data=train, val_data=val)
     with pytest.raises(hvdtrain.UserError, match=r"x is float32 \(40, 2\), and the model was trained on rows of float32 \(3,\)"):
         run.transform(val["x"][:, :2])
+    with pytest.raises(hvdtrain.UserError) as caught:
+        whole = {"x": COLUMNS.astype(np.int64), "y": LABELS}
+        hvdtrain.train({"run": "whole"}, model=net(3, 2), train_data=whole, val_data=whole)
+    fix = "the model gets (n, 3) of int64, as the data have them; for floats x.float() in forward(), floats in the data, or "
+    assert caught.value.fix == fix + "task.standardize=true"
     with pytest.raises(hvdtrain.UserError, match=r"task\.standardize"):
         hvdtrain.train(config, "task.standardize=often", train_data=train, val_data=val)
     with pytest.raises(hvdtrain.UserError, match=r"task\.standardize is 'often'"):

@@ -162,7 +162,8 @@ def metadata(run: Path, checkpoint: Checkpoint) -> Metadata:
     if isinstance(data, dict) and isinstance(data.get("task"), str):  # else it is classification
         inputs = {"task": f"{data['task']:.200}", "data": json.dumps(data)[:_LONGEST_NAME]}
     if isinstance(data, dict):
-        inputs |= _inputs(data)
+        of_x = _inputs(data)
+        inputs = {name: value for name, value in inputs.items() if "dtype" not in of_x or name not in ("mean", "std", "image_shape")} | of_x
     train_state = checkpoint.train_state
     progress = {"step": str(train_state.progress.step), "epochs": str(train_state.progress.epochs)}
     if not math.isnan(train_state.last):

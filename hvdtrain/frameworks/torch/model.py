@@ -111,6 +111,8 @@ def _check_loss(part: Part, outputs: Any, batch: dict[str, torch.Tensor], config
 def _sizes(inputs: torch.Tensor) -> str:
     """(n, 1, 8, 8): n images of 1 channel and 8x8 pixels; x.flatten(1) is (n, 64)"""
     sizes = f"(n, {', '.join(map(str, inputs.shape[1:]))})"
+    if inputs.dtype == torch.int64:
+        return f"{sizes} of int64, as the data have them; for floats x.float() in forward(), floats in the data, or task.standardize=true"
     if inputs.ndim != 4:
         return f"{sizes} of {str(inputs.dtype).removeprefix('torch.')}"
     _, channels, height, width = inputs.shape
