@@ -11,9 +11,10 @@ import pandas
 import pytest
 import torch
 from own_data import UNLABELLED
+from rank_threads import in_threads
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import Communicator, SingleProcessCommunicator
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Batch
@@ -227,6 +228,24 @@ def test_a_step_is_that_of_the_samples_with_a_class(framework: str, words: str, 
     expected = other.state()
     for name, array in one.state().items():
         np.testing.assert_allclose(array, expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_ranks_divide_by_the_samples_of_all_that_have_a_class(framework: str) -> None:
+    """Rank 0 has none with a class, rank 1 some, rank 2 all: the weights are those of one process."""
+    y = np.where(np.arange(N) < 8, UNLABELLED, np.where(np.arange(N) % 2 < (np.arange(N) < 16), UNLABELLED, LABELS))
+    found, task = declared({"x": COLUMNS, "y": y}, ignore_label=UNLABELLED)
+    config = configure(None, [f"framework={framework}", "model.name=linear", "speed.precision=fp64"])
+
+    def weights(communicator: Communicator, rows: np.ndarray) -> np.ndarray:
+        learner = build_learner(config, task, communicator)
+        learner.step([learner.to_device(found.read(part)) for part in (rows[:3], rows[3:])], hyper(N), 0)
+        return learner.state()["p.fc.weight"]
+
+    assert np.count_nonzero(y != UNLABELLED) == 12
+    alone = weights(SingleProcessCommunicator(), np.arange(N))
+    for found_on_rank in in_threads(3, lambda rank: weights(rank, np.arange(N)[8 * rank.rank : 8 * rank.rank + 8])):
+        np.testing.assert_allclose(found_on_rank, alone, rtol=1e-12)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
