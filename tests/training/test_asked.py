@@ -121,17 +121,37 @@ def hvdtrain_source(tokens: np.ndarray) -> Any:
     return NamedArrays({"tokens": tokens}, {"tokens": 7})
 
 
+def test_samples_without_a_class_are_in_no_metric_and_no_count() -> None:
+    """The job without them computes the same weights, metrics and counts; batches differ, so it is one of all samples."""
+    has_class = np.arange(120) % 3 > 0
+    config = {"stop.steps": 5, "epochs": 9, "evaluate.every_steps": 5, "optim.base_lr": 0.1, "speed.precision": "fp64"}
+    model, alone = net(3, 2).double(), net(3, 2).double()
+    x = COLUMNS.astype(np.float64) - 100
+    labels = np.where(has_class, LABELS, 255).astype(np.uint8)
+    run = train(x, labels, config | {"batch.size": 120, "optim.base_batch": 120, "task.ignore_label": 255}, model=model)
+    others = train(x[has_class], LABELS[has_class], config | {"batch.size": 80, "optim.base_batch": 80, "run": "others"}, model=alone)
+    events = [hvdtrain.read(name) for name in ("run", "others")]
+    (one, other) = (frame[frame.kind == "epoch"].iloc[-1] for frame in events)
+    assert (one.val_count, other.val_count) == (80, 80)
+    found = hvdtrain.evaluate(run, {"x": x, "y": labels})
+    assert found == pytest.approx(hvdtrain.evaluate(others, {"x": x[has_class], "y": LABELS[has_class]}), rel=1e-9)
+    assert one.val_loss == pytest.approx(found["loss"], rel=1e-9) and one.train_loss == pytest.approx(other.train_loss, rel=1e-9)
+
+
 def test_what_does_not_fit_is_named() -> None:
     run = train(COLUMNS, LABELS, {}, model=net(3, 2))
     for given, what in (
         (COLUMNS[:, :2], r"the model takes x float32 \(3,\), the data have it as float32 \(2,\)"),
         ({"z": COLUMNS}, r"the model takes x float32 \(3,\), the data have z"),
-        (COLUMNS[:0], "the data have no samples"),
+        (COLUMNS[:0], "data has no samples"),
     ):
         with pytest.raises(hvdtrain.UserError, match=what):
             hvdtrain.predict(run, given)
     with pytest.raises(hvdtrain.UserError, match=r"y of sample 3 has 2, expected 0 to 1"):
         hvdtrain.evaluate(run, {"x": COLUMNS[:4], "y": np.array([0, 1, 0, 2])})
+    pairs = list(zip(COLUMNS[:4], [0, 1, 0, -1], strict=True))
+    with pytest.raises(hvdtrain.UserError, match=r"y of sample 3 has -1, expected 0 to 1"):
+        hvdtrain.evaluate(run, pairs)
     with pytest.raises(hvdtrain.UserError, match=r"the data have x"):
         hvdtrain.evaluate(run, {"x": COLUMNS})
     with pytest.raises(hvdtrain.UserError, match="is an object of a script, and only that script has it"):

@@ -70,8 +70,6 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
 def _asked(rank: Rank, data: AskedData, task: Task) -> Source:
     """The data with the fields of the task, the same on every rank."""
     source = asked_source(data.given, task.fields, data.name, data.where, rank.config.data.workers)
-    if not len(source):
-        raise UserError("the data have no samples", data.where, "one row for each sample")
     if rank.communicator.size > 1:
         found = {"samples": len(source), **digests(source, "given", rank.config.seed)}
         check_same_facts(rank.communicator, facts(rank.config, found, rank.communicator.name))

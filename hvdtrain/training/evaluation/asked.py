@@ -46,6 +46,9 @@ class AskedSource:
 
     def read(self, indices: np.ndarray) -> Batch:
         batch = self.source.read(indices)
+        for name, field in self.fields.items():
+            if field.values:
+                check_numbers(name, batch[name], field, self.where, indices)
         return {name: _in_form(batch[name], field) for name, field in self.fields.items()}
 
     def digests(self, seed: int) -> dict[str, str]:
