@@ -20,11 +20,12 @@ from hvdtrain.training.build import build_learner
 
 TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 SHARES = (5, 0, 3)  # samples of each rank in a step
-WORDS = ["model.name=mlp", "model.widths=[7,5]", "speed.device=cpu", "speed.precision=fp64", "comm.bucket_mb=0.001"]
+MLP = ["model.name=mlp", "model.widths=[7,5]"]
+WORDS = ["speed.device=cpu", "speed.precision=fp64", "comm.bucket_mb=0.001"]
 
 
-def learner(communicator: Any, state: Arrays | None, *words: str) -> Any:
-    one = build_learner(configure(None, [*WORDS, *words]), TASK, communicator)
+def learner(communicator: Any, state: Arrays | None, *words: str, model: list[str] = MLP) -> Any:
+    one = build_learner(configure(None, [*WORDS, *model, *words]), TASK, communicator)
     if state:  # threads draw their first weights from one generator
         one.load(state)
     return one
@@ -121,3 +122,39 @@ def test_running_statistics_become_their_mean_and_other_buffers_those_of_the_fir
 
     mean_of_three = {"running_mean": [1.0, 10.0], "running_var": [pytest.approx(7 / 3)] * 2, "num_batches_tracked": 7}
     assert in_threads(3, of_rank) == [mean_of_three] * 3
+
+
+class Scaled(torch.nn.Module):
+    """A linear model with a temperature, as CLIP learns one: a parameter without dimensions."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(math.prod(shape), classes)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.flatten(1)) * self.scale
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adam optim.ema=0.9", "novograd", "torch.optim.AdamW", "torch.optim.NAdam", "torch.optim.SGD"])
+def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimizer: str, stage: int) -> None:
+    """Its state has numbers for the parameter beside those of its one element, which lies on one rank."""
+    words = [f"optim.name={optimizer}", *["optim.momentum=0.9"] * optimizer.endswith("SGD")]
+    model, hyper = ["model.name=test_ranks_in_threads:Scaled"], HYPER._replace(noise=0.0, lr=0.02)
+
+    def made(communicator: Any, state: Arrays | None, *more: str) -> Any:
+        return learner(communicator, state, *" ".join([*words, *more]).split(), model=model)
+
+    first = made(alone := SingleProcessCommunicator(), None).state()
+    expected = train(made(alone, train(made(alone, first), all_samples, hyper)), all_samples, hyper)
+
+    def of_rank(rank: ThreadRank) -> Arrays:
+        state = first
+        for _ in range(2):
+            state = train(made(rank, state, f"shard.stage={stage}"), lambda step: batch(rank.rank, step), hyper)
+        return state
+
+    for found in in_threads(len(SHARES), of_rank):
+        check_equal(found, expected)
+    assert "p.scale" in expected and any(name.startswith("s.scale.") for name in expected)

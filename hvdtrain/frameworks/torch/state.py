@@ -77,6 +77,11 @@ class LearnerState:
             model_has, state_has = _without_optimizer(model_has), _without_optimizer(shapes)
         check_fit(model_has, state_has, stream.is_partial)
         shards = dict(self._trained())
+        numbers = {
+            name: rule_optimizer.keys_of_numbers(self._optimizer, shard.parameter)
+            for name, shard in shards.items()
+            if shard.shape == () and not shard.is_whole
+        }
         states: dict[str, Arrays] = {} if stream.is_partial else {name: {} for name in shards}  # of the optimizer, for each parameter
         scale: Arrays = {}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
@@ -86,7 +91,8 @@ class LearnerState:
                     scale[name] = array
                 elif name.startswith("s."):
                     for parameter, key in _places(name, shards):
-                        states.setdefault(parameter, {})[key] = _part(key, array, shards[parameter])
+                        is_number = key in numbers.get(parameter, ()) or key.startswith(rule_optimizer.GROUP)
+                        states.setdefault(parameter, {})[key] = array if is_number else _part(array, shards[parameter])
                 elif name in held and not held[name].is_whole:
                     live[name].view(-1).copy_(torch.from_numpy(held[name].of(np.asarray(array))))
                 else:
@@ -103,9 +109,9 @@ class LearnerState:
         return [(name, self._strategy.shard(p)) for name, p in self._parameters.items() if p.requires_grad]
 
 
-def _part(key: str, array: np.ndarray, shard: Shard) -> np.ndarray:
+def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
     """Of the state of a whole parameter what its shard has; a number for the parameter is every shard's."""
-    if shard.is_whole or array.shape != shard.shape or key.endswith(".step"):
+    if shard.is_whole or array.shape != shard.shape:
         return array
     return shard.of(array).reshape(shard.parameter.shape).copy()  # the whole may be of this moment only
 

@@ -15,7 +15,16 @@ from hvdtrain.config.schema import Config
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.optim.ops import TorchOps, unstack
-from hvdtrain.frameworks.torch.optim.user_optimizer import as_tensors, construct, counters, followed, load_entries, name_of, try_step
+from hvdtrain.frameworks.torch.optim.user_optimizer import (
+    as_tensors,
+    construct,
+    counters,
+    followed,
+    keys_of_numbers_of_class,
+    load_entries,
+    name_of,
+    try_step,
+)
 from hvdtrain.optim.ema import without_average
 from hvdtrain.optim.groups import Scaled
 from hvdtrain.optim.rule import Rule, is_excluded
@@ -188,6 +197,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
         return dict(sorted(optimizer.state.get(p, {}).items()))
     counts = {GROUP + key: count for key, count in counters(group_of(optimizer, p)).items()}
     return dict(sorted((as_tensors(optimizer.state.get(p, {})) | counts).items()))
+
+
+def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> set[str]:
+    """Keys of its own that have one number for a parameter, whatever its shape: of one without dimensions shapes do not tell."""
+    group = group_of(optimizer, p)
+    if "construction" not in group:
+        return {key for key, tensor in optimizer_state(optimizer, p).items() if not tensor.ndim}
+    return keys_of_numbers_of_class(group, p)
 
 
 def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:

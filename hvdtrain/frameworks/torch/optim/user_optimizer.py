@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -190,14 +191,34 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([p.detach().view(-1) for p in parameters])
 
 
+def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[str]:
+    """As keys_of_numbers() of rule_optimizer.py, after a step of a new optimizer for a parameter of one element; none where that fails."""
+    p = torch.nn.Parameter(like.detach().new_zeros(1))
+    p.grad = torch.zeros_like(p)
+    with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
+        optimizer = _new(group, p)
+        optimizer.step()
+        return {key for key, tensor in as_tensors(optimizer.state[p]).items() if not tensor.ndim}
+    return set()
+
+
+def _new(group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of the same class, without state."""
+    construction: Construction = group["construction"]
+    made: torch.optim.Optimizer = construction.constructor(
+        [{key: group[key] for key in OWN_KEYS} | {"params": [p]}], **construction.arguments
+    )
+    return made
+
+
 def _error_of_step(
     group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch.optim.Optimizer, torch.nn.Parameter], None]
 ) -> Exception | None:
     """What a first step after `load` raises."""
-    copy, construction = torch.nn.Parameter(p.detach().clone()), group["construction"]
+    copy = torch.nn.Parameter(p.detach().clone())
     copy.grad = torch.zeros_like(copy)
     try:
-        optimizer = construction.constructor([{key: group[key] for key in OWN_KEYS} | {"params": [copy]}], **construction.arguments)
+        optimizer = _new(group, copy)
         load(optimizer, copy)
         optimizer.step()
     except Exception as error:
