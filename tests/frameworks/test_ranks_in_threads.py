@@ -17,6 +17,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
+from hvdtrain.training.replicas.broadcast import broadcast_state
 
 TASK = Classification((4, 4, 2), 3, np.array([0.4, 0.5]), np.array([0.2, 0.3]))
 SHARES = (5, 0, 3)  # samples of each rank in a step
@@ -158,3 +159,23 @@ def test_a_parameter_without_dimensions_is_trained_and_resumed_in_parts(optimize
     for found in in_threads(len(SHARES), of_rank):
         check_equal(found, expected)
     assert "p.scale" in expected and any(name.startswith("s.scale.") for name in expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_state_of_before_the_first_step_takes_the_place_of_that_of_a_class(stage: int) -> None:
+    """As guard.nonfinite=rollback to step 0 loads it: rank 0 has it whole, and a class of torch.optim has no state in it."""
+    words = ["optim.name=torch.optim.Adam", f"shard.stage={stage}"]
+    first = learner(SingleProcessCommunicator(), None).state()
+    first = {name: array for name, array in first.items() if not name.startswith("s.")}
+
+    def of_rank(rank: ThreadRank) -> tuple[Arrays, Arrays, Arrays]:
+        one = learner(rank, first, *words)
+        once = train(one, lambda step: batch(rank.rank, step), HYPER)
+        broadcast_state(rank, one, first if rank.rank == 0 else None)
+        back: Arrays = one.state()
+        return once, back, train(one, lambda step: batch(rank.rank, step), HYPER)
+
+    for once, back, again in in_threads(len(SHARES), of_rank):
+        assert len(once) > len(back)
+        check_equal(back, first)
+        check_equal(again, once)

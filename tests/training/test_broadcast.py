@@ -52,7 +52,7 @@ def test_rank_0s_state_reaches_the_others() -> None:
     state = zero.state()
     assert digest(one.state()) != digest(state)
     schema = [(name, array.shape, array.dtype.str) for name, array in state.items()]
-    communicator = SecondOfTwo([schema, digest(state)], {f"state.{name}": array for name, array in state.items()})
+    communicator = SecondOfTwo([(False, schema), digest(state)], {f"state.{name}": array for name, array in state.items()})
     assert broadcast_state(communicator, one, None) == digest(state) == digest(one.state())
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_differ_after_the_start_stop() -> None:
     sent = {f"state.{name}": copy.deepcopy(array) for name, array in state.items()}
     sent["state.p.head.bias"][0] += 1e-3  # memory that lies
     with pytest.raises(RuntimeError, match="ranks differ after the start"):
-        broadcast_state(SecondOfTwo([schema, digest(state)], sent), one, None)
+        broadcast_state(SecondOfTwo([(False, schema), digest(state)], sent), one, None)
 
 
 def test_both_parts_of_a_data_set_must_fit() -> None:
