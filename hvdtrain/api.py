@@ -89,7 +89,8 @@ def train(
 
     config: the keys of `hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
     import path; or a YAML file. `arguments` are key=value, and win over it. Every rank calls it with the same. On one process an error
-    is raised (UserError: a mistake in what was given); where one of several ranks fails, its error is printed and all ranks end.
+    is raised (UserError: a mistake in what was given, of which a script that does not catch it shows what, where and fix alone); where
+    one of several ranks fails, its error is printed and all ranks end.
 
     The others stand for names of the configuration, and win over it; docs/own-model.md, own-data.md and own-loss.md have examples:
     model: a torch module, which is trained from rank 0's weights, and afterwards has, on every rank, those that the last evaluation had
@@ -104,9 +105,13 @@ def train(
     from hvdtrain.comm.placement import placement
     from hvdtrain.config.section import COMMAND_LINE
     from hvdtrain.data.workers.worker import end_script_of_worker
+    from hvdtrain.training.failure import report_user_errors
     from hvdtrain.training.run_rank import run_rank
 
     end_script_of_worker()
+    report_user_errors()
+    if isinstance(config, str) and "=" in config:
+        arguments, config = (config, *arguments), None
     config_file = str(config) if isinstance(config, (str, Path)) else None
     try:
         if isinstance(config, Mapping):

@@ -91,6 +91,41 @@ def test_what_is_wrong_is_raised_and_nothing_is_printed(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+SCRIPT = """
+import sys, torch, hvdtrain
+class Net(torch.nn.Linear):
+    def __init__(self, classes):
+        super().__init__(64, classes)
+file = open(sys.argv[1], "w")
+file.write("kept")
+{call}
+print("never")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            "hvdtrain.train({'model.name': 'mpl'})",
+            "hvdtrain: unknown name: mpl\n  where: model.name, hvdtrain.train()\n  fix: did you mean mlp?\n"
+            "{script}:8, in <module>: hvdtrain.train({'model.name': 'mpl'})\n",
+        ),
+        ("hvdtrain.train('epochs=x')", "hvdtrain: wrong value for epochs: 'x'\n  where: epochs, hvdtrain.train()\n"),
+        ("hvdtrain.train({'model.name': Net})", "hvdtrain: the model fails for images "),
+    ],
+)
+def test_a_mistake_in_a_script_is_told_without_frames_of_hvdtrain(call: str, said: str, tmp_path: Path) -> None:
+    """What, where, fix and the script's own line; Python then ends as after any exception: what the script wrote is kept."""
+    script, kept = tmp_path / "script.py", tmp_path / "kept.txt"
+    script.write_text(SCRIPT.format(call=call))
+    done = python([str(script), str(kept)])
+    assert done.returncode == 2, done
+    assert said.replace("{script}", f"{script}") in done.stderr
+    assert f'File "{Path(hvdtrain.__file__).parent}' not in done.stderr and "never" not in done.stdout
+    assert kept.read_text() == "kept"
+
+
 def test_numbers_of_numpy_are_numbers_and_what_has_no_name_is_no_model() -> None:
     run = hvdtrain.train(
         {"max_steps": np.int64(2), "optim.base_lr": np.float32(0.5), "batch": {"size": np.arange(8, 9)[0]}, "model.name": "linear"}

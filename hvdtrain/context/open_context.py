@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,10 +12,9 @@ from hvdtrain.config.section import COMMAND_LINE
 from hvdtrain.context.context import Context
 from hvdtrain.context.settings import WHERE, refuse_other_keys
 from hvdtrain.core.exit import exit_now
-from hvdtrain.core.own_line import own_frame
 from hvdtrain.data.workers.worker import end_script_of_worker
 from hvdtrain.errors import UserError, exit_code_of
-from hvdtrain.training.failure import RankFailed, end_every_rank
+from hvdtrain.training.failure import RankFailed, report_user_errors
 from hvdtrain.training.run_rank import connected_rank
 
 
@@ -25,7 +23,6 @@ class _Open:
 
     def __init__(self) -> None:
         self.contexts: list[Context] = []
-        self.reports = False  # _report_user_errors() was called
 
 
 _OPEN = _Open()
@@ -34,7 +31,7 @@ _OPEN = _Open()
 def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
     """As hvdtrain.init(). Raises UserError, on one process as it is; on several an error ends all ranks."""
     end_script_of_worker()
-    _report_user_errors()
+    report_user_errors()
     if _OPEN.contexts:
         raise UserError("a context is open already", WHERE, "one hvdtrain.init(); ctx.close() before another")
     try:
@@ -85,25 +82,6 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
     sys.excepthook = hook
     closing.callback(forget)
     return context
-
-
-def _report_user_errors() -> None:
-    """From now on a UserError that the script does not catch is told in its own lines, with the script's line, and ends it by its code."""
-    if _OPEN.reports or hasattr(sys, "ps1") or sys.flags.interactive:
-        return
-    _OPEN.reports = True
-    former, process = sys.excepthook, os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError) or os.getpid() != process:
-            former(kind, error, trace)
-            return
-        frame = own_frame(error)
-        if frame is not None and not getattr(error, "__notes__", ()):
-            error.add_note(f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
-        exit_now(end_every_rank(error, None, "script"))
-
-    sys.excepthook = hook
 
 
 def _end(closing: contextlib.ExitStack, error: BaseException) -> None:

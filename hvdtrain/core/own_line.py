@@ -28,6 +28,13 @@ def own_line(error: BaseException) -> str:
     return "" if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def without_frames_of_hvdtrain(error: BaseException) -> str:
+    """The traceback of an exception of the user's code, from that code on."""
+    found = traceback.TracebackException.from_exception(error)
+    found.stack = traceback.StackSummary.from_list([frame for frame in found.stack if not frame.filename.startswith(_OTHERS[0])])
+    return "".join(found.format()).rstrip()
+
+
 def _is_own(path: str) -> bool:
     is_installed = any(folder in path for folder in _INSTALLED)
     return not is_installed and not path.startswith((*_OTHERS, *_MADE)) and not path.endswith(_COMPILED)

@@ -12,9 +12,10 @@ import socket
 import sys
 import time
 import traceback
+from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hvdtrain.core.own_line import own_frame
+from hvdtrain.core.own_line import own_frame, without_frames_of_hvdtrain
 from hvdtrain.core.stderr import print_stderr
 from hvdtrain.errors import ADVICE, DIVERGED, USER, UserError, exit_code_of
 from hvdtrain.training.system_limits import limit_reached
@@ -80,8 +81,33 @@ def _of_user_error(error: UserError) -> str:
     """Its three lines; where the user's own code raised what it was made of, that traceback before them, and where it was."""
     lines = [f"hvdtrain: {error}", *getattr(error, "__notes__", ())]
     if error.__cause__ is not None and own_frame(error.__cause__) is not None:
-        lines.insert(0, "".join(traceback.format_exception(error.__cause__)).rstrip())
+        lines.insert(0, without_frames_of_hvdtrain(error.__cause__))
     return "\n".join(lines)
+
+
+class _UserErrorHook:
+    """A sys.excepthook: a UserError that the script does not catch is told in its own lines, with the script's line, and is its code."""
+
+    installed = False
+
+    def __init__(self) -> None:
+        self._former, self._process = sys.excepthook, os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UserError) or os.getpid() != self._process:
+            self._former(kind, error, trace)
+            return
+        frame = own_frame(error)
+        if frame is not None and not getattr(error, "__notes__", ()):
+            error.add_note(f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}")
+        raise SystemExit(end_every_rank(error, None, "script"))  # Python then ends as after any exception
+
+
+def report_user_errors() -> None:
+    """From now on, in a script: not where an interpreter shows its own tracebacks."""
+    if not (_UserErrorHook.installed or hasattr(sys, "ps1") or sys.flags.interactive):
+        _UserErrorHook.installed = True
+        sys.excepthook = _UserErrorHook()
 
 
 def wait_for_the_report_of_another(communicator: Communicator | None = None) -> None:
