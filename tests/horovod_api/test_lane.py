@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -54,6 +58,46 @@ def test_arrays_of_numpy_are_compressed() -> None:
         assert isinstance(found, np.ndarray) and found.dtype == np.float64 and found.tolist() == [1.0, 2.5]
         whole = np.array([3])
         assert kind.decompress(*kind.compress(whole)) is whole
+
+
+def test_idle_threads_ask_for_nothing() -> None:
+    """The thread of a pool without work, and one that waits for a queue; but not one that works, nor one that waits for a time."""
+    callers, place, work, ends = Callers(), object(), queue.Queue[int](), threading.Event()
+    callers.wait(place)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(callers.ask).result()  # it has asked before, and has nothing to do now
+        threads = [threading.Thread(target=work.get), threading.Thread(target=ends.wait)]
+        for thread in threads:
+            thread.start()
+        until(lambda: callers.all_wait(place))
+        for busy in (lambda: ends.wait(60), lambda: time.sleep(0.5)):
+            begun = pool.submit(busy)
+            assert not callers.all_wait(place)
+            ends.set()
+            begun.result()
+            threads[1].join()
+        until(lambda: callers.all_wait(place))
+        work.put(1)
+        threads[0].join()
+
+
+def test_a_thread_that_has_asked_and_waits_for_a_queue_may_ask_again() -> None:
+    callers, place, work = Callers(), object(), queue.Queue[int]()
+    callers.wait(place)
+    caller = threading.Thread(target=lambda: [callers.ask(), work.get()])  # type: ignore[func-returns-value]
+    caller.start()
+    time.sleep(0.05)
+    assert not callers.all_wait(place)
+    work.put(1)
+    caller.join()
+    assert callers.all_wait(place)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def test_a_daemon_that_gets_the_number_of_a_caller_is_no_caller() -> None:
