@@ -17,11 +17,11 @@ from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.context import own_events
 from hvdtrain.context.different_calls import different_calls
 from hvdtrain.context.logged import check_mean, check_same_names, names_fingerprint, quotient, scalar
-from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, restore
+from hvdtrain.context.saved import IDENTITY, Restored, WithExtra, decoded, evaluated, restore
 from hvdtrain.context.settings import described
 from hvdtrain.context.stream import Order, SampleStream, check_batch, checked_source, rows_of
 from hvdtrain.context.sync_points import SyncPoints
-from hvdtrain.core.metrics import Sums
+from hvdtrain.core.metrics import Better, Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import evaluation_batches
 from hvdtrain.errors import DONE, UserError
@@ -173,7 +173,7 @@ class Context:
         assert self.run is not None
         values = decoded(found.extra, importlib.import_module(_EXTRA).from_arrays, self.run)
         self._notes += found.notes
-        self._points.go_on_from(found.train_state)
+        self._points.go_on_from(dataclasses.replace(found.train_state, is_kept=False))
         self._order = Order(*values["order"])
         if self._points.checkpoints.saver is not None:
             self._points.checkpoints.saver.resume_from(found.train_state)
@@ -225,6 +225,8 @@ class Context:
                 what = f"the batch of step {p.step + 1} is over, and optimizer.step() was not called"
                 fix = "ctx.backward(loss); optimizer.step(): once for each batch, on every rank; to accumulate gradients: ctx.accumulate()"
                 raise UserError(what, "ctx.samples()", fix)
+            self._points.sync()
+            self._points.end_epoch()
         self._samples = None
         self._points.sync(force=True)
 
@@ -284,19 +286,24 @@ class Context:
         return 1 if self._samples is None else int(self._samples.count)
 
     def log(self, **values: Any) -> None:
-        """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps.
+        """Numbers of this rank, as means over its samples; the event "step" of the next sync point has their means over ranks and steps,
+        the event "epoch" those of the whole epoch, when the loop asks for the batch after it. `lr` is the rate that events have.
 
         Device scalars cost no wait. The events go to the run folder's events.jsonl, the terminal, log.trackers and reports, which draw
         `loss`. The same names on every rank.
         """
         self._need("ctx.log()")
-        self._points.logged.add(values, float(self._batch_count()))
+        self._points.add(values, float(self._batch_count()))
 
-    def checkpoint(self, model: Any, optimizer: Any, *, now: bool = False, **extra: Any) -> bool:
+    def checkpoint(
+        self, model: Any, optimizer: Any, *, now: bool = False, objective: Any = None, better: Better = "min", **extra: Any
+    ) -> bool:
         """Writes a checkpoint, in the background, where one is due: checkpoint.every_steps, every_minutes, before a stop, at the end.
 
         model, optimizer: those of prepare(). extra: what resume() is to return: plain values, arrays, tensors, objects with state_dict();
-        rank 0's count. now: in any case, at this step. Returns whether one is written; at a stop and at the end once it is on the disk.
+        rank 0's count. now: in any case, at this step, and kept whatever checkpoint.keep_last is. objective: the value of an evaluation at
+        this step, a number of which rank 0's counts, and better="max" where more is better: written in any case, and one of the
+        checkpoint.keep_best best is kept. Returns whether one is written; at a stop and at the end once it is on the disk.
         It is complete or absent. Every rank calls it, after optimizer.step(): in every step, before should_stop. Where a loop stops without
         it close() writes the checkpoint with the objects of the last call, unless that had plain values too.
         """
@@ -316,14 +323,18 @@ class Context:
             importlib.import_module(_EXTRA).to_arrays(values)
             self._checked_extra = True
         is_last = self._points.now.progress.done
-        self._points.sync(force=now or is_last or self._points.save_due)
+        wanted = now or objective is not None
+        self._points.sync(force=wanted or is_last or self._points.save_due)
         is_last = is_last or bool(self._points.health.stop_request)
-        if not (now or is_last or self._points.save_due):
+        if not (wanted or is_last or self._points.save_due):
             return False
+        if objective is not None:
+            self._points.now = evaluated(self._communicator, self._points.now, objective, better)
         self._points.save_due = False
         self._saved.extra, self._written_step = importlib.import_module(_EXTRA).to_arrays(values), self.step
+        if now or not is_last:
+            self._points.checkpoints.save(dataclasses.replace(self._points.now, is_kept=now))
         if not is_last:
-            self._points.checkpoints.save(self._points.now)
             return True
         self._write_last_checkpoint()
         return not self._failure
@@ -392,6 +403,7 @@ class Context:
             return self._code()
         if self._stream is not None:
             self._points.sync(force=True)
+            self._points.end_epoch()
             self._save_at_stop()
         self._end_event()
         self._release(failed=False)
@@ -411,7 +423,7 @@ class Context:
         if self._stream is None:
             return
         now, code = self._points.now, self._code()
-        fields = own_events.end_fields(now, self._why_over, code, self.run, self._failure)
+        fields = own_events.end_fields(now, self._why_over, code, self.run, self._failure, self._config.checkpoint.keep_best)
         self._log.emit("stop" if code else "end", self.step, **fields)
 
     def _release(self, *, failed: bool) -> None:

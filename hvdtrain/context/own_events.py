@@ -63,23 +63,46 @@ def step_fields(now: TrainState, means: dict[str, float], count: float, seconds:
         "epochs": p.epochs,
         "of": as_given(p.total / p.dataset),
         "loss": means.get("loss", math.nan),
-        "logged": means,
         "samples_per_s": count / seconds if seconds else math.nan,
-        "lr": now.lr,
-        "batch": now.batch,
+        **_logged(now, means),
         "seconds": round(now.seconds, 3),
     }
 
 
-def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failure: str) -> dict[str, Any]:
-    """Of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty."""
+def epoch_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
+    """Of the epoch that has just ended, or the part of it since this start; what is called val_NAME is of an evaluation, too."""
+    p = now.progress
+    return {
+        "epoch": p.epoch,
+        "epochs": p.epochs,
+        "seconds": round(now.seconds, 3),
+        "epoch_s": round(seconds, 3),
+        "samples_per_s": round(count / seconds, 1) if seconds else math.nan,
+        "train_loss": means.get("loss", math.nan),
+        **{name: value for name, value in means.items() if name.startswith("val_")},
+        **_logged(now, means),
+    }
+
+
+def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
+    """What the script has logged; a rate of its own is the event's rate."""
+    return {"logged": {name: value for name, value in means.items() if name != "lr"}, "lr": means.get("lr", now.lr), "batch": now.batch}
+
+
+def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int) -> dict[str, Any]:
+    """Of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty; keep_best: of checkpoints."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
     if failure:
         lines.append(f"no checkpoint of step {p.step}: {failure}")
+    if not math.isnan(now.best):
+        lines.append(f"best objective {now.best:.4g}, in epoch {now.best_epoch}")
+    elif keep_best:
+        lines.append(f"checkpoint.keep_best={keep_best} has kept none: no call was ctx.checkpoint(..., objective=value)")
     if run is not None:
         lines.append(f"run folder: {run}")
     rate = p.samples / now.seconds if now.seconds else math.nan
     numbers = {"seconds": round(now.seconds, 3), "epochs": p.epochs, "samples": p.samples, "samples_per_s": round(rate, 1)}
-    return {"reason": reason, "exit_code": code, "lines": lines, **numbers}
+    best = {} if math.isnan(now.best) else {"best_objective": now.best, "best_epoch": now.best_epoch}
+    return {"reason": reason, "exit_code": code, "lines": lines, **numbers, **best}

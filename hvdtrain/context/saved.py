@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +12,9 @@ import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.context.logged import scalar
 from hvdtrain.core.arrays import Arrays, ArrayStream
+from hvdtrain.core.metrics import Better
 from hvdtrain.core.pieces import Piece, whole
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import HasState
@@ -88,6 +92,23 @@ def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> 
         own = np.require(arrays[name], requirements=["C", "W"]) if communicator.rank == 0 else np.zeros(shape, dtype)
         found[name] = communicator.broadcast(own.reshape(-1), f"extra.{name}").reshape(shape)
     return found
+
+
+def evaluated(communicator: Communicator, now: TrainState, value: Any, better: Better) -> TrainState:
+    """With the value of an evaluation at this step, as rank 0 has it; one that is not finite is never best. A collective.
+
+    Raises UserError on every rank for what is no number, and where `better` is not what it was.
+    """
+    where = "ctx.checkpoint(objective=...)"
+    if better not in ("min", "max"):
+        raise UserError(f"better={better!r:.40}", where, "min, as of a loss, or max, as of an accuracy")
+    if not math.isnan(now.best) and better != now.better:
+        what = f"better={better}, and the evaluations before had better={now.better}"
+        raise UserError(what, where, "one kind of objective in a run; or another run=")
+    number = on_rank_0(communicator, lambda: float(scalar("objective", value, where)))
+    before = max(0, math.ceil(now.progress.epochs) - 1)  # whole epochs before the one that this step ends or lies in
+    found = replace(now, objective="objective", better=better, epoch=before)
+    return found.after_evaluation(number if math.isfinite(number) else math.nan, None, now.seconds)
 
 
 def decoded(extra: Arrays, decode: Callable[[Arrays], dict[str, Any]], run: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ KEYS = (
     *("optim.clip_norm", "optim.clip_value"),
     *(f"data.{name}" for name in ("sampling", "ahead", "readers", "workers")),
     "speed.device",
-    *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last")),
+    *(f"checkpoint.{name}" for name in ("every_steps", "every_minutes", "every", "keep_last", "keep_best")),
     *(f"guard.{name}" for name in ("max_time", "stall_s", "start_s", "nonfinite", "nonfinite_limit", "equal_steps", "mtbf_hours")),
     *(f"log.{name}" for name in ("every_steps", "every_s", "per_rank", "trackers")),
 )

@@ -10,7 +10,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.sums import allreduce_sums
 from hvdtrain.config.schema import Config
 from hvdtrain.context.logged import Logged
-from hvdtrain.context.own_events import step_fields
+from hvdtrain.context.own_events import epoch_fields, step_fields
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Hyper
 from hvdtrain.events.log import Log
@@ -36,7 +36,7 @@ class SyncPoints:
     ) -> None:
         self.config, self.communicator, self.learner = config, communicator, learner
         self.health, self.checkpoints, self.heartbeat, self.log = health, health.checkpoints, heartbeat, log
-        self.logged = Logged()
+        self.logged, self._logged_in_epoch = Logged(), Logged()
         self.save_due = False  # a sync point has found that; until the next checkpoint
         self.go_on_from(now)
 
@@ -45,10 +45,18 @@ class SyncPoints:
         self.now = self._before = now  # `_before`: at the last sync point
         self._clock = clock_from(now.seconds)
         self._count, self._began_s = 0, time.perf_counter()  # samples of this rank since then; and when that was
+        self._epoch_count, self._epoch_began_s = 0, time.perf_counter()
+        self._told_epoch = now.progress.epoch  # epochs of which there is an event
+
+    def add(self, values: dict[str, Any], weight: float) -> None:
+        """What the script logs. Raises UserError for a value that is no number."""
+        self.logged.add(values, weight)
+        self._logged_in_epoch.add(values, weight)
 
     def stepped(self, count: int, batch: int) -> None:
         """A step is done, with `count` samples of this rank, of `batch` over all ranks."""
         self._count += count
+        self._epoch_count += count
         p = self.now.progress.advance(batch)
         self.now = dataclasses.replace(self.now, progress=p, lr=self.learner.lr, batch=batch)
         self.heartbeat.beat("step", p.epoch, p.step)
@@ -74,3 +82,16 @@ class SyncPoints:
         self.log.emit("step", p.step, **step_fields(now, means, sums["count"], seconds))
         self.now = self._before = now
         self._count, self._began_s = 0, time.perf_counter()
+
+    def end_epoch(self) -> None:
+        """The event of an epoch that is over, once: when the script asks for the next batch, or ends its loop. A collective then."""
+        p = self.now.progress
+        if p.epoch == self._told_epoch:
+            return
+        self._told_epoch = p.epoch
+        own: Sums = {"count": float(self._epoch_count)}
+        sums = allreduce_sums(self.communicator, own | self._logged_in_epoch.fingerprint(), "context.epoch")
+        means = self._logged_in_epoch.read(self.communicator, sums)
+        now = dataclasses.replace(self.now, seconds=self._clock())
+        self.log.emit("epoch", p.step, **epoch_fields(now, means, sums["count"], time.perf_counter() - self._epoch_began_s))
+        self._epoch_count, self._epoch_began_s = 0, time.perf_counter()

@@ -31,6 +31,7 @@ _EPOCH = {
     "epoch": "epoch/number",
     "epochs": "epoch/done",
     "epoch_s": "epoch/seconds",
+    "logged": "epoch",  # as of a step
     "samples_per_s": "epoch/samples_per_s",
     "tokens_per_s": "epoch/tokens_per_s",
     "noise_scale": "epoch/noise_scale",

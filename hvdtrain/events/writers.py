@@ -75,6 +75,9 @@ class TextWriter:
         self._out.close()
 
     def _write_epoch(self, fields: dict[str, Any]) -> None:
+        if "logged" in fields:  # of a script's own loop
+            self.write(_own_epoch_line(fields, self._metric))
+            return
         if not self._header_written:
             self.write(_epoch_header(self._metric))
             self._header_written = True
@@ -84,12 +87,19 @@ class TextWriter:
             self.write(f"       noise scale {noise_scale:.0f}: batches far above that many samples save few steps")
 
 
+def _own_epoch_line(f: dict[str, Any], metric: ShownMetric) -> str:
+    return f"epoch {f['epoch']}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}, {f['epoch_s']:.1f} s"
+
+
+def _named(logged: dict[str, float]) -> str:
+    return "".join(f"{name} {value:.4g}, " for name, value in logged.items())
+
+
 def _step_line(step: int, f: dict[str, Any], metric: ShownMetric) -> str:
     of = "" if f["of"] is None else f" of {f['of']:.5g}"
     done = f"  step {step}, epoch {f['epochs']:.2f}{of}"
     if "logged" in f:  # of a script's own loop
-        named = "".join(f"{name} {value:.4g}, " for name, value in f["logged"].items())
-        return f"{done}: {named}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
+        return f"{done}: {_named(f['logged'])}{f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
     return f"{done}: train loss {f['loss']:.4f}, {f[metric.rate]:.0f} {metric.unit}/s, lr {f['lr']:.4g}"
 
 

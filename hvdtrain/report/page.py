@@ -68,6 +68,7 @@ def _tables(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[tuple[str,
     """(title, table) of those that have a row."""
     tables = [("Summary", page_tables.summary_table(runs, labels))]
     tables.append((f"Time to {page_tables.objective_name(runs)}", page_tables.targets(runs, labels)))
+    tables.append(("Logged by the script", page_tables.logged(runs, labels)))
     tables.append(("Evaluations", page_tables.evaluations_table(runs, labels)))
     if len(runs) == 1:
         tables.append(("Ranks over time", page_tables.world_sizes(runs[0])))

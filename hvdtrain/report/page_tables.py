@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hvdtrain.events import redaction
 from hvdtrain.report import evaluations, mesh, summary, world_size
 from hvdtrain.report.compare import ScalingComparison, Spread, global_batch
+from hvdtrain.report.logged import finite_values, logged_names
 from hvdtrain.report.objective import objective_of
 from hvdtrain.report.run import RunRecord, number
 
@@ -109,6 +110,18 @@ def targets(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
         for target in summary.targets(run)
     ]
     return Table(["run", "target", "time", "epochs", "samples", "energy (J)"], rows)
+
+
+def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table:
+    """What scripts with a loop of their own have logged: a row for each name of each run."""
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        for name in logged_names(run):
+            values = finite_values(run, name)
+            rows.append(
+                [label, name, *(shown(value) for value in (values[-1], min(values), max(values)))] if values else [label, name, *[""] * 3]
+            )
+    return Table(["run", "name", "last", "least", "most"], rows, "Means over the steps between two sync points.")
 
 
 def staleness(run: RunRecord) -> Table:

@@ -6,6 +6,7 @@ import copy
 import html
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,14 +130,44 @@ def test_a_report_of_the_run(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={run}", "log.every_steps=1")
     for batch in ctx.samples(DATA, batch=4, epochs=1):
         plain_step(ctx, model, optimizer, batch)
-        ctx.log(loss=loss_of(model, batch), other=1.0)
+        ctx.log(loss=loss_of(model, batch), other=float(batch.step))
     ctx.close()
     assert report([str(run)]) == 0
     page = html.unescape((run / "report.html").read_text())
     assert "done: its samples are over" in page and "Linear, 3 parameters" in page
     assert yaml.safe_load((run / "config.yaml").read_text())["batch"] == {"size": 4}
     assert "log.every_steps" in page and "model.name" not in page  # the keys of an own loop alone
-    assert sorted(path.name for path in run.glob("*.png")) == ["report-loss.png", "report-rates.png", "report-throughput.png"]
+    names = ["report-logged.png", "report-loss.png", "report-rates.png", "report-throughput.png"]
+    assert sorted(path.name for path in run.glob("*.png")) == names
+    table = page[page.index("Logged by the script") :]
+    assert re.search(r">other<.*?>4<.*?>0<.*?>4<", table, re.DOTALL), "last, least and most"
+
+
+def test_an_event_and_a_line_for_each_epoch(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """20 samples in batches of 8: epochs end within the batches of steps 3 and 5, and the third does not end."""
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "log.every_steps=2", "log.every_s=0")
+    for batch in ctx.samples(DATA, batch=8, epochs=2.4):
+        plain_step(ctx, model, optimizer, batch)
+        ctx.log(loss=float(batch.step), lr=0.5 if batch.step < 3 else 0.25)
+        if batch.ends_epoch:
+            ctx.log(val_loss=10.0 + batch.epoch)
+    ctx.close()
+    first, second = events(tmp_path / "run", "epoch")
+    assert [(e["epoch"], e["step"], e["train_loss"], e["val_loss"], e["lr"]) for e in (first, second)] == [
+        (1, 3, 1.0, 10.0, 0.5),
+        (2, 5, 3.5, 11.0, 0.25),
+    ]
+    assert first["logged"] == {"loss": 1.0, "val_loss": 10.0} and first["epochs"] == 1.2 and first["samples_per_s"] > 0
+    steps = events(tmp_path / "run", "step")
+    assert [(e["step"], e["lr"], e["logged"]["loss"]) for e in steps] == [(2, 0.5, 0.5), (4, 0.375, 2.5), (6, 0.25, 4.5)]
+    assert all("lr" not in e["logged"] for e in (*steps, first, second))
+    lines = capsys.readouterr().out.splitlines()
+    of_epochs = [line for line in lines if line.startswith("epoch ")]
+    assert [re.sub(r"[\d.]+ samples/s|[\d.]+ s$", "~", line) for line in of_epochs] == [
+        "epoch 1: loss 1, val_loss 10, ~, lr 0.5, ~",
+        "epoch 2: loss 3.5, val_loss 11, ~, lr 0.25, ~",
+    ]
+    assert [line.count("lr ") for line in lines if line.startswith("  step ")] == [1, 1, 1]
 
 
 def test_means_and_an_evaluation(make: Any) -> None:
@@ -273,6 +304,65 @@ def test_now_and_without_a_run_folder(make: Any, tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
 
 
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_that_the_script_asked_for_is_kept(make: Any, tmp_path: Path) -> None:
+    """Of steps 1 and 3, the second one written twice: as it is due, then as it is asked for."""
+    words = (f"run={tmp_path / 'run'}", "checkpoint.keep_last=1", "checkpoint.every_steps=1", "log.every_steps=1")
+    for epochs, kept in ((1, [1, 3, 4]), (2, [1, 3, 8])):
+        ctx, model, optimizer = make(*words)
+        ctx.resume()
+        for batch in ctx.samples(DATA, batch=5, epochs=epochs):
+            plain_step(ctx, model, optimizer, batch)
+            if batch.step == 2:
+                assert ctx.checkpoint(model, optimizer)
+            assert ctx.checkpoint(model, optimizer, now=batch.step in (0, 2)) or batch.step == 2
+        ctx.close()
+        assert steps_of(tmp_path / "run") == kept
+    one = json.loads((tmp_path / "run" / "checkpoints" / "step-00000008" / "progress.json").read_text())
+    assert one["train_state"]["is_kept"] is False, "a script that goes on from one that is kept does not keep its own"
+
+
+@pytest.mark.parametrize(("better", "best"), [("min", 2), ("max", 3)])
+def test_the_best_checkpoints_by_the_objective_that_the_script_gives(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], better: str, best: int
+) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "checkpoint.keep_last=1", "checkpoint.keep_best=1")
+    ctx.resume()
+    for batch, value in zip(ctx.samples(DATA, batch=5, epochs=1.5), (3.0, torch.tensor(1.0), 7.0, math.inf, 2.0, None), strict=True):
+        plain_step(ctx, model, optimizer, batch)
+        ctx.checkpoint(model, optimizer, objective=value, better=better)
+    ctx.close()
+    assert steps_of(tmp_path / "run") == [best, 6]
+    assert f"best objective {[1, 7][best == 3]}, in epoch 1" in capsys.readouterr().out
+    (end,) = events(tmp_path / "run", "end")
+    assert (end["best_objective"], end["best_epoch"]) == ([1.0, 7.0][best == 3], 1)
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
+    ctx.resume()
+    batch = next(ctx.samples(DATA, batch=5, epochs=2))
+    plain_step(ctx, model, optimizer, batch)
+    other = "max" if better == "min" else "min"
+    with pytest.raises(UserError, match=f"better={other}, and the evaluations before had better={better}"):
+        ctx.checkpoint(model, optimizer, objective=1.0, better=other)
+    with pytest.raises(UserError, match="objective is a str, not a number"):
+        ctx.checkpoint(model, optimizer, objective="good", better=better)
+    with pytest.raises(UserError, match="better='most'"):
+        ctx.checkpoint(model, optimizer, objective=1.0, better="most")
+
+
+def test_best_checkpoints_that_no_call_gives_an_objective_for_are_told(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ctx, model, optimizer = make(f"run={tmp_path / 'run'}", "checkpoint.keep_best=2")
+    for batch in ctx.samples(DATA, batch=10):
+        plain_step(ctx, model, optimizer, batch)
+        ctx.checkpoint(model, optimizer)
+    ctx.close()
+    assert "checkpoint.keep_best=2 has kept none: no call was ctx.checkpoint(..., objective=value)" in capsys.readouterr().out
+
+
 def test_what_no_checkpoint_holds_is_refused_at_the_first_step(make: Any, tmp_path: Path) -> None:
     ctx, model, optimizer = make(f"run={tmp_path / 'run'}")
     batch = next(ctx.samples(DATA, batch=2))
@@ -336,6 +426,29 @@ def stepped(make: Any, work: Any, *arguments: str, wrap: Any = lambda model: mod
 def plain_step(ctx: Any, model: Any, optimizer: Any, batch: Any) -> None:
     ctx.backward(loss_of(model, batch))
     optimizer.step()
+
+
+def test_two_models_in_one_module_each_with_its_own_loss(opened: list[ht.Context]) -> None:
+    """As docs/own-loop.md has it of a GAN: one step of both, where the second loss goes through the first model without training it."""
+    torch.manual_seed(5)
+    net = torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)}).double()
+    plain = copy.deepcopy(net)
+    ctx = ht.init()
+    opened.append(ctx)
+    rates = {"g": 1e-3, "d": 2e-3}
+    _, optimizer = ctx.prepare(net, torch.optim.SGD([{"params": list(net[n].parameters()), "lr": lr} for n, lr in rates.items()]))
+    x, _ = batch = next(ctx.samples(DATA, batch=7))
+    fixed = {name: p.detach() for name, p in net["d"].named_parameters()}
+    loss_of_d = (net["d"](x).square() - net["d"](net["g"](x).detach())).mean()
+    loss_of_g = torch.func.functional_call(net["d"], fixed, (net["g"](x),)).square().mean()
+    ctx.backward(loss_of_d + loss_of_g)
+    optimizer.step()
+    assert batch.count == 7
+    losses = {"d": (plain["d"](x).square() - plain["d"](plain["g"](x))).mean(), "g": plain["d"](plain["g"](x)).square().mean()}
+    for name, loss in losses.items():
+        gradients = torch.autograd.grad(loss, list(plain[name].parameters()), retain_graph=True)
+        for p, before, gradient in zip(net[name].parameters(), plain[name].parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.detach(), before.detach() - rates[name] * gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_parts_of_a_batch_make_its_step(make: Any) -> None:

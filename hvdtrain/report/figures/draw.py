@@ -32,6 +32,7 @@ KINDS = (
     FigureKind("loss", "Loss", "Training and validation loss over the epochs.", training.loss),
     FigureKind("accuracy", "Accuracy", "Training and validation accuracy over the epochs, with the targets.", training.accuracy),
     FigureKind("metrics", "Metrics", "The other metrics of training and validation over the epochs, with the targets.", training.metrics),
+    FigureKind("logged", "Logged by the script", "What a script with a loop of its own has logged, over the epochs.", training.logged),
     FigureKind("confusion", "What each class is taken for", "Percent of each class's samples, in the last evaluation.", confusion.matrix),
     FigureKind("rates", "Learning rate and batch", "Learning rate and global batch over the epochs.", training.rates),
     FigureKind("throughput", "Throughput", "Training samples per second over the time of the job.", speed.throughput),

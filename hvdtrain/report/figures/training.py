@@ -20,6 +20,8 @@ from hvdtrain.report.figures.style import (
     run_style,
     scale_from_zero,
 )
+from hvdtrain.report.logged import finite_values, logged_names
+from hvdtrain.report.logged import logged as logged_of
 from hvdtrain.report.objective import metrics_of, objective_of
 from hvdtrain.report.run import Fields, RunRecord, number
 from hvdtrain.report.summary import finite, first_finite, targets
@@ -75,6 +77,24 @@ def metrics(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
     for axes in all_axes[:-1]:
         axes.set_xlabel("")
     legend(figure, [*run_entries(labels), *legend_entries])
+    return figure
+
+
+def logged(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
+    """What scripts have logged but for what other figures have, axes for each name; None where no run has any."""
+    names = dict.fromkeys(name for run in runs for name in logged_names(run) if name not in ("loss", "val_loss"))
+    known = [name for name in names if any(finite_values(run, name) for run in runs)][:_MOST_METRICS]
+    if not known:
+        return None
+    figure, all_axes = new_figure(len(known), sharex=True, height=HEIGHT * (1 + len(known)) / 2)
+    for name, axes in zip(known, all_axes, strict=True):
+        for index, run in enumerate(runs):
+            events, values = logged_of(run, name)
+            draw_line(axes, _epochs(run, events), values, **run_style(index) | _VAL)
+        axes.set_ylabel(literal(name))
+    all_axes[-1].set_xlabel("epochs done")
+    all_axes[-1].set_xlim(left=0)
+    legend(figure, run_entries(labels))
     return figure
 
 

@@ -204,10 +204,12 @@ def _number(name: str) -> str:
 
 
 def prune(run: Path, keep_last: int, keep_best: int, written: Path, open_run: OpenFolder = Folder.open) -> None:
-    """Removes all but the newest, the best and the one that was just written, and the leftovers of writes that were cut off."""
+    """Removes all but the newest, the best, those that a script asked for and the one that was just written; and the leftovers of writes
+    that were cut off.
+    """
     folders = finished(run)
     older = folders[: folders.index(written) + 1]  # newer ones are damaged: the job went on from one before them
-    keep = {*older[-keep_last:], *best(folders, keep_best)}
+    keep = {*older[-keep_last:], *best(folders, keep_best), *asked_for(older[:-keep_last])}
     with open_run(run) as opened, opened.folder("checkpoints") as checkpoints:
         _remove_leftovers(checkpoints)
         for folder in older:
@@ -243,13 +245,23 @@ def _remove(checkpoints: Folder, name: str) -> None:
         checkpoints.remove_tree(hidden)
 
 
+def asked_for(folders: list[Path]) -> list[Path]:
+    """Those that a script wrote to be kept."""
+    return [folder for folder, state in _states(folders).items() if state.is_kept]
+
+
 def best(folders: list[Path], count: int) -> list[Path]:
     """Those that are best in the task's objective, the earlier first among equals; only where one was just evaluated."""
+    return best_first(_states(folders if count else []))[:count]
+
+
+def _states(folders: list[Path]) -> dict[Path, TrainState]:
+    """Of those that can be read."""
     states = {}
-    for folder in folders if count else ():
+    for folder in folders:
         with contextlib.suppress(Damaged):
             states[folder] = read_numbers(folder).train_state
-    return best_first(states)[:count]
+    return states
 
 
 def best_first(states: Mapping[Path, TrainState]) -> list[Path]:

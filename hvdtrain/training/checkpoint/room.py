@@ -61,7 +61,7 @@ def check_room(run: Path, needed: int) -> None:
 
 
 def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int | None:
-    """Removes the oldest checkpoint before the newest good one, the best ones last; returns its step.
+    """Removes the oldest checkpoint before the newest good one, those to be kept last; returns its step.
 
     None where nothing is removed: there is none before it, or all of them together are not enough. limit_bytes: as read_arrays().
     """
@@ -69,8 +69,8 @@ def give_up_one(run: Path, needed: int, keep_best: int, limit_bytes: int) -> int
     free = free_bytes(run)
     if not older or free is None or free + sum(map(_size, older)) < needed - _BESIDE_ARRAYS_BYTES:
         return None
-    best = files.best(older, keep_best)
-    given_up = next((folder for folder in older if folder not in best), older[0])
+    kept = {*files.best(older, keep_best), *files.asked_for(older)}
+    given_up = next((folder for folder in older if folder not in kept), older[0])
     files.remove(given_up)
     return int(given_up.name.removeprefix("step-").removesuffix(files.ASIDE))
 

@@ -95,6 +95,7 @@ class Saver:
         self._tried_s = clock()  # when the last write began
         self._failed = False
         self._due_step = -1  # the last step that was due
+        self._kept_step = -1  # of the newest checkpoint that is to be kept
         self.newest = (-1, 0)  # (step, step of its last evaluation) of the newest checkpoint of this run on the disk
         self._limit_bytes = limit_bytes
         self._told = ""  # why the last writes failed, as the user knows
@@ -135,6 +136,8 @@ class Saver:
         began = time.perf_counter()
         if not self.wants(now):
             return
+        if now.is_kept:
+            self._kept_step = now.progress.step
         arrays = learner.state()  # the host copy, and on a GPU the wait for the device
         names = learner.state_dict_names()
         self._tried_s = self._clock()
@@ -168,7 +171,7 @@ class Saver:
     def wants(self, now: TrainState) -> bool:
         """Whether save() would write; waits for the write before this one."""
         self._collect()
-        return (now.progress.step, now.evaluated) != self.newest
+        return (now.progress.step, now.evaluated) != self.newest or (now.is_kept and now.progress.step != self._kept_step)
 
     def close(self) -> None:
         """Waits for a write that is under way."""

@@ -80,6 +80,7 @@ class TrainState:
     lr: Number = 0.0  # of the last step
     batch: Count = 0  # of the last step
     noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
+    is_kept: bool = False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
 
     def trained(self, sums: Sums, seconds: float, noise: tuple[float, float]) -> TrainState:
         """With the sums and the time of more steps."""
@@ -158,6 +159,7 @@ _ADDED: dict[str, Any] = {
     "epoch_cpu_j": None,
     "reached": [],
     "without_better": 0,
+    "is_kept": False,
 }
 
 
