@@ -10,6 +10,8 @@ from typing import NamedTuple
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 
+PIECES = 12  # of a list of ranks
+
 
 class Groups(NamedTuple):
     """What the ranks of a communicator split into, the same on all of them."""
@@ -49,3 +51,16 @@ def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
         numbers.append(hosts.setdefault((name, seen[name, local_rank]), len(hosts)))
         seen[name, local_rank] += 1
     return numbers
+
+
+def ranks_summary(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 2-7"; of a very long list its beginning and its length."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    pieces = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    more = f", ... ({len(ranks)} ranks)" if len(pieces) > PIECES else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(pieces[:PIECES])}{more}"

@@ -14,6 +14,7 @@ from hvdtrain.comm.communicator import Buffer, CompletedHandle, Handle
 from hvdtrain.comm.features import Feature
 
 T = TypeVar("T")
+_REDUCTIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 _LOOK_S = 0.1  # between two looks whether another thread has failed
 
 
@@ -63,11 +64,10 @@ class ThreadCommunicator:
         return _like(x, np.concatenate(parts))
 
     def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
-        assert op == "sum", op
         first, *others = self.allgather_object(_array(x).copy())
         total = first.copy()
         for other in others:
-            total += other
+            _REDUCTIONS[op](total, other, out=total)
         return _like(x, total)
 
     def start_allreduce(self, x: Buffer, name: str, op: str = "sum") -> Handle:

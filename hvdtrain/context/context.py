@@ -134,6 +134,7 @@ class Context:
             )
         self._heartbeat.beat("preparing the model", 0, 0)
         learner = importlib.import_module(_LEARNER).OwnLearner(self._config, self.mesh, model, optimizer, self._stepped)
+        self._heartbeat.under_way = learner.under_way
         broadcast_state(self._communicator, learner, None)
         self._learner, self._saved = learner, WithExtra(learner)
         config, run, saver = self._config, self.run, None

@@ -66,9 +66,9 @@ class Waited(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """The pass that a rank of a pipeline is in."""
+    """The pass that a rank is in, of a stage of a pipeline or of a layer of which ranks have parts."""
 
-    text: str  # "forward pass of micro-batch 2 in stage 1"
+    text: str  # "forward pass of micro-batch 2 in stage 1", "forward pass of blocks.3"
     waits_for: int | None  # the rank of the job whose message it waits for
 
 

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.comm.split import ranks_summary
 from hvdtrain.config.schema import Config
 from hvdtrain.core.updates import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
 from hvdtrain.frameworks.learner import OutlivesLosses
-from hvdtrain.training.health.stall_report import ranks_summary
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
 from hvdtrain.training.memory_copy import MemoryCopy, Restored

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +151,17 @@ def altered(communicator: Communicator, stage: str) -> str:
     return ""
 
 
-def skipping(engine: str) -> None:
-    """Ends as a job does that stalls or fails."""
+def sleeping(engine: str) -> None:
+    """Ends as a job does in which rank 1 does not leave a block."""
 
     def train(rank: Rank) -> None:
-        def skip(learner: Any) -> None:
-            learner.forward._training._when_empty = "skip"
-            rank.heartbeat.limit = "stall_s"
+        def sleep(learner: Any) -> None:
+            rank.heartbeat.limit, rank.heartbeat.under_way = "stall_s", learner.under_way
+            if rank.communicator.rank:
+                learner.model.blocks[1][1].register_forward_hook(lambda *_: time.sleep(3600))
 
-        invariance.losses(f"{EMPTY_SHARES} shard.stage=3", rank.communicator, skip, rank.heartbeat)
+        words = EMPTY_SHARES.replace("model.name=mlp model.widths=[9,7]", "model.name=layers_on_ranks:Blocks")
+        invariance.losses(f"{words} shard.stage=3", rank.communicator, sleep, rank.heartbeat)
 
     try:
         on_connected_ranks(train, None, [f"comm.engine={engine}", "guard.stall_s=8", "batch.size=2"])

@@ -12,7 +12,6 @@ from ranks import FULL, mpirun, needs_horovod, needs_mpirun
 from same_curve import check_same
 from shards_on_ranks import FEW, jobs_of
 
-from hvdtrain.data.sampler import indices
 from hvdtrain.errors import STALLED
 
 slow = pytest.mark.slow
@@ -101,12 +100,11 @@ def test_every_stage_is_one_process(one_process: dict, tmp_path: Path, engine: s
 
 @slow
 @needs_mpirun
-def test_a_rank_that_skips_its_empty_batch_is_reported() -> None:
-    """Forward passes of stage 3 are collectives: the others wait in the first step in which it has no samples."""
-    shares = [[len(indices(2 * step, 2, rank, 2, 7, 1, "partition")) for rank in range(2)] for step in range(7)]
-    assert shares == [[1, 1]] * 3 + [[2, 0]] + [[1, 1]] * 3, "of the job, whose other steps give each rank a sample"
-    result = mpirun(2, alone("shards_on_ranks:skipping", "mpi"))
+def test_a_stall_is_reported_with_the_block_that_each_rank_is_in() -> None:
+    result = mpirun(2, alone("shards_on_ranks:sleeping", "mpi"))
     assert result.returncode == STALLED, result.stderr
     assert "no progress for 8 s (guard.stall_s)" in result.stderr
-    waiting, skipping = re.findall(r"rank \d on .*?, pid \d+: step, epoch 0, step 3.*?(?=\n  rank|\nto do)", result.stderr, re.DOTALL)
-    assert "in all_gather_single:" in waiting and "in all_gather_single:" not in skipping
+    behind = re.search(
+        r"behind:\n  rank 1 on .*, pid \d+: step, epoch 0, step 0, for \d+ s, .*, in the forward pass of blocks\.1\n", result.stderr
+    )
+    assert behind and "waiting: rank 0 at step 0, epoch 0: step, forward pass of blocks.2\n" in result.stderr, result.stderr

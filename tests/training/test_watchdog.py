@@ -16,8 +16,9 @@ from pool import alone
 from ranks import ENGINES, HANG_S, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
 from waiting import is_stopped, wait_until
 
+from hvdtrain.comm.split import PIECES, ranks_summary
 from hvdtrain.errors import REQUEUE, STALLED
-from hvdtrain.training.health.stall_report import PIECES, SILENCE, Report, ranks_summary, render, render_alone
+from hvdtrain.training.health.stall_report import SILENCE, Report, render, render_alone
 from hvdtrain.training.health.watchdog import IdleTime
 
 STALL_S = 1.0

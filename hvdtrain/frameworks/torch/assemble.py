@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
@@ -49,11 +50,12 @@ def assemble(
     pipelined: Pipelined | None = None,
     stopwatch: ReplaceableStopwatch | None = None,
     strategy_of: Callable[[Mesh, NamedParameters, Stopwatch], Strategy] | None = None,
+    orders: Sequence[SameOrder] = (),
 ) -> TorchLearner:
     """The learner of a model that is on its device; `sharded`: of shard.stage=3; `cuts`: of parameters that ranks of a tensor group have
     in parts; `hybrid`: the model with its dense part cut over ranks; `pipelined`: of parallel.pipeline, whose parameters of other ranks
     lose their memory; `stopwatch`: the one that these enter; `strategy_of`: makes the strategy, in the place of what the configuration
-    says.
+    says; `orders`: in which ranks come to layers.
     """
     is_users_class = plugins.is_dotted(config.model.name)
     channels_last = use_channels_last(config.speed.channels_last, is_users_class, model, device, sharded is not None)
@@ -91,6 +93,7 @@ def assemble(
         stopwatch=stopwatch,
         pipelined=pipelined,
         hybrid=hybrid,
+        orders=orders,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.mesh import Mesh, make_mesh
+from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.layout import Layout
@@ -50,7 +51,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         ranks = timed(communicator, stopwatch)
         mesh = mesh._replace(tensor=timed(mesh.tensor, stopwatch), parts=timed(mesh.parts, stopwatch))
     torch.manual_seed(fold(config.seed) & (2**63 - 1))
-    sharded, hybrid, pipelined, cuts = None, None, None, dict[torch.nn.Parameter, Cut]()
+    sharded, hybrid, pipelined, cuts, orders = None, None, None, dict[torch.nn.Parameter, Cut](), list[SameOrder]()
     if config.shard.stage == 3:
         from hvdtrain.frameworks.torch.parallel.fsdp import make_sharded  # half a second
 
@@ -63,10 +64,10 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_first_samples(model, config)
     refuse_tiny_images(model, example(2, config, task, like), precision, config.where("speed.precision"))
     if sharded:
-        cuts = dict(sharded.cuts)
+        cuts, orders = dict(sharded.cuts), list(sharded.orders)
     elif config.parallel.ranks > 1:
         from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
-        from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, outputs_of, plan_of
+        from hvdtrain.frameworks.torch.parallel.tensor.plan import check_cut, cut_model, not_zeros, order_of_layers, outputs_of, plan_of
 
         where = config.where("parallel.tensor")
         plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
@@ -75,14 +76,16 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
         if plan:
             x = not_zeros(example(2, config, task, like))
             expected = outputs_of(model, x)
-            cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence)
+            orders = [order_of_layers(config, mesh, device)]
+            cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence, orders[0])
+            model.register_forward_hook(lambda *_: orders[0].end("end of the forward pass"))
             check_cut(model, x, expected, task, where)
         if first:
             pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
     elif config.parallel.dense != "none":
         send_from_rank_0(model, communicator)
         hybrid = HybridModel(model, ranks, config.parallel.dense, config.where("parallel.dense"))
-    return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch)
+    return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch, orders=orders)
 
 
 def device_of_rank(config: Config, communicator: Communicator) -> torch.device:

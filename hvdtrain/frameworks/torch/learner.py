@@ -14,6 +14,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
+from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums, add_sums, zero_sums
@@ -67,6 +68,7 @@ class TorchLearner:
     stopwatch: ReplaceableStopwatch  # the strategy's too
     pipelined: Pipelined | None = None  # of parallel.pipeline: the passes through the stages
     hybrid: HybridModel | None = None  # of parallel.dense
+    orders: Sequence[SameOrder] = ()  # in which ranks come to layers
 
     def __post_init__(self) -> None:
         self.data, self.readers = self.mesh.data, self.mesh.readers
@@ -158,6 +160,7 @@ class TorchLearner:
         divisor = self._divisor(micro, hyper.batch)
         with no_such_kernel(self.config):
             sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
+        end_step(self.orders)
 
         self.stopwatch.enter("communication")
         self.strategy.reduce()
@@ -359,7 +362,9 @@ class TorchLearner:
         return self.pipelined.last_passes() if self.pipelined else []
 
     def under_way(self) -> UnderWay | None:
-        found = self.pipelined.under_way() if self.pipelined else None
+        found, doing = self.pipelined.under_way() if self.pipelined else None, doing_in(self.orders)
+        if found is None and doing:
+            return UnderWay(doing, None)
         if found is None or found.waits_for is None:
             return found
         apart = self.mesh.world.size // self.mesh.pipe.size  # of the ranks of a pipeline

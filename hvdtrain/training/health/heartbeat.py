@@ -25,7 +25,7 @@ class Heartbeat:
     start_marks: dict[str, float] = field(default_factory=dict)  # when each phase of the start began; "": the end of the first step
     in_start: bool = True  # up to there
     place: str = ""  # of this rank in the mesh: "stage 1, data 0"
-    under_way: Callable[[], UnderWay | None] = lambda: None  # the pass of a pipeline that this rank is in; from any thread
+    under_way: Callable[[], UnderWay | None] = lambda: None  # the stage or the layer that this rank is in; from any thread
 
     def beat(self, phase: str, epoch: int, step: int) -> None:
         """The phase begins, or goes on, after so many whole epochs and steps."""

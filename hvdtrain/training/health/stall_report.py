@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from hvdtrain.comm.split import ranks_summary
 from hvdtrain.errors import STALLED
 
 STACKS = 3  # ranks whose stack is shown
@@ -18,7 +19,6 @@ DEPTHS = {1: 12, 2: 10, 3: 8}  # stacks shown -> lines of each
 DEPTH = max(DEPTHS.values())
 _LAUNCHER = f"{Path(__file__).parents[2] / 'cli' / 'launch' / 'rank'}/"  # what runs a script under `launch`
 GROUPS = 3  # lines of one section without stacks
-PIECES = 12  # of a list of ranks
 WIDTH = 160  # characters of a line of a stack
 SILENCE = "still busy, stopped, swapping, its host is down, or a C extension holds the interpreter"
 
@@ -180,19 +180,6 @@ def _cut(groups: Sequence[tuple[str, list[int]]], rest: str) -> list[str]:
     if len(groups) > GROUPS:
         groups = [*groups[: GROUPS - 1], (rest, sorted(rank for _, ranks in groups[GROUPS - 1 :] for rank in ranks))]
     return [template.replace("{}", ranks_summary(ranks), 1) for template, ranks in groups]
-
-
-def ranks_summary(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 2-7"; of a very long list its beginning and its length."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    pieces = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    more = f", ... ({len(ranks)} ranks)" if len(pieces) > PIECES else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(pieces[:PIECES])}{more}"
 
 
 def _remedy(limit_s: float, limit_key: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.same_order import SameOrder, doing_in, end_step
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays, ArrayStream, Batch
 from hvdtrain.core.metrics import Sums
@@ -19,6 +20,7 @@ from hvdtrain.core.pieces import Piece
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.learner import UnderWay
 from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
@@ -91,13 +93,16 @@ class OwnLearner:
         _check_gradients(uncompiled(model))
         if config.shard.stage:
             check_elementwise(optimizer, type(optimizer).__name__, config.where("shard.stage"))
-        sharded: Strategy | None = None
+        sharded = None
+        self._orders: Sequence[SameOrder] = ()
         if config.shard.stage == 3:
             from hvdtrain.frameworks.torch.own_loop.sharded import shard_given  # half a second
 
             sharded = shard_given(model, optimizer, config, mesh, self.device)
+            self._orders = sharded.orders
         self._named = [(name, p) for name, p in uncompiled(model).named_parameters() if p.requires_grad]
-        self.strategy = sharded or select_strategy(config, mesh, self._named, optimizer, ReplaceableStopwatch(HostStopwatch()))
+        stopwatch = ReplaceableStopwatch(HostStopwatch())
+        self.strategy: Strategy = sharded or select_strategy(config, mesh, self._named, optimizer, stopwatch)
         wrapped = self.strategy.wrap(model, optimizer)
         self.model, self.forward, self._inner = uncompiled(model), wrapped.forward, wrapped.optimizer
         self.optimizer = PreparedOptimizer(self._inner, self._update)
@@ -177,6 +182,7 @@ class OwnLearner:
             return {}
 
         self.strategy.run(parts, divisor, one_pass)
+        end_step(self._orders)
         self.strategy.reduce()
         if self.is_sharded:
             for _, p in self._named:
@@ -241,6 +247,11 @@ class OwnLearner:
         """As Learner.load()."""
         self._state.load(state)
         self._batch = None
+
+    def under_way(self) -> UnderWay | None:
+        """As Learner.under_way()."""
+        doing = doing_in(self._orders)
+        return UnderWay(doing, None) if doing else None
 
     def describe(self) -> str:
         count = sum(p.numel() for _, p in self._named)

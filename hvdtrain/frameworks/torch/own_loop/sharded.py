@@ -9,11 +9,10 @@ from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE
-from hvdtrain.frameworks.torch.parallel.fsdp import device_mesh, shard_model
-from hvdtrain.frameworks.torch.parallel.strategy import Strategy
+from hvdtrain.frameworks.torch.parallel.fsdp import Fsdp, device_mesh, shard_model
 
 
-def shard_given(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Mesh, device: torch.device) -> Strategy:
+def shard_given(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: Mesh, device: torch.device) -> Fsdp:
     """Cuts the model's weights in place, with those of rank 0, and gives the optimizer the parameters that the model has then.
 
     Every rank calls it. Raises UserError for a compiled model, parameters of several number types, and one that is a single number.

@@ -14,16 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.process_group import start_process_group
+from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, run_passes
-from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, plan_of
+from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
+from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 
 
@@ -34,6 +38,7 @@ class ShardedModel(NamedTuple):
     mesh: Mesh
     summary: str  # "in 12 blocks and the rest"
     cuts: Mapping[torch.nn.Parameter, Cut]  # of parameters that ranks of a tensor group have in parts
+    orders: Sequence[SameOrder]  # in which ranks gather and reduce units, and a tensor group computes layers
 
     def strategy(self, config: Config) -> Fsdp:
         return Fsdp(self, config.shard.offload == "optimizer")
@@ -68,10 +73,11 @@ def shard_model(
         if not p.ndim:
             what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
             raise UserError(what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2")
-    layers = None
+    layers, orders = None, [_order(config, mesh, device)]
     if mesh.tensor.size > 1:
         where = config.where("parallel.tensor")
-        layers = CutLayers(model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence)
+        orders += [order_of_layers(config, mesh, device)]
+        layers = CutLayers(model, plan_of(model, where), mesh.tensor, where, config.parallel.sequence, orders[1])
     blocks, filled = units(model), set[torch.nn.Module]()
 
     def fill(unit: torch.nn.Module) -> None:
@@ -86,17 +92,23 @@ def shard_model(
         fully_shard(block, **options)
     fill(model)
     fully_shard(model, **options | {"reshard_after_forward": False})  # backward would gather it again at once
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:  # each of them: neither setting is inherited, and FSDP2's default is a mean over ranks
+    sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for name, module in sharded.items():  # each of them: no setting is inherited, and FSDP2's default is a mean over ranks
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
+        unit = _Unit(
+            model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
+        )
+        module.set_custom_all_gather(_AllGather(unit))
+        module.set_custom_reduce_scatter(_ReduceScatter(unit))
     if "asynchronous" in mesh.world.features:
         for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # it is an FSDPModule now
-    model.register_forward_hook(functools.partial(_after_evaluation, sharded))
+    model.register_forward_hook(functools.partial(_after_forward, list(sharded.values()), orders))
     parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
     cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
-    return ShardedModel(model, mesh, parts, cuts)
+    return ShardedModel(model, mesh, parts, cuts, orders)
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -175,8 +187,77 @@ def _fill(
                 setattr(module, name, whole(tensor))
 
 
-def _after_evaluation(sharded: Sequence[FSDPModule], model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    """A forward hook: without shard.reshard whole weights stay until backward, which does not come."""
+def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
+    """Of the units. On a GPU the host does not wait for NCCL, and so for no answer."""
+    fix = (
+        "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or shard.stage=2, where each rank may choose"
+    )
+    lags = device.type == "cuda" and "nccl" in mesh.data.features
+    return SameOrder(mesh.data, mesh.world.rank, config.where("shard.stage"), fix, lags=lags)
+
+
+class _Unit:
+    """A block, or the model: its name, and which pass it is in."""
+
+    def __init__(self, module: torch.nn.Module, name: str, order: SameOrder, *, gathers: bool) -> None:
+        """gathers: a rank has a part of its weights; else gradients alone are added up, over hosts of one rank."""
+        self._name, self._order, self._in_forward, self._gathers = name, order, False, gathers
+        module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
+        module.register_forward_hook(self._end)  # after FSDP2's
+
+    def gathers(self) -> None:
+        self._order.ask(self._pass())
+
+    def reduces(self) -> None:
+        self._order.ask(f"reduction of the gradients of {self._name}")
+
+    def _pass(self) -> str:
+        what = "forward pass" if not in_backward() else "recomputation" if self._in_forward else "backward pass"
+        return f"{what} of {self._name}"
+
+    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._in_forward = True
+        self._order.at = self._pass()
+        if not self._gathers:
+            self.gathers()
+
+    def _end(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        self._in_forward = False
+        output = next((leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
+        if output is not None:
+            output.register_hook(self._go_back)
+
+    def _go_back(self, gradient: torch.Tensor) -> None:
+        """Called behind FSDP2's, which gathers this unit, and another one for later."""
+        self._order.at = self._pass()
+
+
+class _AllGather(DefaultAllGather):
+    """torch's own, once all ranks are at the same unit."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        self._unit.gathers()
+        return super().__call__(*tensors, **options)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """torch's own, once all ranks are at the same unit."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        self._unit.reduces()
+        return super().__call__(*tensors, **options)
+
+
+def _after_forward(sharded: Sequence[FSDPModule], orders: Sequence[SameOrder], model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    """A forward hook: without shard.reshard whole weights stay until backward, which does not come in evaluation."""
+    for order in orders:
+        order.end("end of the forward pass")
     if not torch.is_grad_enabled():
         for module in sharded:
             module.reshard()
@@ -193,7 +274,8 @@ class Fsdp:
 
     def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
         """on_host: the optimizer updates copies of the weights in host memory."""
-        self._mesh = mesh = sharded.mesh
+        self._mesh, self.orders = sharded.mesh, sharded.orders
+        mesh = sharded.mesh
         self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
         self._shards = {p: _on_host(held) if on_host else held for p, held in self._parts.items() if p.requires_grad}
         self.equal_ranks = mesh.world.size

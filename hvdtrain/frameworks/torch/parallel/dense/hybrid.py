@@ -38,11 +38,27 @@ class DenseTurns:
         self.exchange, self.scheme = Exchange(communicator), scheme
         self.layers = CutLayers(chain, self.exchange, name, where)
         self.returns_inputs = False  # of the layers that are cut, in place of outputs
+        self._name, self._where, self._calls = name, where, 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A collective, and so is its backward pass; on ranks without rows too."""
+        """A collective, and so is its backward pass; on ranks without rows too. Raises UserError for a second call in a pass."""
+        self._calls += 1
+        self._check_calls(at_least=0)
         own = self.layers.lead(x).to(self.layers.parameters[0].dtype)
         return own if self.returns_inputs else self.outputs(own)
+
+    def passed_by(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What the whole model gives. Raises UserError where it does not call its dense part once, as other ranks do."""
+        self._calls = 0
+        found: torch.Tensor = model(x)
+        self._check_calls(at_least=1)
+        return found
+
+    def _check_calls(self, at_least: int) -> None:
+        if not at_least <= self._calls <= 1:
+            times = "twice" if self._calls else "not"
+            what = f"a pass of the model calls {self._name!r} {times}; all ranks work on it together, once"
+            raise UserError(what, self._where, "a forward() that calls it once; or leave parallel.dense out")
 
     def outputs(self, own: torch.Tensor) -> torch.Tensor:
         """own (n, inputs) -> (n, outputs)."""
@@ -163,8 +179,7 @@ class HybridModel(nn.Module):
         """x (n, ...) -> (n, outputs); n may be 0 and differ between ranks. Without samples the convolutions are not called."""
         if not len(x):
             return self._dense.outputs(self._dense.no_rows().requires_grad_(torch.is_grad_enabled()))  # backward is a collective
-        outputs: torch.Tensor = self.model(x)
-        return outputs
+        return self._dense.passed_by(self.model, x)
 
     def turns(self, x: torch.Tensor, updates: int, context: Context = nullcontext) -> Iterator[OwnTurn]:
         """The variable batch (section 3.2): the dense part may be updated after each turn, the convolutions after all of them.
@@ -198,7 +213,7 @@ class HybridModel(nn.Module):
             return self._dense.no_rows()
         self._dense.returns_inputs = True
         try:
-            inputs: torch.Tensor = self.model(x)
+            inputs = self._dense.passed_by(self.model, x)
         finally:
             self._dense.returns_inputs = False
         return inputs

@@ -8,6 +8,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.same_order import SameOrder
+
+_PASSES = {"forward": "forward pass", "backward": "backward pass", "again": "gathering for the backward pass"}
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way in this thread: a forward pass is another one's again, then."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Positions:
@@ -27,11 +35,21 @@ class Link(NamedTuple):
     communicator: Communicator
     layer: str  # its name in the model, of which the lasting names of its collectives are made
     positions: Positions | None = None  # with sequence parallelism (sequence.py)
+    order: SameOrder | None = None  # in which these ranks compute layers
+
+    def name_of(self, direction: str) -> str:
+        """The lasting name of a collective that follows, once every rank has come to it."""
+        if self.order:
+            again = direction == "forward" and in_backward()
+            doing = f"{'recomputation' if again else _PASSES.get(direction, direction)} of {self.layer}"
+            self.order.ask(doing)
+            self.order.at = doing
+        return f"tensor.{self.layer}.{direction}"
 
     def sum(self, x: torch.Tensor, direction: str) -> torch.Tensor:
         """The sum over ranks; it may overwrite x."""
         with torch.inference_mode(False):
-            found = self.communicator.allreduce(self.ready(x.detach().to(self.sum_dtype(x))), f"tensor.{self.layer}.{direction}")
+            found = self.communicator.allreduce(self.ready(x.detach().to(self.sum_dtype(x))), self.name_of(direction))
         return found.to(x.device, x.dtype)
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
@@ -39,7 +57,7 @@ class Link(NamedTuple):
         dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype  # no engine moves bfloat16 by its name
         with torch.inference_mode(False):
             mine = self.ready(x.detach()).view(dtype)
-            found = self.communicator.allgather(mine, f"tensor.{self.layer}.{direction}")
+            found = self.communicator.allgather(mine, self.name_of(direction))
         return found.view(x.dtype).to(x.device)
 
     def sum_dtype(self, x: torch.Tensor) -> torch.dtype:

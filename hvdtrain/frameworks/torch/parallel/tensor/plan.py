@@ -12,6 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator, part_of
+from hvdtrain.comm.mesh import Mesh
+from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.config.schema import Config
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import Link, Positions
@@ -105,12 +108,20 @@ def resolve(model: nn.Module, plan: Mapping[str, str], parts: int, where: str, s
 class CutLayers:
     """The layers of a model that its plan names, which are replaced in place by those of this rank's part."""
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], communicator: Communicator, where: str, sequence: bool = False) -> None:
-        """The model is the same on all ranks of the communicator. sequence: parallel.sequence. Raises UserError as resolve() does, before
-        anything is changed.
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, str],
+        communicator: Communicator,
+        where: str,
+        sequence: bool = False,
+        order: SameOrder | None = None,
+    ) -> None:
+        """The model is the same on all ranks of the communicator. sequence: parallel.sequence; order: in which its ranks compute the
+        layers. Raises UserError as resolve() does, before anything is changed.
         """
         self._ways = resolve(model, plan, communicator.size, where, sequence)
-        self._model, self._communicator = model, communicator
+        self._model, self._communicator, self._order = model, communicator, order
         self._positions = Positions() if sequence else None
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # of a whole one
         self.cuts: dict[nn.Parameter, Cut] = {}  # of the parameters that are parts; the others stay what they are, the same on every rank
@@ -138,17 +149,30 @@ class CutLayers:
                 part = nn.Parameter(cut.of(whole.detach()).clone(), whole.requires_grad)  # without the memory of the whole
                 self._parts[whole], self.cuts[part] = part, cut
             kept[key], self.names[f"{name}.{key}"] = self._parts[whole], cut
-        link = Link(self._communicator, name, self._positions)
+        link = Link(self._communicator, name, self._positions, self._order)
         return self._ways[name].new_layer(layer, kept["weight"], kept.get("bias"), link).train(layer.training)
 
 
 def cut_model(
-    model: nn.Module, plan: Mapping[str, str], communicator: Communicator, where: str = "parallel.tensor", sequence: bool = False
+    model: nn.Module,
+    plan: Mapping[str, str],
+    communicator: Communicator,
+    where: str = "parallel.tensor",
+    sequence: bool = False,
+    order: SameOrder | None = None,
 ) -> dict[nn.Parameter, Cut]:
     """CutLayers of the whole model: its `cuts`."""
-    layers = CutLayers(model, plan, communicator, where, sequence)
+    layers = CutLayers(model, plan, communicator, where, sequence, order)
     layers.cut(model)
     return layers.cuts
+
+
+def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
+    """Of the ranks of a tensor group. On a GPU the host does not wait for NCCL, and so for no answer."""
+    fix = "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
+    fix += ", which gives them the same numbers" + "; parallel.sequence=false" * config.parallel.sequence
+    lags = device.type == "cuda" and "nccl" in mesh.tensor.features
+    return SameOrder(mesh.tensor, mesh.world.rank, config.where("parallel.tensor"), fix, lags=lags)
 
 
 def not_zeros(x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def _start_gather(x: torch.Tensor, link: Link, count: int, direction: str) -> Wa
         whole = own.new_empty((count, *own.shape[1:]), device=link.device_of(x))
         whole[part] = own
         dtype = torch.int16 if x.dtype == torch.bfloat16 else x.dtype  # no engine moves bfloat16 by its name
-        handle = link.communicator.start_spread(whole.view(dtype), f"tensor.{link.layer}.{direction}")
+        handle = link.communicator.start_spread(whole.view(dtype), link.name_of(direction))
 
     def wait() -> torch.Tensor:
         with torch.inference_mode(False):
@@ -105,7 +105,7 @@ def _start_sum(rows: torch.Tensor, link: Link, direction: str) -> Waiting:
     """rows (m, ..., features) -> (..., m / ranks, features) of their sum over ranks, in memory of its own."""
     with torch.inference_mode(False):
         operand = link.ready(rows.detach().to(link.sum_dtype(rows)))
-        handle = link.communicator.start_reduce_scatter(operand, f"tensor.{link.layer}.{direction}")
+        handle = link.communicator.start_reduce_scatter(operand, link.name_of(direction))
 
     def wait() -> torch.Tensor:
         with torch.inference_mode(False):

@@ -1,0 +1,96 @@
+"""Ranks whose samples, or whose chance, call other layers: the weights of plain torch, or an error that names layer, pass and ranks."""
+
+from __future__ import annotations
+
+import pytest
+from layers_on_ranks import TASK, all_samples, batch
+from pool import on_ranks
+from rank_threads import ThreadRank, in_threads
+from ranks import needs_mpirun
+
+from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.same_order import SameOrder
+from hvdtrain.config.read import configure
+from hvdtrain.core.progress import Hyper
+from hvdtrain.errors import UserError
+from hvdtrain.training.build import build_learner
+
+EXACT = [
+    *(("InsideExperts", f"shard.stage={stage}", "") for stage in range(4)),
+    *(("Experts", f"shard.stage={stage}", "") for stage in range(3)),
+    ("InsideExperts", "shard.stage=3 batch.micro=2", ""),
+    *(("Alike", f"shard.stage=3{more}", "") for more in ("", " shard.reshard=false", " model.recompute=all")),
+    ("Again", "shard.stage=3", ""),
+    *((model, "parallel.tensor=2", "alike") for model in ("Experts", "Alike")),
+    *((model, "parallel.tensor=2 shard.stage=3", "alike") for model in ("Experts", "Alike")),
+    ("HiddenExperts", "parallel.pipeline=2", "alike"),
+    ("ConvExperts", "parallel.dense=c", ""),
+]
+REFUSED = {
+    ("Experts", "shard.stage=3", ""): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    ("Experts", "shard.stage=3 model.recompute=all", ""): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    ("Experts", "shard.stage=3", "lagging"): "rank 0: forward pass of blocks.0; rank 1: forward pass of blocks.1",
+    ("Drop", "shard.stage=3", ""): "rank 0: forward pass of blocks.",
+    ("Depth", "shard.stage=3", ""): "; rank 1: end of the forward pass",
+    ("Unreached", "shard.stage=3", ""): "rank 0: backward pass of blocks.0; rank 1: reduction of the gradients of blocks.2",
+    ("Unreached", "shard.stage=3 shard.reshard=false", ""): "gradients of blocks.1; rank 1: reduction of the gradients of blocks.2",
+    ("EvaluatedExperts", "shard.stage=3", ""): "rank 0: forward pass of blocks.1; rank 1: forward pass of blocks.0",
+    ("OwnDrop", "parallel.tensor=2", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
+    ("OwnDrop", "parallel.tensor=2 shard.stage=3", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
+}
+
+
+@needs_mpirun
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+def test_ranks_with_other_layers_train_as_one_process_or_are_named(engine: str) -> None:
+    found = on_ranks(engine, 2, "layers_on_ranks:outcomes", [*EXACT, *REFUSED])[0]
+    assert len(found) == len(EXACT) + len(REFUSED)
+    for case in EXACT:
+        assert all(isinstance(apart, float) and apart < 1e-15 for apart in found[" ".join(case).strip()]), (case, found)
+    for case, text in REFUSED.items():
+        for error in found[" ".join(case).strip()]:
+            assert isinstance(error, str) and "ranks use different layers (rank 0: " in error and text in error, (case, error)
+            assert f"where: {'parallel.tensor' if 'tensor' in case[1] else 'shard.stage'}, " in error and "fix: the same " in error
+
+
+@needs_mpirun
+def test_a_stall_would_be_reported_with_the_unit() -> None:
+    for found in on_ranks("mpi", 2, "layers_on_ranks:under_way")[0]:
+        assert found == ["forward pass of blocks.1", "backward pass of blocks.1", ""]
+
+
+def asked(of_ranks: list[list[str]], lags: bool = False) -> list[tuple[int, str]]:
+    """How many questions each rank had an answer to, and its error; the last one is the end of its pass."""
+
+    def of_rank(communicator: ThreadRank) -> tuple[int, str]:
+        order = SameOrder(communicator, 10 + communicator.rank, "the test", "the fix", lags=lags)
+        questions = of_ranks[communicator.rank]
+        for number, doing in enumerate(questions):
+            try:
+                (order.end if doing == questions[-1] else order.ask)(doing)
+            except UserError as error:
+                return number, error.what
+        return len(questions), order.doing
+
+    return in_threads(len(of_ranks), of_rank)
+
+
+def test_what_ranks_are_about_to_do_is_compared() -> None:
+    assert asked([["a", "b", "end"]] * 3) == asked([["a", "b", "end"]] * 3, lags=True) == [(3, "")] * 3
+    other = "ranks use different layers (ranks 10, 12: b; rank 11: c)"
+    assert asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]]) == [(1, other)] * 3
+    assert asked([["a", "b", "end"], ["a", "c", "end"], ["a", "b", "end"]], lags=True) == [(2, other)] * 3, "with the next question"
+    fewer = "ranks use different layers (rank 10: b; rank 11: end)"
+    assert asked([["a", "b", "end"], ["a", "end"]]) == [(1, fewer)] * 2
+    assert asked([["a", "b", "end"], ["a", "end"]], lags=True) == [(2, fewer), (1, fewer)], "the end waits for its answer"
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_dense_part_is_called_once_in_a_pass(updates: int) -> None:
+    """On a rank that calls it twice, or not, the others would wait."""
+    for times, how_often in {0: "not", 2: "twice"}.items():
+        words = f"model.name=layers_on_ranks:OftenDense model.times={times} parallel.dense=c parallel.dense_updates={updates}"
+        learner = build_learner(configure(None, words.split()), TASK, SingleProcessCommunicator())
+        own = learner.to_device(all_samples([batch(0, 0, ""), batch(1, 0, "")]))
+        with pytest.raises(UserError, match=f"a pass of the model calls 'dense' {how_often}; all ranks work on it together, once"):
+            learner.step([own], Hyper(0.1, 0.0, 0.0, len(own)), 0)
