@@ -13,6 +13,7 @@ from hvdtrain.data.source import LabelledImages, Source
 from hvdtrain.errors import UserError, short
 from hvdtrain.recipe.noise_scale import NOISE_SCALE_KEYS
 from hvdtrain.tasks.classification.build import without_statistics
+from hvdtrain.tasks.classification.labels import classes_of
 from hvdtrain.tasks.inputs.transform import Transform, transform_of
 from hvdtrain.tasks.task import MEMBERS, Task, is_users_model
 
@@ -118,5 +119,6 @@ def job_transform(task: Task, config: Config) -> Transform | None:
 def planned_task(config: Config, source: Source) -> Task:
     """The task of a job that is only described: of images without the statistics of their pixels, which take a pass over all of them."""
     if config.task.name == "classification" and isinstance(source, LabelledImages):
-        return without_statistics(source.shape, source.classes)
+        ignored = plugins.convert_options(config.task, "tasks").get("ignore_label")
+        return without_statistics(source.shape, classes_of(source, ignored), ignored)
     return build_task(source, source, config)

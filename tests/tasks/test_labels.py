@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import datasets
 import numpy as np
 import own_data
 import pandas
@@ -26,7 +27,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.tasks.classification import build as classification
 from hvdtrain.tasks.classification.build import Classification, PartlyLabelled
 from hvdtrain.training.build import build_learner
-from hvdtrain.training.build_task import build_task, restore_task
+from hvdtrain.training.build_task import build_task, planned_task, restore_task
 from hvdtrain.training.conflicts import refuse_conflicts
 from hvdtrain.training.datasets import Datasets, notes, open_datasets
 from hvdtrain.training.evaluation.evaluate import evaluate
@@ -72,8 +73,15 @@ CONTAINERS = {
     "a TensorDataset": lambda y: TensorDataset(torch.tensor(COLUMNS), torch.as_tensor(native(y))),
     "a Dataset": lambda y: Samples(COLUMNS, y),
     "a list of pairs": lambda y: list(zip(COLUMNS, y, strict=True)),
+    "a Hugging Face Dataset": lambda y: hugging_face(native(y)),
     "a Subset": lambda y: Subset(TensorDataset(torch.tensor(COLUMNS), torch.as_tensor(native(y))), range(N)),
 }
+
+
+def hugging_face(y: np.ndarray) -> Any:
+    """One with a transform, whose samples are read one by one."""
+    rows = datasets.Dataset.from_dict({"x": COLUMNS, "label": y})
+    return rows.with_transform(lambda batch: {"x": [np.asarray(x) for x in batch["x"]], "label": batch["label"]})
 
 
 def native(y: np.ndarray) -> np.ndarray:
@@ -183,9 +191,9 @@ def test_a_loss_of_torch_names_the_sample_of_a_label_that_is_no_class() -> None:
         data = {"x": COLUMNS, "y": np.where(np.arange(N) == 9, label, LABELS)}
         given = {"data": given_data(data, data), "task": given_task(torch.nn.CrossEntropyLoss(ignore_index=ignored), None, None)}
         config = configured(given, "model.name=torch.nn:Linear", "model.in_features=5", "model.out_features=3", "batch.size=2")
-        datasets = open_datasets(config)
-        learner = build_learner(config, datasets.task, SingleProcessCommunicator())
-        batch = learner.to_device(datasets.train.read(np.arange(N)))
+        found = open_datasets(config)
+        learner = build_learner(config, found.task, SingleProcessCommunicator())
+        batch = learner.to_device(found.train.read(np.arange(N)))
         with pytest.raises(
             UserError, match=f"sample 9 of the training set has {label} in y, and loss=CrossEntropyLoss of a model with 3 outputs"
         ):
@@ -269,6 +277,13 @@ def test_an_ignored_label_is_no_class_in_any_container(container: str) -> None:
         assert restore_task(configure(None, []), task.facts()).facts() == task.facts()
 
 
+def test_a_plan_is_of_the_classes_without_the_ignored_label() -> None:
+    images = source({"x": IMAGES, "y": np.where(np.arange(N) % 4 == 0, 255, LABELS)})
+    planned = planned_task(configure(None, ["task.ignore_label=255"]), images)
+    assert isinstance(planned, PartlyLabelled) and planned.classes == 3 and planned.fields["y"].ignored == 255
+    assert planned_task(configure(None, []), images).sizes["classes"] == 256
+
+
 def test_unlabelled_images_are_in_no_count_of_an_evaluation() -> None:
     y = np.where(np.arange(N) % 4 == 0, 255, LABELS)
     found, task = declared({"x": IMAGES, "y": y}, ignore_label=255)
@@ -327,9 +342,9 @@ def divided(given: object, *words: str, loss: Any = None) -> Datasets:
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "a Dataset"])
 def test_classes_are_found_and_divided_with_a_share_for_validation(container: str) -> None:
     """Of each class, 8 samples, a quarter; the largest class is in the training set alone where it has one sample."""
-    datasets = divided(CONTAINERS[container](LABELS.astype(np.int32)))
-    assert datasets.task.sizes["classes"] == 3
-    for part, count in ((datasets.train, 6), (datasets.val, 2)):
+    found = divided(CONTAINERS[container](LABELS.astype(np.int32)))
+    assert found.task.sizes["classes"] == 3
+    for part, count in ((found.train, 6), (found.val, 2)):
         assert np.bincount(part.read(np.arange(len(part)))["y"]).tolist() == [count] * 3
     alone = divided(CONTAINERS[container](np.where(np.arange(N) == 3, 5, LABELS)))
     assert alone.task.sizes["classes"] == 6 and 5 not in alone.val.read(np.arange(len(alone.val)))["y"]
@@ -357,22 +372,22 @@ def test_validation_is_by_class_whatever_the_loss(loss: Any) -> None:
     """Of 60, 31, 10 and 2 samples a quarter, at least one: 15, 8, 2, 1."""
     y = np.random.default_rng(3).permutation(np.repeat(np.arange(4), (60, 31, 10, 2)))
     for dtype in (np.int64, np.uint8):
-        datasets = divided({"x": np.ones((len(y), 2)), "y": y.astype(dtype)}, loss=loss)
-        assert np.bincount(datasets.val.read(np.arange(len(datasets.val)))["y"]).tolist() == [15, 8, 2, 1]
+        found = divided({"x": np.ones((len(y), 2)), "y": y.astype(dtype)}, loss=loss)
+        assert np.bincount(found.val.read(np.arange(len(found.val)))["y"]).tolist() == [15, 8, 2, 1]
 
 
 def test_integers_that_are_no_classes_are_divided_alike() -> None:
     """Counts to predict, and more values than samples that validate."""
     data = {"x": COLUMNS, "y": np.arange(N)}
     for words, loss in (("task.name=regression", None), ("", lambda outputs, batch: outputs.sum(1))):
-        datasets = divided(data, *words.split(), loss=loss)
-        assert (len(datasets.train), len(datasets.val)) == (18, 6)
+        found = divided(data, *words.split(), loss=loss)
+        assert (len(found.train), len(found.val)) == (18, 6)
 
 
 def test_labels_that_are_read_with_the_samples_are_named() -> None:
-    datasets = divided(Samples(COLUMNS, LABELS))
+    found = divided(Samples(COLUMNS, LABELS))
     config = configure(None, ["data.val_share=0.25"])
-    assert len(datasets.val) == 6 and "data.val_share takes of all samples alike, not of each class" in notes(config, datasets)[0]
+    assert len(found.val) == 6 and "data.val_share takes of all samples alike, not of each class" in notes(config, found)[0]
     assert not any("alike" in line for line in notes(config, divided({"x": COLUMNS, "y": LABELS})))
 
 

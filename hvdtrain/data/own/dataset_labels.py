@@ -35,6 +35,8 @@ def labels_of(dataset: Any, whole: bool, depth: int = 0) -> np.ndarray | None:
     found = next((getattr(dataset, name) for name in _LABELS if hasattr(dataset, name)), None)
     if found is None and _is_tensor_dataset(dataset):
         found = dataset.tensors[1]
+    if found is None and hasattr(dataset, "select_columns"):
+        found = _column(dataset)
     if found is not None and not callable(found):
         return _integers(found)
     if depth == _DEEPEST:
@@ -55,6 +57,12 @@ def _parts(dataset: Any) -> list[Any]:
 
 def _is_tensor_dataset(dataset: Any) -> bool:
     return any(base.__name__ == "TensorDataset" for base in type(dataset).__mro__) and len(dataset.tensors) == 2
+
+
+def _column(dataset: Any) -> Any:
+    """The labels of a Hugging Face Dataset whose samples are read one by one: this column alone is read, without its transform."""
+    name = next((name for name in _FIELDS if name in dataset.features), None)
+    return None if name is None else dataset.select_columns([name]).with_format("numpy")[:][name]
 
 
 def _of_pairs(pairs: Any) -> np.ndarray | None:

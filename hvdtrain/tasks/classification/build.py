@@ -194,9 +194,9 @@ def restore(facts: dict[str, Any]) -> Classification:
     return _of_kind(ignored)(shape, classes, mean, std, dtype, ignored)
 
 
-def without_statistics(shape: tuple[int, int, int], classes: int) -> Classification:
+def without_statistics(shape: tuple[int, int, int], classes: int, ignored: int | None = None) -> Classification:
     """A task for models that are only described: mean 0, deviation 1."""
-    return Classification(shape, classes, np.zeros(shape[2]), np.ones(shape[2]))
+    return _of_kind(ignored)(shape, classes, np.zeros(shape[2]), np.ones(shape[2]), ignored=ignored)
 
 
 def _are_counts(values: list[Any]) -> bool:
