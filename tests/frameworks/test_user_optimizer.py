@@ -14,15 +14,21 @@ import ranks
 import torch
 from ranks import needs_horovod, needs_mpirun
 from safetensors.numpy import load_file
+from schedule_free import ScheduleFree
 from test_rule_optimizer import SHAPES, assert_equal, named, parameters, set_gradients, walk
 from torch.nn import Parameter
 
+import hvdtrain
 from hvdtrain.__main__ import main
+from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.build import check_optimizer
 from hvdtrain.frameworks.torch.optim.rule_optimizer import make_user_optimizer, set_hyper
 from hvdtrain.frameworks.torch.parallel.horovod import fits_horovod
+from hvdtrain.tasks.classification.build import Classification
+from hvdtrain.training.build import build_learner
 
 
 def user(make: Callable[..., Any], some: list[Parameter], *words: str) -> torch.optim.Optimizer:
@@ -261,3 +267,81 @@ def test_horovod_sums_the_gradients_of_two_ranks(tmp_path: Any) -> None:
             np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14, err_msg=name)
             bucket = "gradients in 1 overlapped bucket: Horovod would construct Adagrad again without its initial_accumulator_value"
             assert words == (bucket if ":" in name else "gradients by hvd.DistributedOptimizer")
+
+
+def test_an_optimizer_with_modes_evaluates_and_saves_the_weights_to_evaluate() -> None:
+    """z, their mean x and y between them, by their own formulas; a job from the state of a sync point has the same bits."""
+
+    def made(state: Any) -> Any:
+        words = ["model.name=linear", "optim.name=schedule_free:ScheduleFree", "speed.precision=fp64", "speed.device=cpu"]
+        one = build_learner(configure(None, words), task, alone)
+        if state:
+            one.load(state)
+        return one
+
+    def trained(one: Any, steps: range) -> dict[str, np.ndarray]:
+        for step in steps:
+            one.step([one.to_device(dict(samples))], Hyper(lr=0.5, momentum=0.0, weight_decay=0.0, batch=8, step=step), step)
+            if step % 2:
+                one.sync_buffers(alone)
+        return dict(one.state())
+
+    task, alone, rng = Classification((4, 4, 2), 3, np.zeros(2), np.ones(2)), SingleProcessCommunicator(), np.random.default_rng(0)
+    samples = {"x": rng.integers(0, 256, (8, 4, 4, 2), dtype=np.uint8), "y": rng.integers(0, 3, 8)}
+    first = made(None).state()
+    one, by_hand = made(first), made(first)
+    net, batch = by_hand.model, by_hand.to_device(dict(samples))
+    x = [p.detach().clone() for p in net.parameters()]
+    z = [tensor.clone() for tensor in x]
+    for step in range(6):
+        with torch.no_grad():
+            for p, p_x, p_z in zip(net.parameters(), x, z, strict=True):
+                p.copy_(0.1 * p_z + 0.9 * p_x)
+        gradients = torch.autograd.grad(by_hand.forward.train(batch).total / 8, list(net.parameters()))
+        z = [p_z - 0.5 * g for p_z, g in zip(z, gradients, strict=True)]
+        x = [p_x + (p_z - p_x) / (step + 1) for p_x, p_z in zip(x, z, strict=True)]
+    middle = trained(one, range(4))
+    loss = float(one.evaluate(batch)["loss"])
+    straight = trained(one, range(4, 6))
+    for (name, _), p_x in zip(net.named_parameters(), x, strict=True):
+        np.testing.assert_allclose(straight[f"p.{name}"], p_x.numpy(), rtol=1e-11, atol=1e-13)
+    resumed = made(middle)
+    assert float(resumed.evaluate(batch)["loss"]) == loss
+    again = trained(resumed, range(4, 6))
+    assert again.keys() == straight.keys() and all((again[name] == straight[name]).all() for name in straight)
+
+
+def test_a_rank_cannot_have_parts_of_two_sets_of_weights() -> None:
+    config = configure(None, ["model.name=linear", "optim.name=schedule_free:ScheduleFree", "shard.stage=1"])
+    with pytest.raises(UserError, match=r"train\(\) and eval\(\) of schedule_free:ScheduleFree switch between two sets of weights"):
+        check_optimizer(config)
+
+
+def test_an_own_loop_switches_an_optimizer_with_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever mode the script has set: training computes with y, evaluations and checkpoints have x, 2 steps at a rate of 1."""
+    monkeypatch.chdir(tmp_path)
+    data = {"x": np.ones((4, 1)), "y": np.array([0.0, 1.0, 2.0, 3.0])}
+    seen: list[float] = []
+    with hvdtrain.init({"run": "run", "log.every_steps": 1}) as ctx:
+        net = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.zeros_(net.weight)
+        net, optimizer = ctx.prepare(net, ScheduleFree(net.parameters(), lr=1.0, beta=0.5))
+        for batch in ctx.samples(data, batch=4, epochs=3):
+            seen.append(net.weight.item())
+            ctx.backward(0.5 * ((net(batch["x"])[:, 0] - batch["y"]) ** 2).mean())
+            optimizer.step()
+            for _ in ctx.each(data, batch=4):
+                seen.append(net.weight.item())
+            optimizer.train()
+            ctx.checkpoint(net, optimizer, now=True)
+    # gradient y - 1.5; z: 0, 1.5, 1.5; x: 0, 1.5, 1.5 and y between them
+    z = x = 0.0
+    expected = []
+    for step in range(3):
+        y = 0.5 * z + 0.5 * x
+        z -= y - 1.5
+        x += (z - x) / (step + 1)
+        expected += [y, x]
+    assert seen == pytest.approx(expected, abs=1e-12)
+    saved = load_file("run/checkpoints/step-00000003/weights.safetensors")["p.weight"].item()
+    assert saved == net.weight.item() == pytest.approx(x, abs=1e-12)

@@ -38,6 +38,7 @@ from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
 from hvdtrain.frameworks.torch.optim import rule_optimizer
+from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import go_on_from
 from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
@@ -100,6 +101,7 @@ class TorchLearner:
     def _hold_state(self) -> None:
         self._state = LearnerState(self.model, self.optimizer, self.scale, self.strategy, self.mesh.replicas.rank == 0)
         rule_optimizer.fill_optimizer_state(self.optimizer)
+        set_mode(self.optimizer, training=False)
 
     def divide_anew(self) -> None:
         if isinstance(self.strategy, Server | Worker):
@@ -152,6 +154,7 @@ class TorchLearner:
         rule_optimizer.set_hyper(self.optimizer, hyper)
         if not self.model.training:  # train() visits every module: a third of a millisecond
             self.model.train()
+        set_mode(self.optimizer, training=True)
         if self.skips_nonfinite or self.scale.tensors:
             self.buffers.save()
 
@@ -251,6 +254,7 @@ class TorchLearner:
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)
+        set_mode(self.optimizer, training=False)  # at each sync point, so that a resumed job rounds where an uninterrupted one does
         self.buffers.sync_buffers(communicator, self.mesh.servers)
 
     @contextmanager
@@ -344,6 +348,7 @@ class TorchLearner:
         return self._state.state_dict_names()
 
     def load(self, state: Arrays | ArrayStream) -> None:
+        set_mode(self.optimizer, training=False)  # a state has the weights of a sync point
         self._state.load(state)
         self.optimizer.zero_grad()  # of a step that was cut off
 

@@ -157,6 +157,18 @@ def try_step(group: dict[str, Any], p: torch.nn.Parameter, load: Callable[[torch
         raise UserError(what, "state of the optimizer", FIX) from error
 
 
+def has_modes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the weights that it trains are others than those to evaluate, and train() and eval() switch: of schedule-free ones."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+    """Switches to the weights to train or to evaluate, where there are two. Again to the same ones does nothing, as in the classes."""
+    if has_modes(optimizer):
+        switched: Any = optimizer
+        switched.train() if training else switched.eval()
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -> None:
     """Raises UserError for a user's class whose steps on two parts of a parameter are not its step on the whole, as shard.stage needs it.
 
@@ -165,6 +177,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, name: str, where: str) -
     first = optimizer.param_groups[0]
     if "construction" not in first:
         return
+    if has_modes(optimizer):
+        what = f"train() and eval() of {name} switch between two sets of weights, of which each rank would have its parts alone"
+        raise UserError(what, where, "an optimizer without modes; or shard.stage=0, and no layers cut over ranks")
     numbers = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64, device="cpu")
     try:
         whole = _steps(first, [numbers.view(4, 6)])
@@ -197,6 +212,7 @@ def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[s
     p.grad = torch.zeros_like(p)
     with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
         optimizer = _new(group, p)
+        set_mode(optimizer, training=True)
         optimizer.step()
         return {key for key, tensor in as_tensors(optimizer.state[p]).items() if not tensor.ndim}
     return set()
@@ -220,6 +236,7 @@ def _error_of_step(
     try:
         optimizer = _new(group, copy)
         load(optimizer, copy)
+        set_mode(optimizer, training=True)
         optimizer.step()
     except Exception as error:
         return error

@@ -28,7 +28,7 @@ from hvdtrain.frameworks.torch.build import device_of_rank
 from hvdtrain.frameworks.torch.device import seed_dropout
 from hvdtrain.frameworks.torch.gradients import clip_
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan
-from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
+from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
 from hvdtrain.frameworks.torch.own_loop.elsewhere import elsewhere
 from hvdtrain.frameworks.torch.own_loop.given_optimizer import WHERE, take_optimizer
 from hvdtrain.frameworks.torch.own_loop.grad_scaler import Overflows, Scaled
@@ -131,6 +131,7 @@ class OwnLearner:
         """The script gets this batch. seed: of the samples. Layers that draw random numbers draw those of the seed and the step."""
         assert self._batch is None, f"step {batch.step} begins before the one before it was made"
         self._batch, self._global_batch, self._passed = batch, global_batch, False
+        set_mode(self._inner, training=True)
         seed_dropout(fold(fold(seed, batch.step), self.data.rank) & (2**63 - 1), self.device)
         if self.config.guard.nonfinite == "skip":
             self.buffers.save()
@@ -232,19 +233,27 @@ class OwnLearner:
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self._inner)
+        self._show_weights_to_evaluate()
         self.buffers.sync_buffers(communicator)
 
     def state(self) -> Arrays:
         return gather(self.mesh.parts, self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
+        self._show_weights_to_evaluate()
         return self._state.pieces()
+
+    def _show_weights_to_evaluate(self) -> None:
+        """Of an optimizer with modes, whichever the script has set; within a step it computes with the weights to train."""
+        if self._batch is None:
+            set_mode(self._inner, training=False)
 
     def state_dict_names(self) -> dict[str, str]:
         return self._state.state_dict_names()
 
     def load(self, state: Arrays | ArrayStream) -> None:
         """As Learner.load()."""
+        set_mode(self._inner, training=False)
         self._state.load(state)
         self._batch = None
 

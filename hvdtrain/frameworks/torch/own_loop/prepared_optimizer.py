@@ -50,5 +50,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         fix = "state = ctx.resume(), after prepare(): weights, optimizer state and the place in the samples"
         raise UserError("the state of an optimizer that is prepared comes from a checkpoint", "optimizer.load_state_dict()", fix)
 
+    def __getattr__(self, name: str) -> Any:
+        """train() and eval() of an optimizer that has them."""
+        if name in ("train", "eval"):
+            return getattr(self.__dict__["_inner"], name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __repr__(self) -> str:
         return f"prepared {self._inner!r}"
