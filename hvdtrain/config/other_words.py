@@ -178,6 +178,7 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("cos", "cosineannealing", "cosineannealinglr", "cosine_annealing"), "cosine"),
         **dict.fromkeys(("poly", "polynomiallr"), "polynomial"),
         **dict.fromkeys(("exp", "exponentiallr"), "exponential"),
+        **dict.fromkeys(("reducelronplateau", "reduce_lr_on_plateau"), "plateau"),
         **dict.fromkeys(("none", "fixed"), "constant"),
     },
     "recipe.warmup_kind": {"linear": "gradual"},

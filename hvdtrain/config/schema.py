@@ -299,11 +299,12 @@ class RecipeConfig(Section):
     warmup_from: float | None = Field(
         default=None, ge=0, le=1e6, description="rate at the beginning of the warm-up; default: base_lr if scaling raises it, else 0"
     )
-    schedule: Schedule = Field(
+    schedule: Literal[Schedule, "plateau"] = Field(
         default="constant",
         description="the rate after the warm-up: constant; steps: times gamma at each milestone; "
         "exponential: times gamma in each epoch; "
-        "cosine, linear, polynomial: falling to end_lr at the end of the job (epochs, stop.steps)",
+        "cosine, linear, polynomial: falling to end_lr at the end of the job (epochs, stop.steps); "
+        "plateau: times gamma where evaluations bring no better value of the task's objective, as torch's ReduceLROnPlateau",
     )
     milestones: list[LengthValue] = Field(
         default_factory=list,
@@ -313,11 +314,31 @@ class RecipeConfig(Section):
         default=0.1,
         ge=0,
         le=1e3,
-        description="factor of the rate at each milestone of schedule=steps, and for each epoch after the warm-up with "
-        "schedule=exponential",
+        description="factor of the rate at each milestone of schedule=steps, for each epoch after the warm-up with "
+        "schedule=exponential, and where schedule=plateau lowers it",
     )
     power: float = Field(default=2.0, ge=0, le=100, description="exponent of schedule=polynomial")
-    end_lr: float = Field(default=0.0, ge=0, le=1e6, description="final rate of schedule=cosine, linear and polynomial")
+    end_lr: float = Field(
+        default=0.0, ge=0, le=1e6, description="final rate of schedule=cosine, linear and polynomial, and the lowest of plateau"
+    )
+    patience: int = Field(
+        default=10,
+        ge=0,
+        le=10**9,
+        description="evaluations in a row without a better one that schedule=plateau ignores: the next one lowers the rate",
+    )
+    threshold: float = Field(
+        default=1e-4, ge=0, le=1e30, description="by more than this a value is better than the best one, with schedule=plateau"
+    )
+    threshold_mode: Literal["rel", "abs"] = Field(
+        default="rel", description="rel: the threshold is a share of the best value; abs: a difference"
+    )
+    cooldown: int = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="evaluations after schedule=plateau has lowered the rate that do not count as without a better one",
+    )
     floor: float = Field(
         default=0.0,
         ge=0,

@@ -22,7 +22,7 @@ def check_recipe(config: Config) -> None:
 
 def recipe_conflicts(config: Config) -> Iterator[UserError]:
     """Every contradiction in the recipe that shows without data."""
-    for rule in (_schedule, _chain, _warmup, _end, _growth, _reference_batch):
+    for rule in (_schedule, _plateau, _chain, _warmup, _end, _growth, _reference_batch):
         yield from rule(config)
 
 
@@ -34,6 +34,22 @@ def _schedule(config: Config) -> Iterator[UserError]:
     if recipe.schedule != "steps" and recipe.milestones:
         what = f"recipe.milestones needs recipe.schedule=steps; it is {recipe.schedule}"
         yield UserError(what, config.where("recipe.milestones"), "recipe.schedule=steps")
+
+
+def _plateau(config: Config) -> Iterator[UserError]:
+    recipe = config.recipe
+    if recipe.schedule == "plateau":
+        if recipe.gamma >= 1:
+            what = f"recipe.schedule=plateau multiplies the rate by recipe.gamma={recipe.gamma:g}, which does not lower it"
+            yield UserError(what, config.where("recipe.gamma"), "recipe.gamma=0.1, or another number below 1")
+        if config.servers.log:
+            what = "servers.log replays steps from their positions in the job, and with recipe.schedule=plateau evaluations change the rate"
+            yield UserError(what, config.where("servers.log"), "servers.log=false, or another recipe.schedule")
+        return
+    for key in ("patience", "threshold", "threshold_mode", "cooldown"):
+        if getattr(recipe, key) != type(recipe).model_fields[key].default:
+            what = f"recipe.{key} needs recipe.schedule=plateau; it is {recipe.schedule}"
+            yield UserError(what, config.where(f"recipe.{key}"), f"recipe.schedule=plateau{'; or stop.patience' * (key == 'patience')}")
 
 
 def _chain(config: Config) -> Iterator[UserError]:

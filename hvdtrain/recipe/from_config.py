@@ -11,6 +11,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.recipe.batch_growth import Growth, batches_instead_of_decays
 from hvdtrain.recipe.clock import Clock, base_batch, clock
 from hvdtrain.recipe.conflicts import SHORTER_WARMUP, check_recipe, needs_time_after_warmup
+from hvdtrain.recipe.plateau import PlateauRule
 from hvdtrain.recipe.recipe import Recipe, scaling
 from hvdtrain.recipe.schedule import AtLeast, Chain, Constant, ConstantWarmup, Cosine, Exponential, Polynomial, Schedule, Steps, Warmup
 
@@ -39,6 +40,23 @@ def recipe_from_config(config: Config, dataset: int, momentum: float, context: i
         sample_noise=config.recipe.sample_noise,
         gradient_noise=config.recipe.gradient_noise,
         local_from=time.after(0.0, read_length(config.comm.local_from), growth, config.where("comm.local_from")),
+        plateau=_plateau(config, warmup_epochs(config, time, growth)),
+    )
+
+
+def _plateau(config: Config, warmup: float) -> PlateauRule | None:
+    recipe, peak = config.recipe, peak_lr(config)
+    if recipe.schedule != "plateau":
+        return None
+    return PlateauRule(
+        peak=peak,
+        begin=warmup,
+        gamma=recipe.gamma,
+        patience=recipe.patience,
+        threshold=recipe.threshold,
+        is_relative=recipe.threshold_mode == "rel",
+        cooldown=recipe.cooldown,
+        least=max(recipe.floor, recipe.end_lr / peak if peak else 0.0),
     )
 
 
@@ -86,7 +104,7 @@ def schedule_pieces(recipe: RecipeConfig) -> list[PieceConfig]:
     """recipe.chain, or recipe.schedule as a chain of one piece."""
     return list(recipe.chain) or [
         PieceConfig(
-            kind=recipe.schedule,
+            kind="constant" if recipe.schedule == "plateau" else recipe.schedule,
             length=None,
             scale=1.0,
             milestones=recipe.milestones,

@@ -1,4 +1,4 @@
-"""Recipe: every number of a step as a pure function of progress."""
+"""Recipe: every number of a step as a pure function of progress, and of what evaluations have come to where the schedule asks for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.core.metrics import Better
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.recipe.batch_growth import Growth
 from hvdtrain.recipe.gradient_noise import noise_variance
+from hvdtrain.recipe.plateau import Plateau, PlateauRule
 from hvdtrain.recipe.schedule import Schedule
 
 Scale = Literal["linear", "sqrt", "none"]
@@ -28,6 +30,7 @@ class Recipe:
     sample_noise: float = 0.0
     gradient_noise: float = 0.0
     local_from: float = 0.0  # epochs done where comm.local_steps begins
+    plateau: PlateauRule | None = None  # of recipe.schedule=plateau
 
     def at(self, progress: Progress) -> Hyper:
         """The numbers of the step that follows `progress`."""
@@ -42,6 +45,14 @@ class Recipe:
             sample_noise=math.sqrt(self.sample_noise * max(0.0, batch / self.base_batch - 1.0)),
             together=progress.epochs < self.local_from,
         )
+
+    def after_evaluations(self, hyper: Hyper, state: Plateau) -> Hyper:
+        """The numbers of a step, at(), as evaluations have changed them up to it."""
+        return hyper if self.plateau is None else hyper._replace(lr=hyper.lr * state.share)
+
+    def judge(self, state: Plateau, progress: Progress, value: float, better: Better) -> Plateau:
+        """The state after an evaluation with this value of the objective."""
+        return state if self.plateau is None else self.plateau.after(state, progress.epochs, value, better)
 
 
 def scaling(scale: Scale, batch: int, base_batch: int) -> float:

@@ -24,6 +24,11 @@ def lr_summary(config: Config, dataset: int, context: int | None = None) -> str:
         summary = _piece_summary(piece, multiplier)
         if summary:
             line += f", then {summary}"
+    if config.recipe.schedule == "plateau":
+        patience = config.recipe.patience
+        evaluations = f"{patience} evaluation{'s' * (patience != 1)} in a row"
+        line += f", then x {config.recipe.gamma:g} after more than {evaluations} without a better one"
+        line += f", down to {config.recipe.end_lr:g}" if config.recipe.end_lr else ""
     if config.recipe.floor:
         line += f", never below {config.recipe.floor * peak_lr(config):g}"
     if config.recipe.growth == "decays":

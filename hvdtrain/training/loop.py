@@ -61,10 +61,11 @@ def run_steps(job: Job, now: TrainState) -> Window:
         job.heartbeat.beat("reading samples", p.epoch, p.step)
         job.telemetry.before_step(p)
         hyper, micro_batches = job.prefetcher.take(p)
+        hyper = job.recipe.after_evaluations(hyper, now.plateau)
         job.heartbeat.beat("step", p.epoch, p.step)
         sums = add_sums(sums, job.learner.step(micro_batches, hyper, fold(job.config.seed, p.step)))
         job.unfinished = Unfinished(began_s, sums)
-    return Window(end, job.recipe.at(steps[-1]), sums, began_s)
+    return Window(end, job.recipe.after_evaluations(job.recipe.at(steps[-1]), now.plateau), sums, began_s)
 
 
 def synchronize(job: Job, window: Window) -> Sums:
@@ -110,6 +111,7 @@ def evaluate_and_record(job: Job, now: TrainState) -> TrainState:
     job.warnings.exchange(job.communicator)
     now = now.add_energy(val)
     after, reached = after_evaluation(job.config, job.task, now, val, job.clock(), job.telemetry.energy.kinds)
+    after = replace(after, plateau=job.recipe.judge(now.plateau, now.progress, after.last, now.better))
     fields = epoch_fields(job.config, job.task, now, after, val, job.noise_scale.value)
     job.log.emit("epoch", now.progress.step, **fields, **job.telemetry.epoch_fields(now, val, after.seconds))
     job.telemetry.emit_passes(now.progress.step)

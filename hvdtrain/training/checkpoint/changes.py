@@ -128,8 +128,10 @@ def refuse_another_job(found: list[Change], config: Config, run: Path, now: Trai
     learns that resume=RUN does not ask for. A secret is no such change.
     """
     over = stop_reason(config, now)
-    averaged = _SYNC_POINTS if config.comm.local_steps > 1 else ()
-    same = [change for change in found if _is_one_of(change.key, _SAME_JOB) and change.key not in averaged]
+    learns = _SYNC_POINTS if config.comm.local_steps > 1 else ()
+    if config.recipe.schedule == "plateau":
+        learns = (*learns, "evaluate.every_steps")  # evaluations change the rate
+    same = [change for change in found if _is_one_of(change.key, _SAME_JOB) and change.key not in learns]
     relevant = [change for change in found if change.before != change.now and change not in same]
     learned = [change for change in relevant if not _is_one_of(change.key, _LENGTH)]
     if over and relevant:

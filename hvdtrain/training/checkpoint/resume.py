@@ -67,7 +67,8 @@ def find_resume_point(
         before, now, of = train_state.evaluates, beginning.evaluates, "samples"
         if train_state.views != beginning.views:
             before, now, of = train_state.views, beginning.views, f"view{'s' * (beginning.views > 1)} of each sample"
-        notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one and stop.patience begin anew")
+        counts = ", stop.patience and the count of recipe.schedule=plateau" if config.recipe.schedule == "plateau" else " and stop.patience"
+        notes.append(f"evaluations are of {now:,} {of}, and were of {before:,}: the best one{counts} begin anew")
         train_state = train_state.forget_evaluations()
     train_state = dataclasses.replace(train_state, evaluates=beginning.evaluates, views=beginning.views)
     try:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WrapVa
 
 from hvdtrain.core.metrics import Better, Sums, add_sums, host_value, is_better, reaches, zero_sums
 from hvdtrain.core.progress import Progress
+from hvdtrain.recipe.plateau import Plateau
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -79,6 +80,7 @@ class TrainState:
     nonfinite: Count = 0  # steps skipped, or rollbacks
     lr: Number = 0.0  # of the last step
     batch: Count = 0  # of the last step
+    plateau: Plateau = field(default_factory=Plateau)  # what evaluations have made of the rate
     noise: tuple[Number, Number] = (0.0, 0.0)  # the moving sums of the gradient noise scale: signal, noise
     is_kept: bool = False  # this checkpoint stays, whatever checkpoint.keep_last is: a script has asked for it
 
@@ -114,7 +116,9 @@ class TrainState:
 
     def forget_evaluations(self) -> TrainState:
         """Where the next ones cannot be compared with those before."""
-        return replace(self, at_target=0, without_better=0, to_beat=math.nan, last=math.nan, best=math.nan, best_epoch=0)
+        plateau = Plateau(share=self.plateau.share)
+        values = replace(self, to_beat=math.nan, last=math.nan, best=math.nan, best_epoch=0)
+        return replace(values, at_target=0, without_better=0, plateau=plateau)
 
     def after_evaluation(self, value: float, target: float | None, seconds: float, min_delta: float = 0.0) -> TrainState:
         """After an evaluation, `seconds` into the job; `value` is of the objective, `target` stop.target, `min_delta` stop.min_delta."""
@@ -160,6 +164,7 @@ _ADDED: dict[str, Any] = {
     "reached": [],
     "without_better": 0,
     "is_kept": False,
+    "plateau": list(Plateau()),
 }
 
 
