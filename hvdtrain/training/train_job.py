@@ -203,12 +203,12 @@ def finish(job: Job, start: Start, now: TrainState, reason: str) -> JobResult:
     now = job.telemetry.finish(now)
     is_over = bool(stop_reason(job.config, now))
     failure = write_last_checkpoint(job, now, reason, is_over=is_over)
+    memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if job.config.model.given:
         job.heartbeat.beat("giving the script its weights", now.progress.epoch, now.progress.step)
         if is_over and job.config.stop.restore_best:
             load_best(job, now)
         job.config.model.given.at_end(job.learner)
-    memory_fields = job.memory.end(job.learner, job.communicator) if job.memory else {}
     if is_over:
         summary.emit_end(job, start, now, reason, memory_fields)
         return JobResult(DONE, start.run, reason, now)
