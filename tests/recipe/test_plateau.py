@@ -83,7 +83,9 @@ def read(run: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, Path(run, "events.jsonl").read_text().splitlines()) if event["kind"] == kind]
 
 
-def test_a_job_has_these_rates_and_resumes_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_has_these_rates_and_resumes_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Stopped between two evaluations, with bad ones counted. torch's scheduler is told what the job's evaluations were."""
     monkeypatch.chdir(tmp_path)
     assert main([*JOB, "run=straight"]) == 0
@@ -108,6 +110,8 @@ def test_a_job_has_these_rates_and_resumes_to_the_same_bits(monkeypatch: pytest.
         ]
         ends = [load_file(files.finished(Path(run))[-1] / "weights.safetensors") for run in ("straight", f"from-{left}")]
         assert all(np.array_equal(array, ends[1][name]) for name, array in ends[0].items())
+    assert main([*JOB, "run=straight", "stop.steps=50", "evaluate.every_steps=5"]) == 2, "evaluations are a part of what is learned"
+    assert "straight holds another job: evaluate.every_steps is 4 there, 5 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
