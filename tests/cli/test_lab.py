@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,9 +92,17 @@ def test_the_help_of_a_lab_has_its_own_options(capfd: pytest.CaptureFixture[str]
     assert "all options of that lab" in capfd.readouterr().out
 
 
-def test_a_notebook_is_written_once(tmp_path: Path) -> None:
+def test_the_list_has_every_lab_and_the_assessment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lab([]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines[::2]] == [*"123456-"] and all(Path(line.strip()).is_file() for line in lines[1::2])
+    assert lines[-2:] == ["-  The assessment", f"   {ROOT / 'labs' / 'assessment' / 'README.md'}"]
+
+
+def test_a_notebook_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a=b.ipynb"
     assert lab(["1", f"--notebook={path}"]) == DONE
+    assert capsys.readouterr().out == f"notebook: {path}\nopen it:  jupyter lab {shlex.quote(str(path))}\n"
     before = path.read_bytes()
     for words in ([f"--notebook={path}"], ["--notebook", str(path)]):
         with pytest.raises(UserError, match=r"a=b\.ipynb is there already") as refused:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cli.lab.child import start, wait
@@ -32,7 +33,7 @@ def lab(arguments: Sequence[str]) -> int:
         return DONE
     found = _labs()
     if not arguments:
-        print("\n".join(f"{number}  {_title(folder)}\n   {folder / 'README.md'}" for number, folder in found.items()))
+        print("\n".join(f"{number}  {_title(folder)}\n   {folder / 'README.md'}" for number, folder in _pages(found)))
         return DONE
     folder = found.get(arguments[0])
     if folder is None:
@@ -57,7 +58,13 @@ def _notebook(number: str, folder: Path, options: Sequence[str]) -> int:
     except OSError as error:
         what = f"cannot write {short(name)}: {error.strerror or error}"
         raise UserError(what, "--notebook", "a file in a folder that exists") from None
+    print(f"notebook: {name}\nopen it:  jupyter lab {shlex.quote(name)}")
     return DONE
+
+
+def _pages(labs: Mapping[str, Path]) -> list[tuple[str, Path]]:
+    """The labs by number, and the assessment, which no command runs."""
+    return [*labs.items(), ("-", next(iter(labs.values())).parent / "assessment")]
 
 
 def _labs() -> dict[str, Path]:
