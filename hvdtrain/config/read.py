@@ -47,7 +47,11 @@ def configure(path: str | None, arguments: Sequence[str], resumed: Sequence[Assi
     assigned = assignments(path, arguments)
     resumed = _without_owner(read_resumed(assigned) if resumed is None else resumed, assigned)
     _refuse_code(resumed, {assignment.key for assignment in assigned})
-    _refuse_places([*resumed, *assigned] if path is not None and _is_of_a_run(path) else resumed, assigned)
+    if path is not None and _is_of_a_run(path):
+        _refuse_code(assigned, {assignment.key for assignment in assigned if assignment.origin == COMMAND_LINE})
+        _refuse_places([*resumed, *assigned], assigned)
+    else:
+        _refuse_places(resumed, assigned)
     return resolve([*resumed, *assigned])
 
 

@@ -348,6 +348,23 @@ def test_a_cache_that_only_a_run_folder_names_is_not_written(tmp_path: Path) -> 
     assert (config.run, config.data.stage, config.data.options) == (None, None, {"cache": None})
 
 
+def test_a_file_of_a_run_asks_for_its_code_as_the_run_does(tmp_path: Path) -> None:
+    """--config RUN/config.yaml, or a file beside a run's events; a file of the user's own is the user's word."""
+    (tmp_path / "config.yaml").write_text("model:\n  name: mymodel:Net\n")
+    with pytest.raises(UserError) as caught:
+        configure(str(tmp_path / "config.yaml"), ["epochs=3"])
+    assert f"{caught.value}" == (
+        "model.name=mymodel:Net imports code, and only the run folder names it\n"
+        f"  where: {tmp_path}/config.yaml:2\n  fix: if you trust it, add the argument model.name=mymodel:Net"
+    )
+    assert configure(str(tmp_path / "config.yaml"), ["model.name=mymodel:Net"]).model.name == "mymodel:Net"
+    (tmp_path / "config.yaml").rename(tmp_path / "mine.yaml")
+    assert configure(str(tmp_path / "mine.yaml"), []).model.name == "mymodel:Net"
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(UserError, match="imports code, and only the run folder names it"):
+        configure(str(tmp_path / "mine.yaml"), [])
+
+
 def test_a_class_of_a_script_is_resumed_by_that_script(tmp_path: Path) -> None:
     """model.name=__main__:Net on the command line would look for Net in hvdtrain."""
     fix = "Net is a class of a script: start that script again, with resume=RUN in its hvdtrain.train()"
