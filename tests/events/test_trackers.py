@@ -284,8 +284,11 @@ def test_wandb_reads_back(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     send(wandb.build, run, FIRST)
     time.sleep(1)  # wandb names the folder of a run by the second
     send(wandb.build, run, SECOND)
-    assert capfd.readouterr() == ("", "")
+    said = capfd.readouterr()
     assert (sys.exit, sys.excepthook, sys.stdout, sys.stderr) == before
+    folders = sorted((run.resolve() / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2 and said.err == ""
+    assert said.out.splitlines() == [f"wandb    kept offline; to send it: wandb sync {folder}" for folder in folders]
     run_id = json.loads((run / "wandb_run.json").read_text())["run_id"]
     files = sorted((run / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     wait_until(lambda: all(read_wandb(file)[2] for file in files), "the end of wandb's own process, which writes after finish()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import netrc
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -89,7 +90,10 @@ class Wandb:
         if self._run is not None:
             if self._code == REQUEUE:
                 self._run.mark_preempting()
+            folder = Path(self._run.settings.sync_dir)
             self._run.finish(exit_code=self._code)
+            if self._mode == "offline":
+                print(f"wandb    kept offline; to send it: wandb sync {shlex.quote(str(folder))}", flush=True)
 
     def _open(self, first: Event) -> Run:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at the import; otherwise wandb reports its failures to its vendor
