@@ -79,6 +79,11 @@ class OpenSection(Section):
         copy._given = given
         return copy
 
+    def with_options(self, **options: Any) -> Self:
+        """A copy with other options of the plugin, which are not validated."""
+        assert not options.keys() & type(self).model_fields.keys(), options
+        return self.model_copy(update=options)
+
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the plugin, as they were read."""

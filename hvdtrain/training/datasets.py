@@ -195,6 +195,35 @@ def unstaged(config: Config) -> Config:
     return config.replace(data=config.data.replace(stage=None))
 
 
+def unwritten(config: Config, scratch: Path) -> Config:
+    """For commands that describe a job: data are read where they are, and not downloaded, staged or packed.
+
+    An index of archives is made in `scratch`, which the command removes.
+    """
+    data = config.data.replace(stage=None)
+    if plugins.is_users_own(data):
+        return config.replace(data=data)
+    changed = _unwritten_options(data.name, config.where("data.name"), scratch)
+    if isinstance(source := data.options.get("source"), str):
+        of_source = _unwritten_options(source, config.where("data.name"), scratch)
+        changed["source_options"] = {**(data.options.get("source_options") or {}), **of_source}
+    return config.replace(data=data.with_options(**changed))
+
+
+def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
+    """Of a data set: those options by which it writes nothing outside of `scratch`."""
+    known = inspect.signature(plugins.load("data/datasets", name, where).build).parameters
+    return {option: value for option, value in {"download": False, "packed": False, "cache": f"{scratch}"}.items() if option in known}
+
+
+def published(config: Config) -> tuple[int, tuple[int, int, int], int] | None:
+    """Samples, shape of an image and classes of the whole training set that data.name names, where they are known without its files."""
+    if plugins.is_users_own(config.data) or config.data.val_share is not None:
+        return None
+    sizes: tuple[int, tuple[int, int, int], int] | None = getattr(_plugin(config), "TRAINING", {}).get(config.data.name)
+    return sizes
+
+
 def with_class_names(config: Config, source: Source) -> Config:
     """The configuration with the names of the classes, where the data set or the user gives them.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from ranks import python
 
 from hvdtrain.__main__ import main
@@ -163,6 +164,27 @@ def test_mistakes(arguments: list[str], expected: list[str], capsys: pytest.Capt
     text = refused(capsys, *arguments)
     for message in expected:
         assert message in text, text
+
+
+def test_a_plan_downloads_nothing_and_makes_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Sets of known sizes are planned before their files are there; image files are counted, and neither packed nor decoded."""
+    lines = planned(capsys, "framework=numpy", "model.name=linear", "data.name=cifar10", "batch.size=100", "--ranks", "1")
+    assert lines[2].startswith("data        50,000 training samples, images of 32x32 pixels and 3 channels, 10 classes (as")
+    assert "its files are not here, and plan downloads nothing)" in " ".join(map(str.strip, lines[2:5]))
+    assert cells(lines, 1)[1:6] == ["100", "100", "1", "10", "500.0"]
+    shared = ["data.name=mnist", f"data.root={tmp_path / 'deep' / 'er'}", "--ranks", "1"]
+    assert main(["plan", "framework=numpy", "model.name=linear", "data.val_share=0.1", *shared]) == 2
+    said = capsys.readouterr()
+    assert "the files of mnist are missing, and plan downloads nothing" in said.err and "--samples 1281167" in said.err
+    for label in ("a", "b"):
+        folder = tmp_path / "photos" / "train" / label
+        folder.mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (4, 4)).save(folder / f"{number}.png")
+    files = sorted(tmp_path.rglob("*"))
+    words = ["framework=numpy", "model.name=linear", "data.name=folder", f"data.root={tmp_path / 'photos'}", "batch.size=2", "--ranks", "1"]
+    assert "6 training samples, images of 4x4 pixels and 3 channels, 2 classes" in planned(capsys, *words)[2]
+    assert sorted(tmp_path.rglob("*")) == files and not (tmp_path / "cache").exists() and not (tmp_path / "deep").exists()
 
 
 def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -22,6 +23,7 @@ from hvdtrain.cli.plan.table import Plan, batch_label, one_line, plan_lines, ran
 from hvdtrain.config import plugins
 from hvdtrain.config.read import configure
 from hvdtrain.config.schema import Config
+from hvdtrain.data.files.download import FilesMissing
 from hvdtrain.errors import DONE, UserError
 from hvdtrain.frameworks.build_rule import build_rule, check_patterns
 from hvdtrain.optim.rule import Rule
@@ -31,7 +33,7 @@ from hvdtrain.report.figures.recipe_curves import RecipeCurve, draw
 from hvdtrain.tasks.classification.build import without_statistics
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.build_task import planned_task
-from hvdtrain.training.datasets import build_source, check_augmentation, unstaged
+from hvdtrain.training.datasets import build_source, check_augmentation, published, unwritten
 from hvdtrain.training.memory.meter import resident_bytes
 
 USAGE = """\
@@ -39,7 +41,7 @@ hvdtrain plan [--config FILE] [--ranks 1,8,64,512] [--json [FILE]] [--png FILE] 
   prints what the job would do on each number of ranks: batch, steps, learning rate, memory; trains nothing
   --config FILE, key=value   the configuration of the job
   --ranks 1,8,64,512         numbers of ranks
-  --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read
+  --samples 1281167 --image 224x224x3 --classes 1000   the data, which then is not read; without it: read, not downloaded
   --all                      the names of all parameters without weight decay
   --json FILE                write the plan as JSON too; --json or --json - prints it instead of the text
   --memory [16GiB]           the memory of a rank, for 1, 2, 4, 8 ranks (or --ranks) and each shard.stage, with and without recomputation:
@@ -207,14 +209,22 @@ def _training_data(options: argparse.Namespace, config: Config) -> _TrainingData
         return _TrainingData(options.samples, without_statistics(options.image, options.classes), origin)
     if any(given):
         raise UserError("--samples, --image and --classes need each other", "command line of plan", f"give all three: {example}")
+    without_data = f"plan without data, as in {example}"
     try:
-        source = build_source(unstaged(config), "train")
-        check_augmentation(config, source)
-        task = planned_task(config, source)
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
+            source = build_source(unwritten(config, Path(scratch)), "train")
+            check_augmentation(config, source)
+            return _TrainingData(len(source), planned_task(config, source), f"data.name={config.data.name}")
+    except FilesMissing as error:
+        sizes = published(config) if config.task.name == "classification" else None
+        if sizes is None:
+            what = error.what.replace("data.download is false", "plan downloads nothing")
+            raise UserError(what, error.where, f"{error.fix}; or {without_data}") from None
+        samples, shape, classes = sizes
+        origin = f"as data.name={config.data.name} is published; its files are not here, and plan downloads nothing"
+        return _TrainingData(samples, without_statistics(shape, classes), origin)
     except UserError as error:
-        without_data = f"plan without data, as in {example}"
         raise UserError(error.what, error.where, f"{error.fix}; or {without_data}" if error.fix else without_data) from None
-    return _TrainingData(len(source), task, f"data.name={config.data.name}")
 
 
 def _rule(config: Config) -> Rule | None:

@@ -62,6 +62,9 @@ _EDITIONS = {
 }
 
 
+TRAINING = {"cifar10": (50_000, (32, 32, 3), 10), "cifar100": (50_000, (32, 32, 3), 100)}  # samples, shape, classes, as published
+
+
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
     """cifar10 or cifar100 (its 100 fine classes): 50000 training and 10000 validation images, 32x32x3.
 

@@ -47,6 +47,9 @@ _MOST_BYTES = {3: 2**28, 1: 2**24}  # of images: six times MNIST; of labels, eac
 _DEFLATE_RATIO = 1032  # no gzip stream holds more bytes for each byte of file (zlib's technical details)
 
 
+TRAINING = dict.fromkeys(_FAMILY, (60000, (28, 28, 1), _CLASSES))  # samples, shape, classes, as published
+
+
 def build(name: str, root: Path | None, split: Split, *, download: bool = True) -> LabelledImages:
     """mnist, fashion_mnist or kmnist: 60000 training and 10000 validation images, 28x28x1, 10 classes.
 

@@ -18,6 +18,10 @@ from hvdtrain.errors import UserError
 _DOWNLOADS = ".hvdtrain-download"  # inside the root, so that a rename out of it is atomic
 
 
+class FilesMissing(UserError):
+    """Files of a data set are not there, and were not downloaded."""
+
+
 @dataclass(frozen=True)
 class RequiredFiles:
     """The files of a data set, and how a user gets them by hand."""
@@ -30,10 +34,10 @@ class RequiredFiles:
     def missing(self) -> list[str]:
         return [file for file in self.files if not (self.root / file).is_file()]
 
-    def missing_error(self, reason: str) -> UserError:
+    def missing_error(self, reason: str) -> FilesMissing:
         """The error that names the missing files, and why they cannot be downloaded."""
         files = ", ".join(self.missing() or self.files)
-        return UserError(f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix)
+        return FilesMissing(f"the files of {self.name} are missing, and {reason}", f"{self.root}: {files}", self.fix)
 
 
 def download(required: RequiredFiles, fetch: Callable[[Path], None], timeout_s: float = 20.0) -> None:
