@@ -218,7 +218,10 @@ def test_what_is_wrong_with_a_sample_is_an_error_with_its_number(flaw: str, mess
             r"train is a generator, whose samples come in an order of its own.*\n.*\n  fix: list\(\) of it; or",
         ),
         (iter([(1.0, 0)]), r"train is a list_iterator, whose samples .*\n.*\n  fix: list\(\) of it; or"),
-        (([[1.0], [2.0], [3.0]], [0, 1, 2]), r"train is two lists of 3 and 3\n.*\n  fix: arrays: \(np.array\(x\), np.array\(y\)\); or one"),
+        (
+            ([[1.0], [2.0], [3.0]], [0, 1, 2]),
+            r"train is a pair of a list of 3 and a list of 3\n.*\n  fix: arrays: \(np.array\(x\), np.array\(y\)\); or one",
+        ),
         ({"x": [[1.0], [2.0]], "y": LABELS}, r"x of mine:numbers, train is a list\n.*\n  fix: an array: np.array\(x\), or a tensor"),
         (X, r"train is one array \(4, 3\) without a name\n.*\n  fix: give a dict of arrays"),
         (lambda: X, "train is a function, not what it gives: call it"),

@@ -111,7 +111,7 @@ def _refuse_lists(given: object, name: str, where: str) -> None:
         if wrong is not None:
             raise UserError(f"{wrong} of {name} is a {type(given[wrong]).__name__}", where, f"an array: np.array({wrong}), or a tensor")
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(_is_column(value) for value in given):
-        what = f"{name} is two lists of {len(given[0])} and {len(given[1])}"
+        what = f"{name} is a pair of {' and '.join(f'a {type(value).__name__} of {len(value)}' for value in given)}"
         raise UserError(what, where, "arrays: (np.array(x), np.array(y)); or one list of pairs: list(zip(x, y))")
 
 
