@@ -128,6 +128,14 @@ class BeginsWithSamples(Protocol):
 
 
 @runtime_checkable
+class NeedsSamples(Protocol):
+    """A learner whose model may fail for a pass of one sample."""
+
+    def trains_one_sample(self) -> bool:
+        """Whether a forward pass in training takes one sample: tried. A collective where forward passes are."""
+
+
+@runtime_checkable
 class HasAverages(Protocol):
     """A learner that may have averages of the weights: optim.ema."""
 

@@ -14,16 +14,16 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.rank_0 import on_rank_0_only
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
-from hvdtrain.errors import DONE
+from hvdtrain.errors import DONE, UserError
 from hvdtrain.events.background import BackgroundSink
 from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
-from hvdtrain.frameworks.learner import HasPipeline
+from hvdtrain.frameworks.learner import HasPipeline, Learner, NeedsSamples
 from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
-from hvdtrain.training.build import build_learner, load_libraries
+from hvdtrain.training.build import build_learner, build_recipe, load_libraries
 from hvdtrain.training.build_task import job_transform
 from hvdtrain.training.datasets import Datasets, data_facts, identity, notes
 from hvdtrain.training.elastic_job import ElasticJob, ready_for_losses
@@ -31,6 +31,7 @@ from hvdtrain.training.ending import close_all, fail, write_last_checkpoint
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.health.watchdog import Watchdog
+from hvdtrain.training.input.micro_batches import fewest_samples
 from hvdtrain.training.job import Job, make_job, make_saver
 from hvdtrain.training.job_memory import forecast_of_job
 from hvdtrain.training.loop import train
@@ -82,6 +83,7 @@ def train_job(
     load_libraries(config)
     memory = MemoryMeter(forecast_of_job(config, datasets, communicator), room_of_rank(config, communicator))
     learner = build_learner(config, datasets.task, communicator)
+    check_smallest_pass(config, datasets, learner, communicator.size)
     if isinstance(learner, HasPipeline):
         heartbeat.under_way = learner.under_way
     start = start_or_resume(config, datasets, communicator, learner, lock, heartbeat)
@@ -130,6 +132,20 @@ def train_job(
             warn(memory.warning)
         result = living.run(lambda job, now: train_to_the_end(job, start, now, lock), start.train_state)
         return result._replace(transform=job_transform(datasets.task, config))
+
+
+def check_smallest_pass(config: Config, datasets: Datasets, learner: Learner, ranks: int) -> None:
+    """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a batch norm that needs two."""
+    growth, readers = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context")).batch, config.readers(ranks)
+    batch = next((batch for batch in (growth.first, *growth.to) if fewest_samples(config, batch, growth.first, readers) == 1), None)
+    if batch is None or not isinstance(learner, NeedsSamples) or learner.trains_one_sample():
+        return
+    micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
+    on = f"{readers} rank{'s' * (readers > 1)}{micro}"
+    what = f"a batch of {batch} on {on} has a pass of one sample, of which a batch norm takes no variance"
+    fix = f"a batch of {2 * readers} or more{', fewer ranks or norm.kind=sync' * (readers > 1)}; or a model without batch norm"
+    key = "batch.micro" if micro else "recipe.growth" if batch != growth.first else "batch.size"
+    raise UserError(what, config.where(key), "a batch.micro that leaves no pass with one; or " * bool(micro) + fix)
 
 
 def train_to_the_end(job: Job, start: Start, now: TrainState, lock: RunLock) -> JobResult:

@@ -12,22 +12,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ranks import python
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
+from hvdtrain.core.digest import digest
 from hvdtrain.core.program import command_line
 from hvdtrain.core.progress import Progress
 from hvdtrain.data.sampler import indices
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Event
 from hvdtrain.events.writers import JsonLinesWriter
+from hvdtrain.training.build import build_learner
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.changes import Change, refuse_another_job
+from hvdtrain.training.datasets import open_datasets
 from hvdtrain.training.input.micro_batches import split_step
 from hvdtrain.training.progress.train_state import TrainState
+from hvdtrain.training.train_job import check_smallest_pass
 
 FAULTY = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
 FAST = ["model.name=linear", "optim.base_lr=0.05"]
@@ -421,6 +426,37 @@ def test_a_pass_of_a_grown_batch_has_the_same_samples_on_any_number_of_ranks(sam
                 assert [samples.tolist() for samples in passes] == [part.tolist() for part in np.split(stream, np.cumsum(lengths)[:-1])]
                 assert {sum(map(len, shares)) for shares in of_ranks} <= {batch // size, -(-batch // size)}
                 assert all(np.ptp([len(shares[k]) for shares in of_ranks]) <= 1 for k in range(len(lengths)))
+
+
+def normed(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
+    pixels = int(np.prod(shape))
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(pixels, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes))
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "what", "key"),
+    [
+        ("batch.size=5", 4, "a batch of 5 on 4 ranks has a pass of one sample", "batch.size"),
+        ("batch.size=1", 1, "a batch of 1 on 1 rank has a pass of one sample", "batch.size"),
+        ("batch.size=5 batch.micro=2", 1, "a batch of 5 on 1 rank in passes of batch.micro=2 has a pass of one sample", "batch.micro"),
+        ("batch.size=4 recipe.growth=milestones recipe.grow_at=[1] recipe.grow_to=[5]", 2, "a batch of 5 on 2 ranks", "recipe.growth"),
+        ("batch.size=8", 4, None, ""),
+        ("batch.size=5 model.name=convnet model.widths=[4]", 4, None, ""),  # an image has several values per channel
+        ("batch.size=5 model.name=mlp", 4, None, ""),
+    ],
+)
+def test_a_batch_norm_of_one_sample_is_found_before_the_first_step(words: str, ranks: int, what: str | None, key: str) -> None:
+    config = configure(None, ["model.name=test_train:normed", *words.split()])
+    datasets = open_datasets(config, SingleProcessCommunicator())
+    learner = build_learner(config, datasets.task, SingleProcessCommunicator())
+    before = digest(learner.state())
+    if what is None:
+        check_smallest_pass(config, datasets, learner, ranks)
+    else:
+        with pytest.raises(UserError, match=re.escape(what)) as caught:
+            check_smallest_pass(config, datasets, learner, ranks)
+        assert caught.value.where.startswith(key) and ("norm.kind=sync" in caught.value.fix) == (ranks > 1)
+    assert digest(learner.state()) == before
 
 
 def test_a_job_whose_batch_grows_counts_every_sample_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:

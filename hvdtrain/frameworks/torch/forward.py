@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hvdtrain.core.metrics import Sums, zero_sums
 from hvdtrain.data.images.views import Views
+from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import SplitLogits
 from hvdtrain.frameworks.torch.precision import Precision
 from hvdtrain.tasks.task import Part, Task
 
+ONE_VALUE = "more than 1 value per channel"  # in what a batch norm of torch raises
 WhenEmpty = Literal["skip", "call", "call with zeros"]
 
 
@@ -52,6 +55,18 @@ def call_with_zeros(model: torch.nn.Module, x: torch.Tensor) -> Any:
     if isinstance(outputs, SplitLogits):
         return outputs.local.sum() * 0.0
     return tuple(output[:0] for output in outputs) if isinstance(outputs, tuple) else outputs[:0]
+
+
+@contextlib.contextmanager
+def _with_enough_samples(count: int) -> Iterator[None]:
+    """An error of torch's batch norms, where data.sampling=partition leaves a rank one sample at the end of an epoch, says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        if count != 1 or ONE_VALUE not in f"{error}":
+            raise
+        what = "a pass has one sample, of which a batch norm takes no variance"
+        raise UserError(what, "a step in training", "a larger batch.size, data.sampling=global, or norm.kind=sync") from error
 
 
 class Losses(NamedTuple):
@@ -94,7 +109,7 @@ class Forward:
     def train(self, batch: DeviceBatch) -> Losses:
         """Of samples that are learned from; the model is in training mode."""
         x = self.inputs_of(batch)
-        with self.precision.autocast(x.device):
+        with self.precision.autocast(x.device), _with_enough_samples(len(x)):
             outputs = self._training(x)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))

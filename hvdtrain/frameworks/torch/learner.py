@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.mesh import Mesh, make_mesh
@@ -32,11 +33,12 @@ from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary, keep_gradients
 from hvdtrain.frameworks.torch.dense_updates import DenseUpdates
 from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_dropout
-from hvdtrain.frameworks.torch.forward import Forward, first_of
+from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
 from hvdtrain.frameworks.torch.model import first_samples_of
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan, zero_where
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.optim import rule_optimizer
 from hvdtrain.frameworks.torch.optim.user_optimizer import set_mode
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
@@ -251,6 +253,17 @@ class TorchLearner:
         model: Any = self.model
         model.begin_with(self.forward.inputs_of(batch))
         self.strategy.weights_changed()
+
+    def trains_one_sample(self) -> bool:
+        if self.pipelined or self.hybrid or not any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            return True
+        x = self.forward.inputs_of(self.forward.inputs.zeros(1))
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), copied_buffers(self.model):
+                self.model.train()(x)
+        except ValueError as error:
+            return ONE_VALUE not in f"{error}"
+        return True
 
     def sync_buffers(self, communicator: Communicator) -> None:
         self.strategy.sync(self.optimizer)

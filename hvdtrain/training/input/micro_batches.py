@@ -50,6 +50,12 @@ def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
     return 1 if isinstance(config.micro, int) else -(-batch // first_batch)
 
 
+def fewest_samples(config: Config, batch: int, first_batch: int, readers: int) -> int:
+    """Of a pass of any of the ranks that divide a step of `batch` samples; passes without any do not count."""
+    share = -(-batch // readers)
+    return max(1, batch // (readers * passes_of_step(config, share, batch, first_batch)))
+
+
 def read_batch(source: Source, positions: Positions, hyper: Hyper, config: Config, cached_on_device: bool) -> Batch:
     """The samples at `positions`, with their augmentation parameters, and random loss weights where recipe.sample_noise is set.
 
