@@ -176,11 +176,14 @@ def test_a_loss_and_a_metric_in_jax(jax_compilation_cache: None) -> None:
     linear = nn.Linear(3, 1, bias=False)
     linear.weight.data = torch.tensor(weight.T, dtype=torch.float32)
     data = {"train_data": numbers(61), "metrics": {"mae": (lambda outputs, batch: abs(outputs - batch["y"]), "min")}}
-    train("run=jax", "framework=jax", model=pair, **data)
+    run = train("run=jax", "framework=jax", model=pair, **data)
     train("run=torch", model=nn.Sequential(linear, nn.Flatten(0)), **data)
     found, expected = (hvdtrain.read(run).query("kind == 'epoch'").iloc[-1] for run in ("jax", "torch"))
     for name in ("train_loss", "val_loss", "val_mae"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6)
+    val = numbers(40, 1)
+    outputs = pair[1](run.weights, val["x"])
+    assert run.last == pytest.approx(float(((outputs - val["y"]) ** 2).mean()), rel=1e-12), "the trained parameters of a pair"
 
 
 _MINE = """
