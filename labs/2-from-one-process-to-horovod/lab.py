@@ -6,6 +6,7 @@ python -m hvdtrain lab 2 [--quick] [--hosts n1:2,n2:2]
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,17 @@ def images_per_s(epochs: Any) -> float:
     return float(epochs.samples_per_s.median())
 
 
+def busy(load: float, cores: int) -> str:
+    """A warning where other programs compute beside the lab, by the load average of the last minute; empty where none does."""
+    if load < 0.25 * cores:
+        return ""
+    return f"warning: other programs compute here (load {load:.1f} on {cores} cores), so images/s say little about ranks: try again later"
+
+
 def main(options: argparse.Namespace) -> None:
+    warning = busy(os.getloadavg()[0], os.cpu_count() or 1)  # before the lab adds its own
+    if warning:
+        print(warning, flush=True)
     epochs = f"epochs={3 if options.quick else 40}"
     fewer = RANKS[:2] if options.quick else RANKS
     shared = {ranks: train("global", ranks, SMALL, [epochs, "data.sampling=global"], options) for ranks in fewer}
@@ -64,6 +75,8 @@ def main(options: argparse.Namespace) -> None:
     ]
     write_table(options.out / "ranks.csv", ("job", "ranks", "images/s", "loss", "accuracy"), rows)
     print(f"figures: {options.out / 'losses.png'}, {options.out / 'throughput.png'}")
+    if warning:
+        print(warning)
 
 
 def draw_losses(path: Path, shared: dict[int, Any], parts: dict[int, Any]) -> None:
