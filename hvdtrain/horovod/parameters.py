@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from hvdtrain.errors import UserError
+from hvdtrain.horovod.adasum_optimizer import AdasumSteps
 from hvdtrain.horovod.broadcasts import broadcast_async_
 from hvdtrain.horovod.engine.errors import BadCall
+from hvdtrain.horovod.gradients import GradientSteps
 from hvdtrain.horovod.handles import synchronize
 from hvdtrain.horovod.job import JOB
 from hvdtrain.horovod.object_forms import packed
 from hvdtrain.horovod.objects import broadcast_object
 from hvdtrain.horovod.parameter_groups import load_in_place
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+
+EMPTY_STEP = "HVDTRAIN_HOROVOD_EMPTY_STEP"  # 1: a fresh optimizer is stepped as by Horovod, for those who compare losses with its
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -63,14 +69,21 @@ def broadcast_optimizer_state(
 ) -> None:
     """The state and the settings of its groups: a state that only the root has appears on the others. `model` is not needed.
 
-    Horovod's steps a fresh optimizer to make its state, which changes the weights. Raises ValueError for LBFGS, as Horovod does.
+    Horovod's steps a fresh optimizer to make its state, which changes the weights; here where EMPTY_STEP is 1.
+
+    Raises ValueError for LBFGS, as Horovod does.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise BadCall("cannot broadcast torch.optim.LBFGS state", "hvd.broadcast_optimizer_state()", "another optimizer")
+    name = "broadcast_optimizer_state"
+    if _makes_empty_step(os.environ):
+        name = "broadcast_optimizer_state after an empty step"  # ranks that differ in it wait for another name, and are told
+        if not optimizer.state_dict()["state"]:
+            _step_empty(optimizer, model)
     state = optimizer.state_dict()
     is_root = JOB.engine.rank == root_rank
     tensors = _tensors(state) if is_root else {}
-    frame = broadcast_object(_without_tensors(state) if is_root else None, root_rank, None, process_set)
+    frame = broadcast_object(_without_tensors(state) if is_root else None, root_rank, name, process_set)
     places: dict[str, _Place] = broadcast_object(
         {key: _Place(tensor.dtype, tuple(tensor.shape), tensor.is_cpu) for key, tensor in tensors.items()}, root_rank, None, process_set
     )
@@ -88,6 +101,32 @@ def broadcast_optimizer_state(
         filled = {"state": _with_tensors(frame["state"], wire), "param_groups": groups}
         load_in_place(optimizer, lambda: torch.optim.Optimizer.load_state_dict(optimizer, filled))
         _put_as_sent(optimizer, wire, places)
+
+
+def _makes_empty_step(environ: Mapping[str, str]) -> bool:
+    """Raises UserError for a value that is neither 0 nor 1."""
+    value = environ.get(EMPTY_STEP, "0")
+    if value not in ("0", "1"):
+        raise UserError(f"{EMPTY_STEP}={value!r} is neither 0 nor 1", "the environment", "1: a fresh optimizer makes a step as by Horovod")
+    return value == "1"
+
+
+def _step_empty(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Horovod's: with gradients of 0, which stay. model: to know which parameters of SGD have sparse gradients."""
+    embeddings = [module for module in (model.modules() if model is not None else ()) if isinstance(module, torch.nn.Embedding)]
+    sparse = {id(module.weight) for module in embeddings if module.sparse}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or (
+                    isinstance(optimizer, torch.optim.SGD) and id(parameter) in sparse
+                )
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse() if is_sparse else zeros
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, (GradientSteps, AdasumSteps)):
+        _, kind = kind.__bases__  # that of the wrapped optimizer, whose step() waits for no rank
+    kind.step(optimizer)
 
 
 def _put_as_sent(optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tensor], places: Mapping[str, _Place]) -> None:

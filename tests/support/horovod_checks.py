@@ -314,6 +314,7 @@ def join_under_way(hvd: Any) -> Claims:
         yield hvd.allreduce(torch.full((900,), 3.0), name="product", op=hvd.Product, prescale_factor=0.5), (np.full(900, 1.5), "float32")
         rows = torch.full((size,), 3.0)
         yield hvd.reducescatter(rows, name="rows", op=hvd.Product, prescale_factor=0.5), (np.full(1, 1.5), "float32")
+        yield hvd.broadcast(torch.full((2,), 7.0), rank, name="sent"), (np.full(2, 7.0), "float32")
         sparse = hvd.sparse_allreduce_async(torch.tensor([0.0, 4.0]).to_sparse(), name="sparse", op=hvd.Average)
         yield sparse().to_dense(), (np.array([0.0, 4.0]), "float32")
     hvd.join()

@@ -6,6 +6,7 @@ python tests/support/horovod_training.py OUT.json        writes {check: failure 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from horovod_checks import failure_of
 from torch import nn
 
 import hvdtrain.horovod as hvd
+from hvdtrain.errors import UserError
 
 STEPS, ROWS = 4, 6  # rows of a rank in a step
 
@@ -339,8 +341,39 @@ def jax_arrays(_: Any) -> Any:
         raise RuntimeError("a JAX array was changed")
 
 
+def empty_step(_: Any) -> Any:
+    """HVDTRAIN_HOROVOD_EMPTY_STEP=1: a fresh optimizer makes a step with gradients of 0 first, as Horovod's, wrapped or not."""
+    for wraps in (False, True):
+        net, by_hand = model(), model()
+        optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.1)
+        if wraps:
+            optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
+        for variable in ("1", "2"):
+            os.environ["HVDTRAIN_HOROVOD_EMPTY_STEP"] = variable
+            try:
+                hvd.broadcast_optimizer_state(optimizer, 0)  # the second time there is a state, and no step
+            except UserError as error:
+                assert variable == "2" and "HVDTRAIN_HOROVOD_EMPTY_STEP='2' is neither 0 nor 1" in str(error)
+            finally:
+                del os.environ["HVDTRAIN_HOROVOD_EMPTY_STEP"]
+        rule = torch.optim.AdamW(by_hand.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step, 0).backward()
+            optimizer.step()
+            if step == 0:
+                for parameter in by_hand.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                rule.step()
+            rule.zero_grad()
+            loss_of(by_hand, step, 0).backward()
+            rule.step()
+        yield from same([parameter.detach() for parameter in net.parameters()], [parameter.detach() for parameter in by_hand.parameters()])
+
+
 CHECKS = (
     *(
+        empty_step,
         averages,
         sums,
         several_passes,
