@@ -7,14 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import hvdtrain.horovod as hvd
 from hvdtrain.comm.exchange.alone import Alone
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
+from hvdtrain.errors import LOST
 from hvdtrain.horovod.engine.callers import Callers
+from hvdtrain.horovod.engine.errors import Missing
 from hvdtrain.horovod.engine.lane import Lane
 from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
@@ -98,6 +102,41 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
+
+
+class Breaking(Alone):
+    """The connection breaks, as of Gloo where a rank is killed; some of three ranks are still there to say so."""
+
+    def __init__(self, present: set[int] | None) -> None:
+        self._present = present
+
+    def done(self) -> bool:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25009")
+
+    def present(self) -> set[int]:
+        if self._present is None:
+            raise RuntimeError("the store is gone")
+        return self._present
+
+
+@pytest.mark.parametrize(
+    ("present", "words"),
+    [({0, 2}, "rank 7 is lost"), ({0}, "one of ranks 7, 9 is lost"), (None, "one of ranks 7, 9 is lost")],
+    ids=["one", "two", "no store"],
+)
+def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(present: set[int] | None, words: str) -> None:
+    """ranks: their numbers in the job."""
+    communicator: Any = ThreadCommunicator(ThreadRanks(3), 0)
+    lane = Lane(communicator, Breaking(present), [5, 7, 9], Settings(), Timeline(), Callers(), lambda _: None)  # type: ignore[arg-type]
+    request = barrier(Request, "last")
+    lane.submit(request)
+    lane.show()
+    with pytest.raises(
+        Missing, match=rf"^{words}: RuntimeError: \[gloo/.*\n  where: barrier 'last'\n  fix: look for the first error"
+    ) as raised:
+        lane.finish(request)
+    assert raised.value.code == LOST and isinstance(raised.value.__cause__, RuntimeError)  # by which elastic.run() knows a loss
+    assert request.error is raised.value
 
 
 def test_a_daemon_that_gets_the_number_of_a_caller_is_no_caller() -> None:

@@ -14,14 +14,14 @@ from hvdtrain.comm.comm_thread import CommThread
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.exchange import Exchange
 from hvdtrain.comm.signed.objects import pack, unpack
-from hvdtrain.errors import UserError
+from hvdtrain.errors import LOST, UserError, exit_code_of
 from hvdtrain.horovod.engine.agree import Asked, Decision, Standing, decide, ranks_text
 from hvdtrain.horovod.engine.block import BLOCKED, JOINED, LEAVING, OVERDUE, Block
 from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
 from hvdtrain.horovod.engine.inference import outside_of_inference
 from hvdtrain.horovod.engine.inline import finish_inline
-from hvdtrain.horovod.engine.patience import wait_for
+from hvdtrain.horovod.engine.patience import lost_ranks, wait_for
 from hvdtrain.horovod.engine.perform import Performer
 from hvdtrain.horovod.engine.requests import Key, Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
@@ -64,6 +64,8 @@ class Lane:
         self._rounds = threading.Lock()  # held by the thread that makes rounds
         self._bucket, self._bucket_bytes, self._bucket_is_empty = 0, 0, True
         self._asked: list[Request] | None = None  # of a round that has begun
+        self._last_asked: list[Request] = []  # of the last one
+        self.names_lost = True  # in the error where a connection breaks; which takes a moment
         self._own_flags, self._special = 0, 0
         self._last_joined, self._joined_before = -1, set[int]()
         self._all_joined = self._all_leaving = False
@@ -231,7 +233,12 @@ class Lane:
             raise broken from (None if broken is error else error)
         if asked and self._timeline.is_on:
             self._timeline.round_begins()
-        self._exchange.start(self._block.own, self._block.rows)
+        self._last_asked = asked
+        try:
+            self._exchange.start(self._block.own, self._block.rows)
+        except Exception as error:
+            broken = self._break(error)
+            raise broken from (None if broken is error else error)
         self._asked = asked
 
     @outside_of_inference
@@ -355,7 +362,7 @@ class Lane:
         """No round is possible any more: what is asked for fails, and so does every later call. Returns what this one raises."""
         broken = error
         if not isinstance(error, (UserError, HorovodInternalError)):
-            broken = HorovodInternalError(f"{type(error).__name__}: {error}")
+            broken = self._named(error)
             broken.__cause__ = error
         self._broken = broken
         with self._lock:
@@ -363,3 +370,12 @@ class Lane:
                 request.fail(broken)
             self._queue.clear()
         return broken if isinstance(error, Exception) else error
+
+    def _named(self, error: BaseException) -> HorovodInternalError:
+        """An error of a collective: with the ranks that are lost, and the call, where a connection broke."""
+        text = f"{type(error).__name__}: {error}"
+        if exit_code_of(error) != LOST or "plain_mpi" in self.communicator.features or not self.names_lost:
+            return HorovodInternalError(text)
+        lost = lost_ranks(self._exchange, self.ranks, self.communicator.rank)
+        what = f"{ranks_text(lost)} is lost" if len(lost) == 1 else f"one of {ranks_text(lost)} is lost"
+        return Missing(f"{what}: {text}", self._purpose(self._last_asked), "look for the first error of that rank or its host")

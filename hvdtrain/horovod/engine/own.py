@@ -134,6 +134,8 @@ class OwnEngine:
         except UserError:  # on every rank: this job ends with a loss, as it would without elastic.run()
             return
         self._can_shrink = True
+        for lane in self._lanes.values():
+            lane.names_lost = False
 
     def confirm(self) -> None:
         if self._can_shrink:
@@ -196,7 +198,9 @@ class OwnEngine:
     def _lane(self, communicator: Communicator, ranks: Sequence[int]) -> Lane:
         exchange: Exchange = cast(Any, communicator).exchange() if communicator.size > 1 else Alone()
         self._has_threads = exchange.threads
-        return Lane(communicator, exchange, ranks, self._settings, self._timeline, self._callers, self._change)
+        lane = Lane(communicator, exchange, ranks, self._settings, self._timeline, self._callers, self._change)
+        lane.names_lost = not self._can_shrink  # else the living go on at once
+        return lane
 
     def _agree_on(self, kind: str, ranks: Sequence[int]) -> Any:
         signature = Signature(f"{kind} {list(ranks)}", kind, ranks=tuple(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,3 +61,15 @@ def _missing(exchange: Exchange, ranks: Sequence[int]) -> list[int]:
         time.sleep(0.02)
     present = exchange.present()
     return [rank for place, rank in enumerate(ranks) if place not in present]
+
+
+def lost_ranks(exchange: Exchange, ranks: Sequence[int], rank: int) -> list[int]:
+    """After a connection broke: those of the other ranks that do not announce themselves; several where some are still at work alone."""
+    others = {place for place in range(len(ranks)) if place != rank}
+    absent, end = set(others), time.monotonic() + NOTICE_S
+    with contextlib.suppress(Exception):  # the store of torch.distributed is gone with the rank that has it
+        exchange.announce()
+        while len(absent) > 1 and time.monotonic() < end:
+            absent = others - exchange.present()
+            time.sleep(0.02)
+    return [ranks[place] for place in sorted(absent or others)]
