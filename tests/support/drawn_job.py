@@ -19,6 +19,7 @@ VOCABULARY = 11
 RATES = {  # so that a few steps change the loss, and none diverges
     **{"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "lars": 0.05, "larc": 0.02, "lamb": 0.02, "novograd": 0.02, "muon": 0.02},
     **{"torch.optim.SGD": 0.05, "torch.optim.RMSprop": 0.002, "torch.optim.Adam": 0.01, "torch.optim.NAdam": 0.005},
+    **{"torch.optim.Adagrad": 0.01, "torch.optim.Adamax": 0.005},
 }
 
 
@@ -133,6 +134,7 @@ class _Options:
             words.append(f"recipe.growth=milestones recipe.grow_at=[2steps] recipe.grow_to=[{larger}]")
         if self.task != "language" and dice.random() < 0.15:
             words.append(f"optim.base_batch={max(1, self.batch // 2)} recipe.sample_noise=0.5")
+        words += self.sometimes(0.2, "guard.nonfinite=skip", *["guard.nonfinite=rollback"] * (not self.in_torch_alone))
         return words + self.sometimes(0.1, "recipe.gradient_noise=0.01")
 
     def inputs(self) -> list[str]:
@@ -181,6 +183,7 @@ def _torch_parts(dice: random.Random, engine: str, model: str, optimizer: str, w
         if engine != "horovod" and "evaluate.views" not in words:
             schedules = [f" parallel.schedule={name}" for name in ("gpipe", "1f1b", *["zero_bubble"] * ("recompute" not in words))]
             parts += [f"parallel.pipeline=2{schedule}{stage}" for schedule in schedules]
+            parts += [f"parallel.pipeline=2 parallel.schedule=interleaved{stage}"] * (model in ("mlp-b", "gpt-b"))
     if model in ("convnet", "alexnet"):
         parts += [f"parallel.dense={scheme}{stage}" for scheme in "abc"]
     if engine != "horovod" and "." not in optimizer and model != "sync":

@@ -44,7 +44,9 @@ from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.run_lock.lock import RunLock
 from hvdtrain.training.train_job import train_job
 
-ROUNDING = 1e-11
+LINEAR = ("sgd", "lars", "larc", "novograd", "torch.optim.SGD")  # optimizers whose steps are as exact as their gradients
+ROUNDING = 1e-12  # of these
+OF_ADAM = 1e-10  # and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by Adam's eps of 1e-8
 OF_MUON = 1e-8  # whose steps multiply a direction that is nearly absent by 3.4445 ** 5, and with it what it was rounded by
 ROOM = 2**22  # bytes of a file of a checkpoint
 ONE = Place("single", 1, "")
@@ -208,9 +210,14 @@ def run_jobs(seeds: Sequence[int], limits: Limits, folder: Path, limit_s: float)
 
 def compared(parts: list[Part]) -> Verdict:
     """Of the part that is furthest from one process."""
-    one, rounding = left_of(parts[0].run), OF_MUON if "optim.name=muon" in parts[0].job.words else ROUNDING
+    one, rounding = left_of(parts[0].run), _rounding_of(parts[0].job)
     verdicts = [compare(one, left_of(part.run), part.job.steps if part.from_run else 0, rounding) for part in parts[1:]]
     return max(verdicts, key=lambda verdict: (verdict.kind == "failed", verdict.apart))
+
+
+def _rounding_of(job: DrawnJob) -> float:
+    (optimizer,) = re.findall(r"optim\.name=(\S+)", job.words)
+    return ROUNDING if optimizer in LINEAR else OF_MUON if optimizer == "muon" else OF_ADAM
 
 
 def shown(job: DrawnJob, verdict: Verdict, parts: list[Part]) -> str:
