@@ -127,7 +127,7 @@ class Breaking(Alone):
 def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(present: set[int] | None, words: str) -> None:
     """ranks: their numbers in the job."""
     communicator: Any = ThreadCommunicator(ThreadRanks(3), 0)
-    lane = Lane(communicator, Breaking(present), [5, 7, 9], Settings(), Timeline(), Callers(), lambda _: None)  # type: ignore[arg-type]
+    lane = Lane(communicator, Breaking(present), [5, 7, 9], Settings(), Timeline(), Callers(), lambda _: None)
     request = barrier(Request, "last")
     lane.submit(request)
     lane.show()
