@@ -30,6 +30,9 @@ from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 
+# Since torch 2.13. An older one reduces the parameters that this rank's samples reach: other ones on another rank are an error there.
+REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
 
 class ShardedModel(NamedTuple):
     """A model whose parameters are DTensors: each rank has its rows of them."""
@@ -96,7 +99,8 @@ def shard_model(
     for name, module in sharded.items():  # each of them: no setting is inherited, and FSDP2's default is a mean over ranks
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
+        if REDUCES_UNREACHED:
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
         unit = _Unit(
             model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
         )
@@ -208,8 +212,8 @@ class _Unit:
     def gathers(self) -> None:
         self._order.ask(self._pass())
 
-    def reduces(self) -> None:
-        self._order.ask(f"reduction of the gradients of {self._name}")
+    def reduces(self, numbers: int) -> None:
+        self._order.ask(f"reduction of the gradients of {self._name}{'' if REDUCES_UNREACHED else f', {numbers} numbers'}")
 
     def _pass(self) -> str:
         what = "forward pass" if not in_backward() else "recomputation" if self._in_forward else "backward pass"
@@ -250,7 +254,7 @@ class _ReduceScatter(DefaultReduceScatter):
         self._unit = unit
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
-        self._unit.reduces()
+        self._unit.reduces(options["input_tensor"].numel())
         return super().__call__(*tensors, **options)
 
 
