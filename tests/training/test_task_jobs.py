@@ -152,7 +152,7 @@ def test_what_is_wrong_with_data_of_the_users_own(tmp_path: Path, monkeypatch: p
         (["data.name=own_data:no_numbers"], "own_data has no no_numbers"),
         (["data.name=own_data:numbers", "data.outptus=3"], "own_data:numbers(split: 'str', outputs: 'int' = 2)"),
         (["data.name=os:listdir"], "os:listdir is a part of Python, not a data"),
-        (["data.name=own_data:restore", "data.facts={shape: [2], share: 0.5}"], "gave a Quantile without read, digests, identity"),
+        (["data.name=own_data:restore", "data.facts={shape: [2], share: 0.5}"], "own_data:restore, train is a Quantile"),
         (["data.name=own_data:numbers", "data.stage=here"], "data.stage copies the files of hvdtrain's own data sets"),
         (["data.name=own_data:numbers", "augment.flip=true"], "augmentation is of images; the data have x float64 (3, 2), y float64 (2,)"),
         (["data.name=own_data:numbers", "data.class_names=[a,b]"], "the data have no classes to name"),

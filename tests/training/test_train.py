@@ -59,9 +59,10 @@ def test_a_job_prints_its_configuration_its_results_and_its_run_folder(tmp_path:
         f"data    digits: 1,437 training and 360 validation samples, 8x8x1, {classes}",
         "        global sampling, read when needed",
     ]
-    assert lines[3] == "batch   64 over all ranks, 64 on each"
-    assert lines[4] == "recipe  sgd, lr 0.05"
-    assert "650 parameters, torch float32 on cpu" in lines[5]
+    assert lines[3] == "inputs  (pixels / 255 - mean) / std by channel: mean 0.3054, std 0.3767"
+    assert lines[4] == "batch   64 over all ranks, 64 on each"
+    assert lines[5] == "recipe  sgd, lr 0.05"
+    assert "650 parameters, torch float32 on cpu" in lines[6]
     head = next(line for line in lines if line.startswith("epoch"))
     assert re.split(r"  +", head) == ["epoch", "seconds", "epoch s", "images/s", "train loss", "val loss", "val acc", "lr"]
     rows = [line.split() for line in lines if re.match(r" +\d", line)]

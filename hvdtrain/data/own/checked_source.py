@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.data.own.dataset import DatasetSource
 from hvdtrain.data.source import (
     Field,
     LabelledImages,
@@ -89,6 +90,8 @@ def as_declared(source: Source, fields: Mapping[str, Field]) -> Source:
         return dataclasses.replace(source, source=as_declared(source.source, fields))
     if isinstance(source, NamedArrays):
         return _arrays_as_declared(source, {name: kind for name, kind in declared.items() if found[name] != kind})
+    if not isinstance(source, (CheckedSource, DatasetSource)) and all(found[name] == kind for name, kind in declared.items()):
+        return source  # hvdtrain's own, as of tokens, whose numbers are what its fields say
     inner = source.source if isinstance(source, CheckedSource) else source
     return CheckedSource(inner, where_of(source), declared)
 

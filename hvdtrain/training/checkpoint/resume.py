@@ -25,6 +25,7 @@ from hvdtrain.training.progress.triggers import stop_reason, time_is_over
 
 _OF_OBJECTS = ("data.task", "data.loss.", "data.metrics.")  # of a script that gives a task as functions
 _OF_CONFIG = "the data and seed that the run folder's config.yaml names"
+_OF_INPUTS = {"data.mean": 0.0, "data.std": 1.0}  # where x is as the data have it
 _FIRST_EVENT_BYTES = 2**20  # a start event has some kilobytes
 
 
@@ -156,9 +157,10 @@ def _first_good(run: Path, folders: Sequence[Path], limit_bytes: int, mapped: bo
 
 def check_identity(found: Checkpoint, identity: Identity) -> None:
     """Raises UserError where a checkpoint is of another data set or another shuffle."""
-    theirs = flat(found.identity)
-    _check_inputs(found, theirs, flat(identity))
-    for name, value in flat(identity).items():
+    theirs, ours = flat(found.identity), flat(identity)
+    if all(theirs.get(name) == value for name, value in ours.items() if name not in _OF_INPUTS):
+        _check_inputs(found, theirs, ours)
+    for name, value in ours.items():
         if theirs.get(name) != value or (name == "data.samples" and found.train_state.progress.dataset != value):
             same = "the loss and metrics that the run began with" if name.startswith(_OF_OBJECTS) else _OF_CONFIG
             fix = f"give {same}; or start another job: run=ANOTHER resume=no"
@@ -178,7 +180,7 @@ def _check_inputs(found: Checkpoint, theirs: Mapping[str, Any], ours: Mapping[st
 
 
 def _is_standardized(identity: Mapping[str, Any]) -> bool:
-    means, deviations = identity.get("data.mean", 0.0), identity.get("data.std", 1.0)
+    means, deviations = (identity.get(name, number) for name, number in _OF_INPUTS.items())
     return not (np.all(np.equal(means, 0.0)) and np.all(np.equal(deviations, 1.0)))
 
 
