@@ -293,7 +293,9 @@ def test_what_has_a_state_is_sent_by_it(kind: str) -> None:
     assert raised.value.fix == "its state_dict(), which the others give to load_state_dict() of theirs"
 
 
-@pytest.mark.parametrize("thing", [lambda: 1, functools.partial(max, 1), int, ValueError("x"), UserDict(a=1), sys], ids=lambda thing: type(thing).__name__)
+@pytest.mark.parametrize(
+    "thing", [lambda: 1, functools.partial(max, 1), int, ValueError("x"), UserDict(a=1), sys], ids=lambda thing: type(thing).__name__
+)
 def test_code_and_what_has_code_is_refused(thing: Any) -> None:
     with pytest.raises(BadCall, match="is not sent to other ranks"):
         packed(thing, "test")
