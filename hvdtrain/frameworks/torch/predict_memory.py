@@ -176,19 +176,22 @@ def _divided_learner(
     """Of ranks that have one model together, as build() makes it."""
     from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
     from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units, planned_forms
-    from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, plan_of
+    from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, order_of_layers, plan_of
 
     device, where = torch.device("cpu"), config.where("parallel.tensor")
     plan = plan_of(model, where) if config.parallel.tensor > 1 else {}
     x = example(2, config, task, torch.empty(0, dtype=precision.weights))
     first = planned_first_units(model, config, x) if config.parallel.pipeline > 1 else []
-    cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence) if plan else {}
+    cuts, orders = {}, [order_of_layers(config, mesh, device)] if plan else []
+    if plan:
+        cuts = cut_model(model, plan, mesh.tensor, where, config.parallel.sequence, orders[0])
+        model.register_forward_hook(lambda *_: orders[0].end("end of the forward pass"))
     pipelined = None
     if first:
         pipe: Any = mesh.pipe
         pipe.messages.update(planned_forms(model, first, x, precision.autocast))
         pipelined = Pipelined(model, first, mesh.pipe, config, precision.autocast, device)
-    return assemble(config, task, mesh, model, precision, device, None, cuts, None, pipelined, stopwatch)
+    return assemble(config, task, mesh, model, precision, device, None, cuts, None, pipelined, stopwatch, orders=orders)
 
 
 def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
@@ -201,7 +204,7 @@ def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset
     with unset_fake_temporarily():  # torch reads the numbers of ranks
         ranks = PlannedMesh(mesh.data, features)
     sharded = shard_model(normed_model(config, task, mesh.world), None, config, mesh, ranks, device, precision.weights)
-    return assemble(config, task, mesh, sharded.model, precision, device, sharded, dict(sharded.cuts))
+    return assemble(config, task, mesh, sharded.model, precision, device, sharded, dict(sharded.cuts), orders=sharded.orders)
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
