@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -55,6 +56,29 @@ def test_lab_2_warns_where_other_programs_compute() -> None:
     lab = lab_module("2")
     assert lab.busy(0.4, 2) == "" and lab.busy(3.9, 16) == ""
     assert lab.busy(2.5, 2).startswith("warning: other programs compute here (load 2.5 on 2 cores), so images/s say little")
+
+
+def test_lab_3_says_where_steps_are_too_few_for_what_larc_and_lamb_are_for(tmp_path: Path) -> None:
+    lab = lab_module("3")
+    quick = lab.quick(tmp_path)
+    nothing, wins = ({(name, batch): 0.5 for name in lab.RECIPES for batch in (16, 128, 1024)} for _ in range(2))
+    wins.update({("LARC", 1024): 0.51, ("LAMB", 1024): 0.51})
+    assert lab.too_few_steps(quick, wins) == lab.too_few_steps(quick, {**nothing, ("scaling, warm-up", 1024): math.nan}) == ""
+    text = "batch 1,024: LARC and LAMB are not above scaling with warm-up; 12 steps are too few to show what they are for"
+    assert lab.too_few_steps(quick, nothing) == text
+    assert "LAMB is not above" in (one := lab.too_few_steps(quick, {**wins, ("LAMB", 1024): math.nan})) and one.endswith("what it is for")
+    for found, title in ((nothing, text), (wins, "")):
+        (axes,) = lab.draw_recipes(quick, found).axes
+        assert axes.get_title(loc="left") == title
+
+
+def test_lab_5_draws_what_a_way_waits_behind_what_it_computes(tmp_path: Path) -> None:
+    lab = lab_module("5")
+    costs = [lab.Cost(f"way {ms}", 0.0, 30.0, None, None, 10.0 * ms, 5.0) for ms in (1, 2)]
+    times = lab.draw_costs(tmp_path / "costs.png", costs).axes[2]
+    computing, waiting = times.containers
+    assert [(bar.get_x(), bar.get_width()) for bar in computing] == [(0, 10), (0, 20)]
+    assert [(bar.get_x(), bar.get_width()) for bar in waiting] == [(10, 5), (20, 5)]
 
 
 def notebook_of(number: str, folder: Path) -> Path:

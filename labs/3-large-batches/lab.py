@@ -84,7 +84,28 @@ def recipes(lab: Lab) -> None:
     for (name, batch), accuracy in found.items():
         print(f"batch {batch:4}, {name:23} {100 * accuracy:6.2f} %", flush=True)
     write_table(lab.out / "recipes.csv", ("recipe", "batch", "accuracy"), [(*one, accuracy) for one, accuracy in found.items()])
+    if line := too_few_steps(lab, found):
+        print(line, flush=True)
+    draw_recipes(lab, found)
+
+
+def too_few_steps(lab: Lab, found: dict[tuple[str, int], float]) -> str:
+    """Empty where LARC and LAMB gain on scaling with warm-up, at the largest batch. A job that diverged has NaN."""
+    batch = lab.large[-1]
+    without = found["scaling, warm-up", batch]
+    lacking = [name for name in ("LARC", "LAMB") if not math.isnan(without) and not found[name, batch] > without]
+    if not lacking:
+        return ""
+    steps, one = math.ceil(lab.epochs * lab.images / batch), len(lacking) == 1
+    what = f"{steps} steps are too few to show what {'it is' if one else 'they are'} for"
+    return f"batch {batch:,}: {' and '.join(lacking)} {'is' if one else 'are'} not above scaling with warm-up; {what}"
+
+
+def draw_recipes(lab: Lab, found: dict[tuple[str, int], float]) -> Any:
+    """Returns the figure, after writing it."""
+    first = ("SGD, nothing changed", lab.base)
     figure, (axes,) = new_figure(width=7.6, height=4.4)
+    axes.set_title(too_few_steps(lab, found), loc="left", fontsize=8)
     axes.axhline(100 * found[first], color="#777777", ls=":", lw=1.5)
     axes.plot(lab.base, 100 * found[first], "k*", ms=13, label=f"SGD, batch {lab.base}")
     for index, name in enumerate(RECIPES):
@@ -98,6 +119,7 @@ def recipes(lab: Lab) -> None:
     axes.set_ylabel(f"validation accuracy after {lab.epochs} epochs (%)")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(lab.out / "accuracy.png", dpi=110)
+    return figure
 
 
 def _accuracy(table: Any) -> float:

@@ -139,7 +139,8 @@ def draw_curves(path: Path, found: dict[str, Any]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_costs(path: Path, costs: list[Cost]) -> None:
+def draw_costs(path: Path, costs: list[Cost]) -> Any:
+    """Returns the figure, after writing it."""
     figure, (memory, bytes_, times) = new_figure(1, 3, width=11, height=0.9 + 0.28 * len(costs), sharey=True)
     names = [one.way for one in costs]
     memory.barh(names, [one.memory_mb for one in costs], color=COLOURS[0])
@@ -158,6 +159,7 @@ def draw_costs(path: Path, costs: list[Cost]) -> None:
         axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderpad=0)
     memory.invert_yaxis()
     figure.savefig(path, dpi=110)
+    return figure
 
 
 if __name__ == "__main__":

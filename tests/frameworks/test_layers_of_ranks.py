@@ -59,6 +59,17 @@ def test_a_stall_would_be_reported_with_the_unit() -> None:
         assert found == ["forward pass of blocks.1", "backward pass of blocks.1", ""]
 
 
+@needs_mpirun
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+def test_waiting_for_units_is_communication(engine: str) -> None:
+    """4 units are gathered forward, of which backward gathers the 3 blocks anew and reduces all; each pass has an end of its own."""
+    for entered in on_ranks(engine, 2, "layers_on_ranks:phases")[0]:
+        assert entered[:1] == ["data"] and entered[-3:] == ["communication", "update", ""]
+        forward, backward = entered.index("forward"), entered.index("backward")
+        assert entered[forward:backward] == ["forward", *["communication", "forward"] * 5]
+        assert entered[backward:-3] == ["backward", *["communication", "backward"] * 7]
+
+
 def asked(of_ranks: list[list[str]], lags: bool = False) -> list[tuple[int, str]]:
     """How many questions each rank had an answer to, and its error; the last one is the end of its pass."""
 

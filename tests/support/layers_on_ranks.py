@@ -295,3 +295,28 @@ def under_way(communicator: Communicator) -> list[list[str]]:
     learner.step([learner.to_device(batch(communicator.rank, 0, "alike"))], Hyper(LR, 0.0, 0.0, sum(SHARES)), 0)
     note()
     return communicator.allgather_object(found)
+
+
+def phases(communicator: Communicator) -> list[list[str]]:
+    """Of each rank: the phases of a step of stage 3 and of the evaluation behind it, in order."""
+    words = "model.name=layers_on_ranks:Blocks speed.precision=fp64 shard.stage=3 batch.size=8"
+    learner: Any = build_learner(configure(None, words.split()), TASK, communicator)
+    own = learner.to_device(batch(communicator.rank, 0, "alike"))
+    with learner.stopwatch.replaced_by(stamps := Stamps()):
+        learner.stopwatch.enter("data")
+        learner.step([own], Hyper(LR, 0.0, 0.0, sum(SHARES)), 0)
+        learner.evaluate(own)
+    return communicator.allgather_object(stamps.entered)
+
+
+class Stamps:
+    """A stopwatch that keeps the phases in the place of times."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+
+    def enter(self, phase: str) -> None:
+        self.entered.append(phase)
+
+    def read(self) -> list[dict[str, float]]:
+        return []

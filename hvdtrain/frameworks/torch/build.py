@@ -55,7 +55,9 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     if config.shard.stage == 3:
         from hvdtrain.frameworks.torch.parallel.fsdp import make_sharded  # half a second
 
-        sharded = make_sharded(lambda: normed_model(config, task, communicator), config, mesh, device, precision.weights)
+        sharded = make_sharded(
+            lambda: normed_model(config, task, communicator), config, mesh, device, precision.weights, stopwatch.communicating
+        )
         model = sharded.model
     else:
         model = normed_model(config, task, communicator).to(device=device, dtype=precision.weights)

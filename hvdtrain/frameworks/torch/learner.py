@@ -165,9 +165,9 @@ class TorchLearner:
         divisor = self._divisor(micro, hyper.batch)
         with no_such_kernel(self.config):
             sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
-        end_step(self.orders)
 
         self.stopwatch.enter("communication")
+        end_step(self.orders)
         self.strategy.reduce()
 
         self.stopwatch.enter("update")

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, run_passes
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
+from hvdtrain.frameworks.torch.parallel.timed import Communicating
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 
 # Since torch 2.13. An older one reduces the parameters that this rank's samples reach: other ones on another rank are an error there.
@@ -47,16 +49,23 @@ class ShardedModel(NamedTuple):
         return Fsdp(self, config.shard.offload == "optimizer")
 
 
-def make_sharded(make: Callable[[], torch.nn.Module], config: Config, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> ShardedModel:
+def make_sharded(
+    make: Callable[[], torch.nn.Module],
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    communicating: Communicating = nullcontext,
+) -> ShardedModel:
     """The model that make() returns, with the weights that rank 0's has: unit by unit, so that no rank has all of them at a time.
 
     Weights and gradients travel in their own `dtype`, also where autocast computes layers in 16 bits: norms mix no types. Every rank calls
-    it. Raises UserError for a parameter that is a single number, which has no rows.
+    it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single number, which has no rows.
     """
     if "ddp" not in mesh.world.features:
         start_process_group(mesh.world)
     model, deferred = make_deferred(make)
-    sharded = shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype)
+    sharded = shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype, communicating)
     if deferred is None:
         return sharded._replace(summary=f"{sharded.summary}, made whole first: its constructor reads its own numbers")
     return sharded
@@ -70,12 +79,15 @@ def shard_model(
     device_mesh: DeviceMesh,
     device: torch.device,
     dtype: torch.dtype,
+    communicating: Communicating = nullcontext,
 ) -> ShardedModel:
     """The same for a model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors."""
     for name, p in model.named_parameters():
         if not p.ndim:
             what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
             raise UserError(what, config.where("shard.stage"), "make it of shape (1,), or shard.stage=2")
+    if device.type == "cuda":  # the host waits for no collective of FSDP2's, which are in streams of their own
+        communicating = nullcontext
     layers, orders = None, [_order(config, mesh, device)]
     if mesh.tensor.size > 1:
         where = config.where("parallel.tensor")
@@ -104,12 +116,12 @@ def shard_model(
         unit = _Unit(
             model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
         )
-        module.set_custom_all_gather(_AllGather(unit))
-        module.set_custom_reduce_scatter(_ReduceScatter(unit))
+        module.set_custom_all_gather(_AllGather(unit, communicating))
+        module.set_custom_reduce_scatter(_ReduceScatter(unit, communicating))
     if "asynchronous" in mesh.world.features:
         for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]  # it is an FSDPModule now
-    model.register_forward_hook(functools.partial(_after_forward, list(sharded.values()), orders))
+    model.register_forward_hook(functools.partial(_after_forward, list(sharded.values()), orders, communicating))
     parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
     cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
     return ShardedModel(model, mesh, parts, cuts, orders)
@@ -239,29 +251,39 @@ class _Unit:
 class _AllGather(DefaultAllGather):
     """torch's own, once all ranks are at the same unit."""
 
-    def __init__(self, unit: _Unit) -> None:
-        self._unit = unit
+    def __init__(self, unit: _Unit, communicating: Communicating) -> None:
+        self._unit, self._communicating = unit, communicating
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
-        self._unit.gathers()
-        return super().__call__(*tensors, **options)
+        with self._communicating():
+            self._unit.gathers()
+            return super().__call__(*tensors, **options)
 
 
 class _ReduceScatter(DefaultReduceScatter):
     """torch's own, once all ranks are at the same unit."""
 
-    def __init__(self, unit: _Unit) -> None:
-        self._unit = unit
+    def __init__(self, unit: _Unit, communicating: Communicating) -> None:
+        self._unit, self._communicating = unit, communicating
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
-        self._unit.reduces(options["input_tensor"].numel())
-        return super().__call__(*tensors, **options)
+        with self._communicating():
+            self._unit.reduces(options["input_tensor"].numel())
+            return super().__call__(*tensors, **options)
 
 
-def _after_forward(sharded: Sequence[FSDPModule], orders: Sequence[SameOrder], model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+def _after_forward(
+    sharded: Sequence[FSDPModule],
+    orders: Sequence[SameOrder],
+    communicating: Communicating,
+    model: torch.nn.Module,
+    inputs: Any,
+    outputs: Any,
+) -> None:
     """A forward hook: without shard.reshard whole weights stay until backward, which does not come in evaluation."""
-    for order in orders:
-        order.end("end of the forward pass")
+    with communicating():
+        for order in orders:
+            order.end("end of the forward pass")
     if not torch.is_grad_enabled():
         for module in sharded:
             module.reshard()
