@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -84,7 +83,6 @@ def doing_in(orders: Iterable[SameOrder]) -> str:
     return ", ".join(order.doing for order in orders if order.doing)
 
 
-@functools.cache
 def _code(doing: str) -> int:
-    """At least 0, less than 2^56."""
+    """At least 0, less than 2^56. Without a cache, of which torch.compile would warn."""
     return int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "little")

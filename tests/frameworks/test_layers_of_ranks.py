@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from layers_on_ranks import TASK, all_samples, batch
 from pool import on_ranks
 from rank_threads import ThreadRank, in_threads
 from ranks import needs_mpirun
+from torch import nn
 
-from hvdtrain.comm.communicator import SingleProcessCommunicator
+from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
+from hvdtrain.frameworks.torch.norm.ghost import use_norm
 from hvdtrain.training.build import build_learner
 
 EXACT = [
@@ -35,6 +38,7 @@ REFUSED = {
     ("Unreached", "shard.stage=3", ""): "rank 0: backward pass of blocks.0; rank 1: reduction of the gradients of blocks.2",
     ("Unreached", "shard.stage=3 shard.reshard=false", ""): "gradients of blocks.1; rank 1: reduction of the gradients of blocks.2",
     ("EvaluatedExperts", "shard.stage=3", ""): "rank 0: forward pass of blocks.1; rank 1: forward pass of blocks.0",
+    ("NormExperts", "norm.kind=sync", ""): "rank 0: forward pass of norms.0; rank 1: forward pass of norms.1",
     ("OwnDrop", "parallel.tensor=2", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
     ("OwnDrop", "parallel.tensor=2 shard.stage=3", ""): "rank 0: forward pass of blocks.0.2; rank 1: forward pass of blocks.1.2",
 }
@@ -50,7 +54,8 @@ def test_ranks_with_other_layers_train_as_one_process_or_are_named(engine: str) 
     for case, text in REFUSED.items():
         for error in found[" ".join(case).strip()]:
             assert isinstance(error, str) and "ranks use different layers (rank 0: " in error and text in error, (case, error)
-            assert f"where: {'parallel.tensor' if 'tensor' in case[1] else 'shard.stage'}, " in error and "fix: the same " in error
+            (where, *_) = (key for key in ("parallel.tensor", "norm.kind", "shard.stage") if key in case[1])
+            assert f"where: {where}" in error and "fix: the same " in error
 
 
 @needs_mpirun
@@ -94,6 +99,57 @@ def test_what_ranks_are_about_to_do_is_compared() -> None:
     fewer = "ranks use different layers (rank 10: b; rank 11: end)"
     assert asked([["a", "b", "end"], ["a", "end"]]) == [(1, fewer)] * 2
     assert asked([["a", "b", "end"], ["a", "end"]], lags=True) == [(2, fewer), (1, fewer)], "the end waits for its answer"
+
+
+class Norms(nn.Module):
+    """Two norms of one width. A rank calls those of `called`, and the loss has those of `used`."""
+
+    def __init__(self, called: list[int], used: list[int]) -> None:
+        super().__init__()
+        self.called, self.used = called, used
+        self.first, self.norms = nn.Linear(3, 4), nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        parts = {i: self.norms[i](h) for i in self.called}
+        return torch.stack([parts[i].square() for i in self.used]).sum()
+
+
+class CountsQuestions(ThreadRank):
+    questions = 0
+
+    def allreduce(self, x: Buffer, name: str, op: str = "sum") -> Buffer:
+        self.questions += name == "order"
+        return super().allreduce(x, name, op)
+
+
+def asked_by_norms(called: list[list[int]], used: list[list[int]]) -> list[int | str]:
+    """How many questions each rank asked in a step and an evaluation, or its error."""
+
+    def of_rank(communicator: ThreadRank) -> int | str:
+        ranks = CountsQuestions(communicator._ranks, communicator.rank)
+        model = use_norm(Norms(called[ranks.rank], used[ranks.rank]), "sync", 1, "averaged", ranks)
+        try:
+            model(torch.ones(2 + ranks.rank, 3)).backward()
+            model.eval()(torch.ones(2, 3))
+        except UserError as error:
+            return error.what
+        return ranks.questions
+
+    return in_threads(len(called), of_rank)
+
+
+def test_ranks_that_come_to_other_synchronized_norms_are_named() -> None:
+    """Of equal width, so that their statistics would be mixed."""
+    assert asked_by_norms([[0, 1]], [[0, 1]]) == [0], "one rank asks nobody"
+    assert asked_by_norms([[0, 1]] * 2, [[0, 1]] * 2) == [5] * 2, "each norm in both directions, and the end of the forward pass"
+    of = "ranks use different layers (rank 0: {}; rank 1: {})"
+    for called, used, text in (
+        ([[0], [1]], [[0], [1]], of.format("forward pass of norms.0", "forward pass of norms.1")),
+        ([[0, 1], [0]], [[0], [0]], of.format("forward pass of norms.1", "end of the forward pass")),
+        ([[0, 1], [0, 1]], [[0], [1]], of.format("backward pass of norms.0", "backward pass of norms.1")),
+    ):
+        assert asked_by_norms(called, used) == [text] * 2
 
 
 @pytest.mark.parametrize("updates", [1, 2])

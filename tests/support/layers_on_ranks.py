@@ -137,6 +137,18 @@ class OftenDense(ConvExperts):
         return found[:, : TASK.classes]
 
 
+class NormExperts(Experts):
+    """Each with a batch norm."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.blocks)
+
+    def call(self, i: int, h: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norms[i](super().call(i, h))
+        return found
+
+
 class Depth(Blocks):
     """Ranks call the first block, or all."""
 

@@ -28,6 +28,7 @@ from hvdtrain.frameworks.torch.compile import check_compiler
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import check_shared, pick_device
 from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model, example, normed_model
+from hvdtrain.frameworks.torch.norm.sync import orders_of_norms
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.timed import timed
@@ -87,6 +88,7 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     elif config.parallel.dense != "none":
         send_from_rank_0(model, communicator)
         hybrid = HybridModel(model, ranks, config.parallel.dense, config.where("parallel.dense"))
+    orders += orders_of_norms(model)
     return assemble(config, task, mesh, model, precision, device, sharded, cuts, hybrid, pipelined, stopwatch, orders=orders)
 
 

@@ -8,6 +8,7 @@ s + 2 S, ..., and its output is put back in order. Hooks on the model do both: c
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm, take_over, update_running
+from hvdtrain.frameworks.torch.norm.sync import SyncBatchNorm, end_forward, order_of_norms, take_over, update_running
 
 Kind = Literal["batch", "ghost", "sync"]
 Statistics = Literal["averaged", "sequential"]
@@ -127,7 +128,7 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
     """
     if kind == "batch":
         return model
-    ghosts = Ghosts(ghost)
+    ghosts, order = Ghosts(ghost), order_of_norms(communicator)
     replacements: dict[nn.Module, nn.Module] = {}
     for name, norm in model.named_modules():  # a layer in two places appears once
         if isinstance(norm, _BatchNorm):
@@ -135,7 +136,7 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
             if kind == "ghost":
                 replacements[norm] = GhostBatchNorm(norm, ghosts, statistics)
             else:
-                replacements[norm] = SyncBatchNorm(norm, communicator, name or "model")
+                replacements[norm] = SyncBatchNorm(norm, communicator, name or "model", order)
     if not replacements:
         raise UserError("the model has no batch norm layer whose statistics could be chosen", f"norm.kind={kind}", "norm.kind=batch")
     for parent in list(model.modules()):
@@ -146,6 +147,8 @@ def use_norm(model: nn.Module, kind: Kind, ghost: int, statistics: Statistics, c
     if kind == "ghost":
         model.register_forward_pre_hook(ghosts.before_forward)
         model.register_forward_hook(ghosts.after_forward)
+    else:
+        model.register_forward_hook(functools.partial(end_forward, order))
     return model
 
 

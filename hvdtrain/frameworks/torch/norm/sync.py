@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.frameworks.torch.parallel.strategy import reduction_device
 
 
@@ -18,17 +19,19 @@ class SyncBatchNorm(_BatchNorm):
 
     In training every rank must call it equally often, in the same order, and go backward through each call once if its input requires a
     gradient: a rank without samples with an empty batch, (0, C, ...). Gradients of weight and bias are this rank's part of the sum.
-    Running statistics come out equal on all ranks, to the last bit. One value per channel over all ranks is torch's ValueError.
+    Running statistics come out equal on all ranks, to the last bit. One value per channel over all ranks is torch's ValueError, and ranks
+    that come to different norms of `order` a UserError.
     """
 
-    def __init__(self, norm: _BatchNorm, communicator: Communicator, layer: str) -> None:
+    def __init__(self, norm: _BatchNorm, communicator: Communicator, layer: str, order: SameOrder) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta")
         take_over(self, norm)
-        self.communicator, self.layer = communicator, layer
+        self.communicator, self.layer, self.order = communicator, layer, order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.communicator.size == 1:
             return super().forward(x)
+        self.order.ask(f"forward pass of {self.layer}")
         total, mean, var = self._gather_statistics(x.detach())
         update_running(self, mean.unsqueeze(0), (var * (total / (total - 1))).unsqueeze(0), one_by_one=False)
         return _Normalise.apply(x, self.weight, self.bias, (total, mean, var), self)
@@ -91,6 +94,7 @@ class _Normalise(torch.autograd.Function):
             fixed = torch.ops.aten.native_batch_norm_backward
             dx, dw, db = fixed(dy.contiguous(), x, weight, mean, var, None, None, False, norm.eps, [True, True, True])
         if ctx.needs_input_grad[0]:
+            norm.order.ask(f"backward pass of {norm.layer}")
             sums = torch.cat([dw, db]).to(reduction_device(x.device, norm.communicator))
             sums = norm.communicator.allreduce(sums, f"sync_norm.{norm.layer}.backward").to(x.device)
             slope = (var + norm.eps).rsqrt() if weight is None else weight * (var + norm.eps).rsqrt()
@@ -98,6 +102,21 @@ class _Normalise(torch.autograd.Function):
             if len(x):
                 dx = dx - functional.batch_norm(x, mean, var, slope * dw_mean, slope * db_mean, eps=norm.eps)
         return dx, dw if ctx.needs_input_grad[1] else None, db if ctx.needs_input_grad[2] else None, None, None
+
+
+def order_of_norms(communicator: Communicator) -> SameOrder:
+    fix = "the same norms on every rank: with a weight of 0, or chosen by what all ranks have; or norm.kind=batch or ghost"
+    return SameOrder(communicator, communicator.rank, "norm.kind=sync", fix, lags="nccl" in communicator.features)
+
+
+def orders_of_norms(model: torch.nn.Module) -> list[SameOrder]:
+    return list(dict.fromkeys(module.order for module in model.modules() if isinstance(module, SyncBatchNorm)))
+
+
+def end_forward(order: SameOrder, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    """A forward hook of the model: a rank with fewer norms goes on to collectives of another kind."""
+    if model.training:
+        order.end("end of the forward pass")
 
 
 def take_over(new: _BatchNorm, old: _BatchNorm) -> None:
