@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import mpirun, needs_mpirun, python
+from ranks import FULL, mpirun, needs_mpirun, python
 from safetensors.numpy import load_file
 
 from hvdtrain.__main__ import main
@@ -201,10 +201,10 @@ def test_the_clock_is_the_same_on_any_number_of_ranks_and_after_a_resume_on_anot
     train(1, "one")
     one, ends = rows(str(tmp_path / "one")), [6, 12, 18, 19, 24, 30, 36, 38, 40]
     assert [row[1] for row in one if row[0] == "epoch"] == ends
-    for ranks in (2, 3):
+    for ranks in (2, 3) if FULL else (3,):
         train(ranks, f"on-{ranks}")
         compare(one, rows(str(tmp_path / f"on-{ranks}")), 0)
-    for at, ranks in ((11, 3), (12, 2), (18, 3)):
+    for at, ranks in ((11, 3), (12, 2), (18, 3)) if FULL else ((11, 2),):
         run = cut(str(tmp_path / "one"), str(tmp_path / f"from-{at}"), at)
         train(ranks, f"from-{at}")
         compare(one, rows(run), at)
