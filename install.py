@@ -165,11 +165,19 @@ def fill_wheelhouse(folder: Path, wanted: Sequence[str], accepted: Sequence[str]
 
 
 def use_wheelhouse(folder: Path) -> None:
-    """From here on pip takes wheels of this folder alone. Exits where one is damaged or missing."""
-    sums = (line.split("  ") for line in (folder / SUMS).read_text().splitlines()) if (folder / SUMS).is_file() else ()
-    wrong = [name for digest, name in sums if not (folder / name).is_file() or sha256(folder / name) != digest]
-    if wrong or not (folder / SUMS).is_file():
-        what = f"missing or damaged: {', '.join(wrong)}" if wrong else f"there is no {SUMS}"
+    """From here on pip takes wheels of this folder alone. Exits where one is damaged, missing or not listed."""
+    lines = (folder / SUMS).read_text().splitlines() if (folder / SUMS).is_file() else []
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+    wrong = [name for name, digest in sums.items() if not (folder / name).is_file() or sha256(folder / name) != digest]
+    unlisted = sorted(path.name for path in folder.glob("*.whl") if path.name not in sums)
+    if wrong or unlisted or not sums:
+        what = (
+            f"missing or damaged: {', '.join(wrong)}"
+            if wrong
+            else f"there is no {SUMS}"
+            if not sums
+            else f"not in {SUMS}: {', '.join(unlisted)}"
+        )
         sys.exit(f"{what}\n  where: {folder}\n  fix: copy the folder again, or fill it anew: make wheelhouse")
     os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder.resolve()), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
