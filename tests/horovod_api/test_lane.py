@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import hvdtrain.horovod as hvd
+from hvdtrain.comm.exchange import WORDS, Word
 from hvdtrain.comm.exchange.alone import Alone
 from hvdtrain.comm.threads import ThreadCommunicator, ThreadRanks
-from hvdtrain.errors import LOST
+from hvdtrain.errors import LOST, STALLED
 from hvdtrain.horovod.engine.callers import Callers
-from hvdtrain.horovod.engine.errors import Missing
+from hvdtrain.horovod.engine.errors import Missing, Stalled
 from hvdtrain.horovod.engine.lane import Lane
 from hvdtrain.horovod.engine.requests import Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
@@ -113,10 +114,10 @@ class Breaking(Alone):
     def done(self) -> bool:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:25009")
 
-    def present(self) -> set[int]:
+    def said(self) -> dict[Word, set[int]]:
         if self._present is None:
             raise RuntimeError("the store is gone")
-        return self._present
+        return super().said() | {"here": self._present}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,127 @@ def test_a_rank_that_is_lost_is_named_with_the_call_before_the_librarys_text(pre
         lane.finish(request)
     assert raised.value.code == LOST and isinstance(raised.value.__cause__, RuntimeError)  # by which elastic.run() knows a loss
     assert request.error is raised.value
+
+
+GAVE_UP = "rank 0 gave up waiting before all ranks came"
+
+
+class InThreads(Alone):
+    """Of ranks in threads of this process."""
+
+    def __init__(self, blocks: dict[int, dict[int, np.ndarray]], words: set[tuple[int, int, Word]], rank: int, size: int) -> None:
+        """blocks: of each exchange, by rank; words: exchange, rank and what it said. All ranks have the same ones."""
+        self._blocks, self._words, self._rank, self._size, self._number = blocks, words, rank, size, 0
+        self.before_word: Callable[[Word], object] = lambda _: None
+
+    def start(self, block: np.ndarray, rows: np.ndarray) -> None:
+        self._number, self._rows = self._number + 1, rows
+        self._blocks.setdefault(self._number, {})[self._rank] = block.copy()
+
+    def done(self) -> bool:
+        came = self._blocks[self._number]
+        if len(came) < self._size:
+            return False
+        for rank, block in list(came.items()):
+            self._rows[rank] = block
+        return True
+
+    def say(self, word: Word) -> None:
+        self.before_word(word)
+        self._words.add((self._number, self._rank, word))
+
+    def said(self) -> dict[Word, set[int]]:
+        words = list(self._words)
+        return {word: {rank for number, rank, other in words if (number, other) == (self._number, word)} for word in WORDS}
+
+
+class LanesInThreads:
+    """A lane for each rank. Rank 0 gives up after 0.4 s, the others never."""
+
+    def __init__(self, size: int) -> None:
+        communicators, blocks, words = ThreadRanks(size), dict[int, dict[int, np.ndarray]](), set[tuple[int, int, Word]]()
+        self.exchanges = [InThreads(blocks, words, rank, size) for rank in range(size)]
+        self.lanes = [
+            Lane(
+                ThreadCommunicator(communicators, rank),  # type: ignore[arg-type]
+                exchange,
+                range(size),
+                Settings(end_s=None if rank else 0.4),
+                Timeline(),
+                Callers(),
+                lambda _: None,
+            )
+            for rank, exchange in enumerate(self.exchanges)
+        ]
+
+    def call(self, rank: int, name: str) -> str:
+        """The first line of its error."""
+        lane, request = self.lanes[rank], barrier(Request, name)
+        try:
+            lane.submit(request)
+            lane.show()
+            lane.finish(request)
+        except Stalled as error:
+            assert error.code == STALLED
+            return str(error).splitlines()[0]
+        return "done"
+
+    def on_all(self, work: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.lanes)) as pool:
+            return list(pool.map(work, range(len(self.lanes))))
+
+
+def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> None:
+    """Rank 1 comes late, or makes no call at all; rank 2 would wait for ever."""
+    ranks, gave_up = LanesInThreads(3), threading.Event()
+
+    def late(rank: int, *, comes: bool) -> str:
+        if rank == 1:
+            assert gave_up.wait(60)
+        error = ranks.call(rank, "late") if rank != 1 or comes else ""
+        if rank == 0:
+            gave_up.set()
+        ranks.lanes[rank].leave()
+        return error
+
+    assert ranks.on_all(lambda rank: ranks.call(rank, "before")) == ["done"] * 3
+    told, waited = f"barrier 'late': {GAVE_UP}", "barrier 'late': rank 1 did not come within 0.4 s"
+    assert ranks.on_all(lambda rank: late(rank, comes=True)) == [waited, told, told]
+    assert ranks.on_all(lambda rank: ranks.call(rank, "again")) == ["done"] * 3
+    gave_up.clear()
+    assert ranks.on_all(lambda rank: late(rank, comes=False)) == [waited, "", told]
+    assert ranks.on_all(lambda rank: ranks.call(rank, "again")) == ["done"] * 3
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("here", ["done"] * 2), ("given up", [f"barrier 'late': {what}" for what in ("rank 1 did not come within 0.4 s", GAVE_UP)])],
+)
+def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(word: Word, expected: list[str]) -> None:
+    """Rank 1 starts the exchange before rank 0 looks for it for the last time; or after that, and before rank 0 says that it gives up."""
+    ranks, comes, came = LanesInThreads(2), threading.Event(), threading.Event()
+    start = ranks.exchanges[1].start
+
+    def before_word(about_to_say: Word) -> None:
+        if about_to_say == word:
+            comes.set()
+            assert came.wait(60)
+            time.sleep(0.05)  # rank 1 finds that all have come
+
+    def start_and_tell(block: np.ndarray, rows: np.ndarray) -> None:
+        start(block, rows)
+        came.set()
+
+    def late(rank: int) -> str:
+        assert rank == 0 or comes.wait(60)
+        error = ranks.call(rank, "late")
+        ranks.lanes[rank].leave()
+        return error
+
+    assert ranks.on_all(lambda rank: ranks.call(rank, "before")) == ["done"] * 2
+    ranks.exchanges[0].before_word = before_word
+    ranks.exchanges[1].start = start_and_tell  # type: ignore[method-assign]
+    assert ranks.on_all(late) == expected
 
 
 def test_a_daemon_that_gets_the_number_of_a_caller_is_no_caller() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ranks
+from pool import alone
 from ranks import needs_mpirun
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -48,6 +49,18 @@ hvd.allreduce(torch.ones(2))
 if hvd.rank() == 0:
     time.sleep(6)
 """
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+def test_after_a_stall_that_the_script_catches_ranks_leave_and_may_start_again(engine: str, tmp_path: Path) -> None:
+    env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    result = ranks.mpirun(2, alone("late_ranks:main", str(tmp_path)), env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    errors = ["allreduce 'late': rank 1 did not come within 3 s", "allreduce 'late': rank 0 gave up waiting before all ranks came"]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert found == [[error, error, 3.0] for error in errors]
 
 
 @needs_mpirun

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
+
+Word = Literal["here", "taken", "given up"]  # of a rank about an exchange: it waits there; it has taken the result; it never will
+WORDS: tuple[Word, ...] = get_args(Word)
 
 
 class Exchange(Protocol):
@@ -18,11 +21,11 @@ class Exchange(Protocol):
     def done(self) -> bool:
         """Whether every rank has started it. Raises what a collective raises where a rank is lost."""
 
-    def announce(self) -> None:
-        """Tells the other ranks that this one is in the exchange that it has started last."""
+    def say(self, word: Word) -> None:
+        """Tells the other ranks, of the exchange that this one has started last. They need not be in it."""
 
-    def present(self) -> set[int]:
-        """The ranks that have announced themselves in this exchange."""
+    def said(self) -> dict[Word, set[int]]:
+        """The ranks that have said each word of this exchange."""
 
     def free(self) -> None:
         """Every rank calls it once, last, when no exchange is under way. A collective."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdtrain.comm.exchange import WORDS, Word
+
 
 class Alone:
     """Nothing to wait for."""
@@ -16,11 +18,11 @@ class Alone:
     def done(self) -> bool:
         return True
 
-    def announce(self) -> None:
+    def say(self, word: Word) -> None:
         pass
 
-    def present(self) -> set[int]:
-        return {0}
+    def said(self) -> dict[Word, set[int]]:
+        return {word: set() for word in WORDS}
 
     def free(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The exchange of the torchdist engine: an asynchronous all-gather of torch.distributed; announcements are keys of its store."""
+"""The exchange of the torchdist engine: an asynchronous all-gather of torch.distributed; what ranks say of it is a key of its store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from hvdtrain.comm.exchange import WORDS, Word
 
 
 class GroupExchange:
@@ -17,7 +19,7 @@ class GroupExchange:
     def __init__(self, group: Any, rank: int, size: int, name: str) -> None:
         """group: None for all ranks. name: of this exchange, in the store that all share."""
         self._group, self._rank, self._size = group, rank, size
-        self._store = dist.PrefixStore(f"exchange-{name}", dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.PrefixStore(f"exchange-{name}", dist.distributed_c10d._get_default_store())
         self._work, self._number = None, 0
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
@@ -31,11 +33,13 @@ class GroupExchange:
         self._work.wait()  # raises where it has failed
         return True
 
-    def announce(self) -> None:
-        self._store.set(f"{self._number}/{self._rank}", "")
+    def say(self, word: Word) -> None:
+        self._store.append(str(self._number), f"{self._rank} {word}\n")
 
-    def present(self) -> set[int]:
-        return {rank for rank in range(self._size) if self._store.check([f"{self._number}/{rank}"])}
+    def said(self) -> dict[Word, set[int]]:
+        key = str(self._number)
+        lines = self._store.get(key).decode().splitlines() if self._store.check([key]) else []  # get() waits for a key
+        return {word: {int(line.split()[0]) for line in lines if line.endswith(word)} for word in WORDS}
 
     def free(self) -> None:
         """Nothing: the group is that of a communicator."""

@@ -1,4 +1,4 @@
-"""The exchange of the mpi engine: MPI_Iallgather, 2 microseconds on one host; announcements are messages, which need no receiver."""
+"""The exchange of the mpi engine: MPI_Iallgather, 2 microseconds on one host; what ranks say of it are messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from typing import Any
 
 import numpy as np
+
+from hvdtrain.comm.exchange import WORDS, Word
 
 NOTICE, LAST = 1, 2  # tags of the messages
 
@@ -17,8 +19,8 @@ class MpiExchange:
         self._mpi, self._comm, self._notices = mpi, ranks, ranks.Dup()
         self.threads = bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
         self._request, self._number = None, 0
-        self._sent: list[Any] = []  # requests of announcements, with the memory that they use
-        self._seen: dict[int, int] = {}  # rank -> the last exchange that it announced
+        self._sent: list[Any] = []  # requests of notices, with the memory that they use
+        self._said: dict[tuple[int, Word], int] = {}  # rank, word -> the last exchange that it said it of
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
         self._number += 1
@@ -28,20 +30,25 @@ class MpiExchange:
         assert self._request is not None, "nothing was started"
         return bool(self._request.Test())
 
-    def announce(self) -> None:
-        self.present()  # takes what others have sent, which would wait in MPI's memory
-        self._sent = [(number, request) for number, request in self._sent if not request.Test()]
-        number = np.array([self._number])
+    def say(self, word: Word) -> None:
+        self._receive()
+        self._sent = [(notice, request) for notice, request in self._sent if not request.Test()]
+        notice = np.array([self._number, WORDS.index(word)])
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        self._sent += [(number, self._notices.Isend(number, rank, NOTICE)) for rank in others]
-        self._seen[self._comm.rank] = self._number
+        self._sent += [(notice, self._notices.Isend(notice, rank, NOTICE)) for rank in others]
+        self._said[self._comm.rank, word] = self._number
 
-    def present(self) -> set[int]:
-        status, number = self._mpi.Status(), np.zeros(1, np.int64)
+    def said(self) -> dict[Word, set[int]]:
+        self._receive()
+        now = [pair for pair, number in self._said.items() if number == self._number]
+        return {word: {rank for rank, other in now if other == word} for word in WORDS}
+
+    def _receive(self) -> None:
+        """Takes what others have sent, which would wait in MPI's memory."""
+        status, notice = self._mpi.Status(), np.zeros(2, np.int64)
         while self._notices.Iprobe(self._mpi.ANY_SOURCE, NOTICE, status):
-            self._notices.Recv(number, status.source, NOTICE)
-            self._seen[status.source] = int(number[0])
-        return {rank for rank, announced in self._seen.items() if announced >= self._number}
+            self._notices.Recv(notice, status.source, NOTICE)
+            self._said[status.source, WORDS[notice[1]]] = int(notice[0])
 
     def free(self) -> None:
         """A communicator lives until its last message has come: MPI may give its number to another one."""
@@ -49,8 +56,8 @@ class MpiExchange:
         number = np.zeros(1, np.int64)
         sends = [self._notices.Isend(number, rank, LAST) for rank in others]
         for rank in others:
-            self._notices.Recv(number, rank, LAST)  # behind the announcements of this rank
-        self.present()
+            self._notices.Recv(number, rank, LAST)  # behind the notices of this rank
+        self._receive()
         self._mpi.Request.Waitall([*sends, *(request for _, request in self._sent)])
         self._sent = []
         self._comm.Free()

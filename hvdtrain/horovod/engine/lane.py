@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from hvdtrain.horovod.engine.callers import Callers
 from hvdtrain.horovod.engine.errors import BadCall, HorovodInternalError, Mismatch, Missing, Stalled
 from hvdtrain.horovod.engine.inference import outside_of_inference
 from hvdtrain.horovod.engine.inline import finish_inline
-from hvdtrain.horovod.engine.patience import lost_ranks, wait_for
+from hvdtrain.horovod.engine.patience import ANNOUNCE_S, Waiting, lost_ranks, wait_for, wait_without_word
 from hvdtrain.horovod.engine.perform import Performer
 from hvdtrain.horovod.engine.requests import Key, Request, Signature
 from hvdtrain.horovod.engine.settings import Settings
@@ -64,6 +65,7 @@ class Lane:
         self._rounds = threading.Lock()  # held by the thread that makes rounds
         self._bucket, self._bucket_bytes, self._bucket_is_empty = 0, 0, True
         self._asked: list[Request] | None = None  # of a round that has begun
+        self._begun_s = self._before_s = 0.0  # time.monotonic() where the last round began, and the one before
         self._last_asked: list[Request] = []  # of the last one
         self.names_lost = True  # in the error where a connection breaks; which takes a moment
         self._own_flags, self._special = 0, 0
@@ -170,18 +172,31 @@ class Lane:
         return self._last_joined
 
     def leave(self) -> None:
-        """Makes what is asked for until every rank leaves; they may come back. It waits without end for a rank that still works alone."""
+        """Makes what is asked for until every rank leaves; they may come back, also after a round in which one gave up.
+
+        It waits without end for a rank that still works alone.
+        """
         self._wanted = False  # so that the thread of this set leaves the rounds to this one
         self.show()
         with self._rounds:
             self._special |= LEAVING
             self._all_leaving = False
             while not self._all_leaving:
-                self._round()
+                if isinstance(self._broken, Stalled):
+                    self._come_together()
+                with contextlib.suppress(Stalled):  # of another rank, which this one comes late for
+                    self._round()
                 self._pause()
             self._special &= ~LEAVING
             self._idle_since = None
         self.has_left = True
+
+    def _come_together(self) -> None:
+        """After a round in which a rank gave up: every rank has begun it, at the latest here, and none makes what it was for."""
+        if self._asked is not None:
+            wait_without_word(self._waiting([], Settings(end_s=None, warn_s=self._settings.warn_s)))
+        self._asked = self._broken = self._idle_since = None
+        self._missing = {}
 
     def close(self) -> None:
         """Ends its thread. After leave(): nothing is asked for any more."""
@@ -234,6 +249,7 @@ class Lane:
         if asked and self._timeline.is_on:
             self._timeline.round_begins()
         self._last_asked = asked
+        self._before_s, self._begun_s = self._begun_s, time.monotonic()
         try:
             self._exchange.start(self._block.own, self._block.rows)
         except Exception as error:
@@ -253,8 +269,9 @@ class Lane:
         """Of the round that has begun."""
         asked = self._asked
         assert asked is not None, "no round has begun"
-        settings = self._settings._replace(end_s=None) if self._special & LEAVING else self._settings
-        wait_for(self._exchange, settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
+        if not self._exchange.done() or time.monotonic() - self._before_s > ANNOUNCE_S:
+            settings = self._settings._replace(end_s=None) if self._special & LEAVING else self._settings
+            wait_for(self._waiting(asked, settings), self._before_s)
         self._asked = None
         if not self._block.is_equal():
             self._make_agreed(asked)
@@ -266,6 +283,9 @@ class Lane:
             self._make([(request, (request.bucket,) * len(self.ranks)) for request in asked])
         if asked and self._timeline.is_on:
             self._timeline.round_ends()
+
+    def _waiting(self, asked: Sequence[Request], settings: Settings) -> Waiting:
+        return Waiting(self._exchange, settings, self.ranks, self.communicator.rank, lambda: self._purpose(asked))
 
     def _purpose(self, asked: Sequence[Request]) -> str:
         if not asked:
