@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from record import note
@@ -27,6 +29,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _tell_who_ends_this_process()
+
+
+def _tell_who_ends_this_process() -> None:
+    """Where code that a test runs ends this worker, by os._exit() or in C, the tracebacks of all threads are on the standard error."""
+    stderr, worker, leave = os.dup(2), os.getpid(), os._exit  # at this moment pytest does not take what is written to it
+
+    def leave_with_a_traceback(status: int) -> NoReturn:
+        if os.getpid() == worker:  # not a fork of it
+            faulthandler.dump_traceback(stderr)
+        leave(status)
+
+    os._exit = leave_with_a_traceback  # type: ignore[assignment]
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc: exit(STATUS) calls raise(STATUS); raise(0) does nothing, and 1 is SIGHUP
+        faulthandler.register(signal.SIGHUP, stderr)
+        libc.on_exit(libc["raise"], None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -63,6 +83,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Here alone, not in a worker too, which hands its reports over."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         note({"test": report.nodeid, "seconds": report.duration, "cpu_s": getattr(report, "cpu_s", 0.0), "outcome": report.outcome})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """No test starts MPI in this process: tests in threads and forks follow in it, and MPI may end it at any time."""
+    before = "mpi4py.MPI" in sys.modules
+    yield
+    assert before or "mpi4py.MPI" not in sys.modules, "this test has started MPI in the process of all tests: pool.on_ranks() has its own"
 
 
 @pytest.hookimpl(optionalhook=True)

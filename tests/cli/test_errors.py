@@ -6,9 +6,8 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
 import torch
-from ranks import needs_horovod
+from ranks import needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import ADVICE, BUG, DIVERGED, LOST, MEANINGS, MEMORY, USER, Diverged, UserError, exit_code_of
 
@@ -30,9 +29,11 @@ def test_out_of_memory() -> None:
     assert "batch.micro" in ADVICE[MEMORY]
 
 
+@needs_mpirun
 def test_a_lost_rank_under_mpi() -> None:
-    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
-    assert exit_code_of(mpi.Exception(mpi.ERR_OTHER)) == LOST
+    code = "from mpi4py import MPI; from hvdtrain.errors import exit_code_of; print(exit_code_of(MPI.Exception(MPI.ERR_OTHER)))"
+    result = python(["-c", code])
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"{LOST}\n", "")
 
 
 @needs_horovod
