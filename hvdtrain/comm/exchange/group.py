@@ -20,7 +20,8 @@ class GroupExchange:
         """group: None for all ranks. name: of this exchange, in the store that all share."""
         self._group, self._rank, self._size = group, rank, size
         self._store: Any = dist.PrefixStore(f"exchange-{name}", dist.distributed_c10d._get_default_store())
-        self._work, self._number = None, 0
+        self._work: Any = None
+        self._number = 0
 
     def start(self, block: np.ndarray, rows: np.ndarray) -> None:
         self._number += 1
