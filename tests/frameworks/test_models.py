@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError
@@ -147,14 +151,29 @@ def test_airbench_computes_what_it_describes() -> None:
     torch.testing.assert_close(f.conv2d(torch.ones(1, 16, 3, 3).double(), first[:16], padding=1), torch.ones(1, 16, 3, 3).double())
 
 
-def test_airbench_whitens() -> None:
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is computed within."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.numbers = max([self.numbers, *(part.numel() for part in tree_leaves(result) if isinstance(part, torch.Tensor))])
+        return result
+
+
+def test_airbench_whitens(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
     layer = airbench.Whitening(3, eps=1e-9).double()
+    monkeypatch.setattr(airbench, "PART", 20)  # samples at a time, the last ten alone
     x = (torch.randn(50, 3, 10, 10, dtype=torch.float64).cumsum(3) @ torch.randn(10, 10, dtype=torch.float64)).cumsum(1)
     layer.begin_with(x)
     outputs = layer(x).transpose(0, 1).flatten(1)  # (24, patches)
     torch.testing.assert_close(outputs[:12] @ outputs[:12].T / outputs.shape[1], torch.eye(12).double(), rtol=0, atol=1e-6)
     torch.testing.assert_close(outputs[12:], -outputs[:12])
+    with Largest() as largest:
+        layer.begin_with(x)
+    assert largest.numbers == 20 * 9 * 9 * 12, "the patches of all samples were in memory at once"
     with pytest.raises(UserError, match="3 blocks halve images of 8x9 to nothing"):
         airbench.build("airbench", (8, 9, 1), 3)
 
