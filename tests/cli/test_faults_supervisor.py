@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from faults import events, reached, same_end, supervisor, told, wait_for
-from ranks import Job, Result, needs_mpirun
+from ranks import FULL, Job, Result, needs_mpirun
 
 from hvdtrain.errors import DIVERGED, DONE, LOST, REQUEUE
 
 pytestmark = [pytest.mark.faults, needs_mpirun]
+KILLS = ("rank", "rank0", "host", *["random"] * FULL)
 EPOCHS = 1000  # of 60 steps; no job comes that far
 WORDS = [
     "data.name=synthetic",
@@ -106,7 +107,7 @@ def test_a_drill(tmp_path: Path) -> None:
     slots(hosts, 2)
     with supervise(hosts, run, "guard.lost=restart") as job:
         wait_for(job, lambda: reached(run) >= 100)
-        killed = [drilled(run, "--kill", kind) for kind in ("rank", "rank0", "host", "random")]
+        killed = [drilled(run, "--kill", kind) for kind in KILLS]
         wait_for(job, lambda: kinds(run)[-1] == "trains")
         pids = job.pids()
         paused = drilled(run, "--kill", "rank", "--pause", "2s")
@@ -115,7 +116,7 @@ def test_a_drill(tmp_path: Path) -> None:
         assert job.wait().returncode == REQUEUE
     assert [harm["ranks"] for harm in killed[:3]] == [[1], [0], [0, 1]]
     codes = [line["code"] for line in told(run) if line["kind"] == "failed"]
-    assert len(codes) == 4 and codes[:2] == [LOST, LOST]
+    assert len(codes) == len(KILLS) and codes[:2] == [LOST, LOST]
     starts = [number for number, event in enumerate(events(run)) if event["kind"] == "start"]
     for harm, number, failed in zip(killed, starts[1:], (line for line in told(run) if line["kind"] == "failed"), strict=True):
         again, last = events(run)[number], next(e for e in reversed(events(run)[:number]) if e["kind"] in ("start", "step"))

@@ -40,10 +40,12 @@ if FULL:
 IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN = "2 neighbours.py:exchange 3, 0 saver.py:_write 3, 1 memory_copy.py:restore 2"
 IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION = "1 learner.py:step 8, 3 neighbours.py:wholes 1, 0 loop.py:evaluate 3"
 A_RANK_ITS_NEIGHBOUR_AND_RANK_0 = "1 learner.py:step 15, 2 memory_copy.py:restore 1, 0 learner.py:step 30"
+MUON = "optim.name=muon optim.rest_rate=1 optim.ema=0.8"
 SHARDED = [  # from_checkpoint: the ranks with which all copies of some parts are lost
     ("mpi", "shard.stage=2 optim.name=lamb", IN_AN_EXCHANGE_IN_A_CHECKPOINT_AND_AGAIN, {0, 1, 2}, [0, 1]),
-    ("torchdist", "shard.stage=1 optim.name=adam", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
-    ("mpi", "shard.stage=2 optim.name=muon optim.rest_rate=1 optim.ema=0.8", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    ("torchdist", f"shard.stage=1 {MUON}", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, []),
+    *[("torchdist", "shard.stage=1 optim.name=adam", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, list[int]())] * FULL,
+    *[("mpi", f"shard.stage=2 {MUON}", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, list[int]())] * FULL,
     *[("mpi", "shard.stage=1", IN_STEP_WHILE_PARTS_COME_AND_IN_EVALUATION, {0, 1, 3}, list[int]())] * FULL,
     ("torchdist", "shard.stage=2", A_RANK_ITS_NEIGHBOUR_AND_RANK_0, {0, 1, 2}, [1, 2]),
 ]

@@ -22,7 +22,7 @@ LOGGED = "servers.log=true optim.name=lamb optim.clip_norm=0.5 model.dropout=0.2
 @pytest.mark.parametrize(
     ("servers", "words", "plan", "lost"),
     [
-        (2, "optim.name=lamb", "3 learner.py:step 8", {3}),
+        *[(2, "optim.name=lamb", "3 learner.py:step 8", {3})] * FULL,
         (1, "", "2 loop.py:evaluate 2, 1 memory_copy.py:restore 1", {1, 2}),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_worker_of_a_synchronous_job_is_lost(servers: int, words: str, plan: s
     ("servers", "bound", "words", "plan", "restored"),
     [
         # the others have no ticket any more, and wait at the sync point
-        (1, None, "", "3 worker.py:fill 7 1, 2 worker.py:fill 15 1", ["servers", "servers"]),
+        *[(1, None, "", "3 worker.py:fill 7 1, 2 worker.py:fill 15 1", ["servers", "servers"])] * FULL,
         # they have gradients that may not be applied before the lost one's; then another one is lost that has not copied the sync point
         (1, 2, "servers.correct=delay_compensation", "3 worker.py:fill 7 1, 2 loop.py:record 2", ["servers", "memory"]),
         (2, 1, "servers.correct=scale", "2 worker.py:_finish_fetching 3 1", ["servers"]),

@@ -79,7 +79,7 @@ class Matrix:
 
     def __init__(self, folder: Path, engines: list[str], sizes: tuple[int, ...]) -> None:
         self.jobs = Jobs(folder)
-        on = {size: engines if FULL or size < 4 else engines[:1] for size in sizes}
+        on = {size: engines if FULL or size > 1 else [] for size in sizes}
         self.engines = {size: (["single"] if size == 1 else []) + on[size] for size in sizes if size == 1 or engines}
         self.settings = [
             Setting(engine, size, framework)
@@ -230,7 +230,7 @@ def test_the_table(matrix: Matrix) -> None:
             ],
             marks=pytest.mark.ranks4,
         ),
-        ("jax", [(3, "mpi", "shard.stage=2"), (1, "single", "shard.stage=0"), (2, "horovod", "shard.stage=1")]),
+        ("jax", [(3, "mpi", "shard.stage=2"), (1, "single", "shard.stage=0"), *[(2, "horovod", "shard.stage=1")] * FULL]),
     ],
 )
 def test_a_job_in_parts_goes_on_with_other_parts_ranks_and_engine(
