@@ -14,7 +14,7 @@ import pytest
 from cluster_hosts import Hosts
 from cluster_slurm import Slurm
 from faults import ENV, events, outcome, reached, same_end, told
-from ranks import HANG_S, ROOT, Job, needs_mpirun
+from ranks import FULL, HANG_S, ROOT, Job, needs_mpirun
 from test_cluster_hosts import ENGINES, PROBE
 from waiting import wait_until
 
@@ -36,6 +36,7 @@ JOB = [
     "guard.equal_steps=50",
 ]
 STEPS = 720
+NUMPY = [*DATA, "comm.engine=mpi", "framework=numpy", "model.name=linear", "epochs=9000"]  # starts in a second, and does not end by itself
 KILLED_BY_TIMEOUT = 124
 
 
@@ -90,7 +91,7 @@ def name_of(pid: int) -> str:
         return "munged"  # gone by now
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES if FULL else ENGINES[:2])  # torchdist: test_srun_without_pmi
 def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
     """Each rank knows its host, its local rank, and the size of the job.
 
@@ -155,7 +156,7 @@ def test_launch_starts_a_script_through_srun(slurm: Slurm, tmp_path: Path) -> No
 def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
     """One rank never starts MPI: the others end after guard.start_s, and so does srun."""
     late = 'if [ "$SLURM_PROCID" = 3 ]; then exec sleep 1000; else exec "$@"; fi'
-    words = [sys.executable, "-m", "hvdtrain", *JOB, "guard.start_s=4", f"run={tmp_path / 'run'}"]
+    words = [sys.executable, "-m", "hvdtrain", *NUMPY, "guard.start_s=4", f"run={tmp_path / 'run'}"]
     ran = slurm.run("srun", "--mpi=pmix", "--kill-on-bad-exit=1", *SHARES, "sh", "-c", late, "sh", *words)
     assert ran.returncode != KILLED_BY_TIMEOUT and "no progress for 4 s (guard.start_s)" in ran.stderr, ran
     assert f"exit code {STALLED}" in ran.stderr
@@ -164,7 +165,7 @@ def test_a_start_that_hangs_is_ended(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_srun_without_pmi(slurm: Slurm) -> None:
     """Four jobs of one rank are an error that names the cause; torchdist needs no MPI."""
-    ran = slurm.run("srun", "--mpi=none", *SHARES, sys.executable, "-m", "hvdtrain", *JOB, "run=/nonexistent/run")
+    ran = slurm.run("srun", "--mpi=none", *SHARES, sys.executable, "-m", "hvdtrain", *NUMPY, "run=/nonexistent/run")
     assert ran.returncode == USER, ran
     assert "srun started 4 processes, but the mpi engine sees only itself (size 1)" in ran.stderr and "fix: srun --mpi=pmix" in ran.stderr
     table = slurm.must("srun", "--mpi=none", *SHARES, sys.executable, "-c", PROBE, "torchdist")
@@ -198,7 +199,7 @@ def test_signal_requeue_and_the_same_end(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
-    number = submit(slurm, tmp_path, ["--time=5"], [*JOB, "model.pass_s=0.05"])
+    number = submit(slurm, tmp_path, ["--time=5"], NUMPY)
     wait_until(lambda: events(tmp_path / "run"), "the start of the job")
     assert len(tasks(slurm)) >= 4
     slurm.must("scancel", number)
@@ -209,8 +210,8 @@ def test_scancel_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_without_restarts_left(slurm: Slurm, tmp_path: Path) -> None:
     """The last stop ends the job with 75, and prints how to resume it."""
-    words = [*DATA, "comm.engine=mpi", "framework=numpy", "model.name=linear", "--max-time", "3", "epochs=9000"]
-    job = state(slurm, submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], words), {"FAILED", "COMPLETED"})
+    number = submit(slurm, tmp_path, ["--export=ALL,RESTARTS=0"], [*NUMPY, "--max-time", "3"])
+    job = state(slurm, number, {"FAILED", "COMPLETED"})
     log = (tmp_path / "log").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{REQUEUE}:0"), log
     assert f"the same command with RUN={tmp_path}/run resumes the job" in log and events(tmp_path / "run")[-1]["kind"] == "stop", log
