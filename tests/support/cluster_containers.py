@@ -103,7 +103,10 @@ def need_podman() -> None:
 
 @functools.cache
 def image(target: str) -> str:
-    """The name of the image that the Containerfile makes for a target; layers that did not change are those of the run before."""
+    """The name of the image that the Containerfile makes for a target; layers that did not change are those of the run before.
+
+    The first one of a machine keeps none: to write 2.7 GB of layers takes longer than a test machine lives that is used once.
+    """
     need_podman()
     name = f"localhost/hvdtrain-{target}"
     below = [] if target == "runtime" else ["--build-context", f"runtime=container-image://{image('runtime')}"]  # not built twice
@@ -111,8 +114,9 @@ def image(target: str) -> str:
     _base_image()
     with FileLock(CACHE / "images.lock"):
         pip = _pip_mounts()
+        again = run(["podman", "image", "exists", name]).returncode == 0
         words = [
-            "--layers",
+            f"--layers={str(again).lower()}",
             "--pull-never",
             "--network=host",
             *(f"--volume={mount}" for mount in (*pip, f"{HOROVOD}:/root/.cache/hvdtrain")),
@@ -131,7 +135,9 @@ def _base_image() -> None:
             must(["buildah", "rmi", "--all", "--force"])
         if run(["podman", "image", "exists", BASE]).returncode:
             tar = CACHE / "base.tar"
-            words = ["--quiet", "--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "bookworm", tar]
+            # debian:bookworm-slim has dpkg not wait for the disk either
+            options = ["--variant=apt", "--mode=root", "--aptopt=Acquire::Languages none", "--dpkgopt=force-unsafe-io"]
+            words = ["--quiet", *options, "bookworm", tar]
             must(["mmdebstrap", *words], timeout_s=BUILT_S)
             must(["podman", "import", "--quiet", "--change", "CMD bash", tar, BASE])
             tar.unlink()
