@@ -87,7 +87,17 @@ LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", needs=("RANK", "WORLD_SIZE")),
 )
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-TORCH_LAUNCHERS = ("deepspeed", "torchrun")  # which start torch.distributed, without an MPI
+# Like srun it starts what may start a launcher, and so counts where no other one does.
+SUBMITIT = Launcher(
+    "submitit's local executor",
+    "SUBMITIT_LOCAL_GLOBALID",
+    "SUBMITIT_LOCAL_NTASKS",
+    "SUBMITIT_LOCAL_LOCALID",
+    "",
+    needs=("SUBMITIT_LOCAL_GLOBALID",),
+    nodes="SUBMITIT_LOCAL_JOB_NUM_NODES",
+)
+TORCH_LAUNCHERS = ("deepspeed", "torchrun", SUBMITIT.name)  # which start torch.distributed, without an MPI
 NO_LAUNCHER = Placement(0, 1, 0, 1, "none")
 
 # Launchers that do not tell how many processes they start, by a variable of each: without this list each process would train alone.
@@ -107,6 +117,7 @@ _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "horovodrun": "comm.engine=horovod; or ",
     "torchrun": "comm.engine=torchdist; or ",
     "deepspeed": "comm.engine=torchdist; or ",
+    SUBMITIT.name: "comm.engine=torchdist; or ",
     "Flux": "flux run -o pmi=pmix (Open MPI 5) or -o pmi=simple (MPICH); or ",
 }
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, an interactive shell, ... from here on
@@ -126,13 +137,13 @@ def placement(environ: Mapping[str, str]) -> Placement:
         if (other.rank, other.size) != (placements[0].rank, placements[0].size):
             one, two = (f"{p.launcher} says rank {p.rank} of {p.size}" for p in (placements[0], other))
             raise UserError(f"{one}, but {two}", "the environment variables", _ONE_LAUNCHER)
-    place = placements[0] if placements else _placement_by_srun(environ)
+    place = placements[0] if placements else _placement_by_srun(environ) or _placement_by(SUBMITIT, environ, ())
     if place is not None:
         return place
     for key, name in _UNSUPPORTED.items():
         if key in environ:
             what = f"{name} started this process, which is not supported: it does not tell how many processes there are"
-            supported = f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN))}"
+            supported = f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT))}"
             raise UserError(what, f"the environment: {key}={environ[key]}", f"unset {key} where this process is alone; {supported}")
     return NO_LAUNCHER
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from hvdtrain.comm.placement import TORCH_LAUNCHERS, Placement
+from hvdtrain.comm.placement import SUBMITIT, TORCH_LAUNCHERS, Placement
 from hvdtrain.errors import UserError
 
 PORTS = range(20000, 32000)  # below those that Linux gives to outgoing connections
@@ -54,6 +54,8 @@ def find_rendezvous(place: Placement, environ: Mapping[str, str], address: str |
     """
     if address is not None:
         return _on_one_host_only(_by_address(address, place, environ), place, "comm.address")
+    if place.launcher == SUBMITIT.name:
+        return Rendezvous(LOOPBACK, _port(environ.get("SUBMITIT_LOCAL_JOB_ID", "")))  # it starts all ranks on one host
     if place.launcher in TORCH_LAUNCHERS:
         return _on_one_host_only(_by_torchrun(place, environ), place, "MASTER_ADDR")
     if place.launcher == "srun":
@@ -127,8 +129,12 @@ def _by_srun(environ: Mapping[str, str]) -> Rendezvous:
     if not nodes:
         raise UserError("srun did not set SLURM_STEP_NODELIST", "the environment", _FIX_ADDRESS)
     step = "/".join(environ.get(key, "0") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    port = PORTS[zlib.crc32(step.encode()) % len(PORTS)]
-    return Rendezvous(nodes[0], port, nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}")
+    return Rendezvous(nodes[0], _port(step), nodes[-1] if len(nodes) > 1 else "", job=f"hvdtrain/{step}")
+
+
+def _port(job: str) -> int:
+    """A port that every rank computes from the name of the job."""
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def _nodes(environ: Mapping[str, str]) -> list[str]:

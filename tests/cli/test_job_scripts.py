@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from ranks import ROOT, needs_mpirun
 
+from hvdtrain.__main__ import main
 from hvdtrain.cli.launch.command import launch
+from hvdtrain.errors import DONE
 
 JOBS = ROOT / "jobs"
 WRAPPER = JOBS / "srun-wrapper.sh"
@@ -192,3 +195,68 @@ def test_the_example_for_kubernetes_is_a_command_of_launch(tmp_path: Path, capsy
     assert launch([*arguments[: arguments.index("--")], "--dry-run", *arguments[arguments.index("--") :]]) == 0
     said = capsys.readouterr().out
     assert "-np 2" in said and f"-H {workers[0]}:1,{workers[1]}:1" in said and said.endswith("--config /shared/job.yaml\n"), said
+
+
+def in_a_program(folder: Path, code: str, *arguments: str, **modules: str) -> str:
+    """What a program prints that finds these modules, whose packages are not here: only what the files of jobs/ call of them."""
+    for name, text in modules.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    env = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def words_of_example(path: Path, start: str) -> list[str]:
+    """The command in a file's docstring that begins with this, up to its comment."""
+    (line,) = (line for line in path.read_text().splitlines() if line.startswith(start))
+    return re.sub(r"\[[^]]*\]|#.*", "", line).replace("key=value ...", "epochs=1").split()
+
+
+def test_the_torchx_component_starts_hvdtrain_or_a_script(tmp_path: Path) -> None:
+    """torchx 0.7.0 ran it, on local_cwd: here its dist.ddp is one that prints what it gets."""
+    words = words_of_example(JOBS / "torchx_component.py", "torchx run -s slurm ")
+    job = words[words.index("--") + 1 :]
+    code = f"""
+import sys; sys.path.insert(0, {str(JOBS)!r})
+from torchx_component import train
+train(*sys.argv[1:], j="2x4", env={{"A": "1"}})
+train("--lr", "1", script="train.py")
+"""
+    stand_ins = {"torchx____init__": "", "torchx__specs": "AppDef = None", "torchx__components____init__": ""}
+    ddp = "def ddp(*words, **options):\n    print(*words, options['script'], options['m'], options['j'], *sorted(options['env']))\n"
+    said = in_a_program(tmp_path, code, *job, **stand_ins, torchx__components__dist=ddp).splitlines()
+    assert said == [
+        f"{' '.join(job)} None hvdtrain 2x4 A HVDTRAIN_SECRET TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "--lr 1 train.py None 1x2 HVDTRAIN_SECRET TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    ]
+    assert words[words.index("jobs/torchx_component.py:train") + 1 :][:2] == ["-j", "2x4"]  # an option of the component, as in `code`
+    here = [word.replace("/shared/job.yaml", str(ROOT / "configs/fashion_mnist.yaml")) for word in job]
+    assert main([*here, "--print-config"]) == DONE
+
+
+SUBMITIT = """
+import types
+class AutoExecutor:
+    def __init__(self, **options): print(options)
+    def update_parameters(self, **options): print({**options, "slurm_setup": [line.partition("=")[0] for line in options["slurm_setup"]]})
+    def submit(self, function, *arguments):
+        result = function(*arguments)
+        return types.SimpleNamespace(job_id=7, paths=types.SimpleNamespace(stdout="log"), results=lambda: [result])
+"""
+
+
+def test_the_example_of_submitit_trains(tmp_path: Path) -> None:
+    """submitit 1.5.4 ran it, on this machine and on SLURM: here its executor runs the function in this process."""
+    words = words_of_example(JOBS / "submitit_job.py", "python jobs/submitit_job.py --nodes")[2:]
+    words = [word.replace("/shared/", "") for word in words] + ["framework=numpy", "model.name=linear"]
+    code = f"import runpy; runpy.run_path({str(JOBS / 'submitit_job.py')!r}, run_name='__main__')"
+    options, parameters, *rest = in_a_program(tmp_path, code, *[word.replace("30", "1") for word in words], submitit=SUBMITIT).splitlines()
+    assert options == "{'folder': 'submitit-%j', 'cluster': None}"
+    assert parameters.startswith(
+        "{'nodes': 2, 'tasks_per_node': 4, 'gpus_per_node': 0, 'timeout_min': 240, 'slurm_srun_args': ['--mpi=pmix', "
+    )
+    assert "'slurm_setup': ['export HVDTRAIN_SECRET']" in parameters
+    assert rest[-2] == "job 7: log" and re.fullmatch(r"\{'best': 0\.\d+, 'last': 0\.\d+, 'steps': 23\}", rest[-1]), rest

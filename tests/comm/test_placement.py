@@ -46,6 +46,15 @@ DEEPSPEED = {
     "CROSS_SIZE": "4",
     "MASTER_ADDR": "n1",
 }
+SUBMITIT_LOCAL = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "5236",
+    "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+}
 BATCH = {
     "SLURM_JOB_ID": "7",
     "SLURM_PROCID": "0",
@@ -82,6 +91,9 @@ SRUN = {
         (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
         ({**MVAPICH2, "PMI_RANK": "3", "PMI_SIZE": "8"}, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
         (DEEPSPEED, Placement(3, 8, 1, 2, "deepspeed")),
+        (SUBMITIT_LOCAL, Placement(1, 2, 1, 2, "submitit's local executor")),
+        ({**OPEN_MPI, **SUBMITIT_LOCAL}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # its function starts mpirun
+        ({"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1"}, NO_LAUNCHER),  # its controller, which starts the tasks
         ({**OPEN_MPI, "LSF_PM_TASKID": "2"}, Placement(3, 8, 1, 2, "Open MPI's mpirun")),  # blaunch started mpirun's daemon
         ({"RANK": "3", "LOCAL_RANK": "1"}, NO_LAUNCHER),  # anyone may call a variable of his own RANK
         ({"WORLD_SIZE": "8", "MASTER_ADDR": "n1"}, NO_LAUNCHER),
@@ -218,9 +230,12 @@ def test_horovodrun_starts_horovod_only() -> None:
         check_size(placement(HOROVODRUN), OPEN, size=1)
 
 
-def test_torchrun_starts_torch_only() -> None:
-    with pytest.raises(UserError, match=r"torchrun started 8 processes, .*\n.*\n  fix: comm.engine=torchdist; or mend it"):
-        check_size(placement(TORCHRUN), OPEN, size=1)
+@pytest.mark.parametrize(
+    ("environ", "name"), [(TORCHRUN, "torchrun"), (DEEPSPEED, "deepspeed"), (SUBMITIT_LOCAL, "submitit's local executor")]
+)
+def test_launchers_that_start_torch_only(environ: dict[str, str], name: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} started \d processes, .*\n.*\n  fix: comm.engine=torchdist; or mend it"):
+        check_size(placement(environ), OPEN, size=1)
 
 
 def test_library_name() -> None:

@@ -30,7 +30,7 @@ from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
 from hvdtrain.comm.arrival import wait_for_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.features import Feature
-from hvdtrain.comm.placement import NO_LAUNCHER, Placement
+from hvdtrain.comm.placement import NO_LAUNCHER, SUBMITIT, Placement
 from hvdtrain.comm.rendezvous import (
     LOOPBACK,
     PORTS,
@@ -90,6 +90,9 @@ def test_rendezvous_of_torchrun_srun_and_the_user() -> None:
     assert len(ports) > 17, "steps of one job have different ports"
     assert find_rendezvous(SRUN, slurm, "n1:4000") == Rendezvous("n1", 4000, "n2")
     assert find_rendezvous(Placement(0, 2, 0, 2, "Open MPI's mpirun"), {}, None) is None
+    local = find_rendezvous(Placement(1, 2, 1, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None)
+    assert local == find_rendezvous(Placement(0, 2, 0, 2, SUBMITIT.name), {"SUBMITIT_LOCAL_JOB_ID": "5236"}, None)
+    assert local is not None and local.host == LOOPBACK and local.port in PORTS
 
 
 @pytest.mark.parametrize(

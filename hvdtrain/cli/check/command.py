@@ -23,7 +23,7 @@ from hvdtrain.cli.check.speed import no_speeds
 from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.cli.json_output import with_json_value
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.placement import LAUNCHERS, SRUN, LauncherMismatch, Placement, placement
+from hvdtrain.comm.placement import LAUNCHERS, SRUN, SUBMITIT, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
 from hvdtrain.config.read import Assignment, assignments, configure, read_resumed
 from hvdtrain.config.schema import Config
@@ -125,7 +125,7 @@ def _report_unconnected(options: Options, place: Placement, error: Exception) ->
 
 def _assumed_placement() -> Placement:
     """Where the launcher's variables contradict each other: one of several ranks, numbered by the first variable that has a number."""
-    numbers = (os.environ.get(launcher.rank, "") for launcher in (*LAUNCHERS, SRUN))
+    numbers = (os.environ.get(launcher.rank, "") for launcher in (*LAUNCHERS, SRUN, SUBMITIT))
     rank = next((int(number) for number in numbers if number.isdecimal()), 0)
     return Placement(rank, rank + 2, 0, 1, "not known")
 
