@@ -62,7 +62,17 @@ class EngineLibrary(NamedTuple):
 LAUNCHERS = (
     Launcher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", nodes="FLUX_JOB_NNODES"),
     Launcher(
-        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", open_mpi=False, needs=("PALS_LOCAL_RANKID",)
+        "PALS' mpiexec",
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PALS_LOCAL_SIZE",
+        open_mpi=False,
+        needs=("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ),
+    # The first releases of PALS have no PALS_LOCAL_SIZE.
+    Launcher(
+        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE", open_mpi=False, needs=("PALS_LOCAL_RANKID",)
     ),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     Launcher(
@@ -108,10 +118,13 @@ _UNSUPPORTED = {
     "MPT_LRANK": "HPE MPT's mpirun",
 }
 _ONE_LAUNCHER = "start it with one launcher, from a shell that no other launcher started"
-_FIX_RANK_AND_WORLD_SIZE = (
-    "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
-    "or unset RANK and WORLD_SIZE where they are not meant for this job"
-)
+_FIX_OF_MISSING = {  # by the variable of the rank
+    "RANK": (
+        "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
+        "or unset RANK and WORLD_SIZE where they are not meant for this job"
+    ),
+    "PALS_RANKID": "mpiexec --pmi=cray, since --pmi=pmix does not set the size; or mpiexec --env PMI_SIZE=8, the number of all ranks",
+}
 _FIX_OF_LAUNCHER = {  # before the fix of the engine's library
     "srun": "srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); or ",
     "horovodrun": "comm.engine=horovod; or ",
@@ -143,7 +156,7 @@ def placement(environ: Mapping[str, str]) -> Placement:
     for key, name in _UNSUPPORTED.items():
         if key in environ:
             what = f"{name} started this process, which is not supported: it does not tell how many processes there are"
-            supported = f"supported: {', '.join(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT))}"
+            supported = f"supported: {', '.join(dict.fromkeys(launcher.name for launcher in (*LAUNCHERS, SRUN, SUBMITIT)))}"
             raise UserError(what, f"the environment: {key}={environ[key]}", f"unset {key} where this process is alone; {supported}")
     return NO_LAUNCHER
 
@@ -161,7 +174,7 @@ def _placement_by(launcher: Launcher, environ: Mapping[str, str], earlier: Seque
         if any(_agrees(launcher, environ, other) for other in (*earlier, *([step] if step else []))):
             return None
         what = f"{launcher.name} set some of its variables, but not {', '.join(missing)}"
-        raise UserError(what, "the environment", _FIX_RANK_AND_WORLD_SIZE if launcher.rank == "RANK" else _ONE_LAUNCHER)
+        raise UserError(what, "the environment", _FIX_OF_MISSING.get(launcher.rank, _ONE_LAUNCHER))
     rank, size, local_rank, local_size = (_integer(environ, key) for key in launcher.variables)
     if launcher.nodes:
         local_size = _share_of_node(launcher, size, nodes=local_size)

@@ -74,6 +74,10 @@ SRUN = {
 }
 
 
+def without(environ: dict[str, str], key: str) -> dict[str, str]:
+    return {k: v for k, v in environ.items() if k != key}
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -86,6 +90,9 @@ SRUN = {
         (FLUX, Placement(3, 8, 1, 2, "Flux")),
         ({**FLUX, "PALS_RANKID": "3", "PALS_NODEID": "1"}, Placement(3, 8, 1, 2, "Flux")),  # flux run -o pmi=cray-pals
         (PALS, Placement(3, 8, 1, 2, "PALS' mpiexec")),
+        # PALS of 2020: no PALS_LOCAL_SIZE
+        ({**without(PALS, "PALS_LOCAL_SIZE"), "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}, Placement(3, 8, 1, 2, "PALS' mpiexec")),
+        ({**PALS, "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}, Placement(3, 8, 1, 2, "PALS' mpiexec")),
         (JSRUN, Placement(3, 8, 1, 2, "jsrun")),
         ({**JSRUN, **OPEN_MPI}, Placement(3, 8, 1, 2, "jsrun")),  # Spectrum MPI
         (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
@@ -114,10 +121,6 @@ SRUN = {
 )
 def test_placement(environ: dict[str, str], expected: Placement) -> None:
     assert placement(environ) == expected
-
-
-def without(environ: dict[str, str], key: str) -> dict[str, str]:
-    return {k: v for k, v in environ.items() if k != key}
 
 
 def test_a_pod_without_a_local_rank_is_refused_with_what_to_set() -> None:
@@ -162,8 +165,8 @@ def test_the_launchers_that_were_recorded() -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [OPEN_MPI, HOROVODRUN, HYDRA, FLUX, PALS, JSRUN, MVAPICH2],
-    ids=["mpirun", "horovodrun", "mpiexec", "flux", "pals", "jsrun", "mvapich2"],
+    [OPEN_MPI, HOROVODRUN, HYDRA, FLUX, JSRUN, MVAPICH2],
+    ids=["mpirun", "horovodrun", "mpiexec", "flux", "jsrun", "mvapich2"],
 )
 def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
     launcher = next(launcher for launcher in LAUNCHERS if launcher.rank in environ)
@@ -194,6 +197,11 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2: these numbers are impossible\n.*torchrun"),
         ({**FLUX, "FLUX_JOB_NNODES": "3"}, "Flux started 8 processes on 3 nodes, and does not tell how many there are on each"),
         ({**FLUX, "PMI_RANK": "2"}, "Hydra's mpiexec set some of its variables, but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        (without(PALS, "PALS_LOCAL_SIZE"), "PALS' mpiexec set some of its variables, but not PMI_LOCAL_SIZE"),
+        (
+            {**without(without(PALS, "PMI_SIZE"), "PMI_RANK"), "PMIX_RANK": "3"},
+            "PALS' mpiexec set some of its variables, but not PMI_SIZE\n.*\n  fix: mpiexec --pmi=cray, since --pmi=pmix",
+        ),
         ({**PALS, "PALS_LOCAL_RANKID": "2"}, "local rank 2 of 2: these numbers are impossible\n.*PALS"),
         ({**DEEPSPEED, "LOCAL_SIZE": "9"}, "local rank 1 of 9: these numbers are impossible\n.*deepspeed"),
         ({**OPEN_MPI, **HOROVODRUN, "HOROVOD_RANK": "2"}, "Open MPI's mpirun says rank 3 of 8, but horovodrun says rank 2 of 8"),
