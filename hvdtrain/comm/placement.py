@@ -190,9 +190,9 @@ def _share_of_node(launcher: Launcher, size: int, nodes: int) -> int:
 
 
 def _agrees(launcher: Launcher, environ: Mapping[str, str], other: Placement) -> bool:
-    """Whether what is set of a launcher's rank and size, the rank at least, equals another launcher's."""
+    """Whether what is set of a launcher's rank and size equals another launcher's; one of them is."""
     found = [(key, number) for key, number in ((launcher.rank, other.rank), (launcher.size, other.size)) if key in environ]
-    return launcher.rank in environ and all(_integer(environ, key) == number for key, number in found)
+    return bool(found) and all(_integer(environ, key) == number for key, number in found)
 
 
 def _placement_by_srun(environ: Mapping[str, str]) -> Placement | None:

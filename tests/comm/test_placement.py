@@ -93,6 +93,7 @@ def without(environ: dict[str, str], key: str) -> dict[str, str]:
         # PALS of 2020: no PALS_LOCAL_SIZE
         ({**without(PALS, "PALS_LOCAL_SIZE"), "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}, Placement(3, 8, 1, 2, "PALS' mpiexec")),
         ({**PALS, "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}, Placement(3, 8, 1, 2, "PALS' mpiexec")),
+        ({**without(PALS, "PMI_RANK"), "PMIX_RANK": "3"}, Placement(3, 8, 1, 2, "PALS' mpiexec")),  # --pmi=pmix --env PMI_SIZE=8
         (JSRUN, Placement(3, 8, 1, 2, "jsrun")),
         ({**JSRUN, **OPEN_MPI}, Placement(3, 8, 1, 2, "jsrun")),  # Spectrum MPI
         (MVAPICH2, Placement(3, 8, 1, 2, "MVAPICH2's mpirun_rsh")),
