@@ -108,12 +108,15 @@ def test_srun_starts_one_job(slurm: Slurm, engine: str) -> None:
 
 
 SCRIPT = """
+import os
+import sys
 import numpy as np
 import hvdtrain
 
+assert sys.argv[1:] == ["two words"]
 numbers = np.arange(240.0).reshape(60, 4)
 result = hvdtrain.train(
-    {"model.name": "mlp", "task.name": "regression", "epochs": 2, "batch.size": 12, "comm.engine": "mpi", "run": "run"},
+    {"model.name": "mlp", "task.name": "regression", "epochs": 2, "batch.size": 12, "comm.engine": "mpi", "run": os.environ["RUN"]},
     train_data={"x": numbers / 240, "y": numbers[:, :1] / 240},
     val_data={"x": numbers[:20] / 240, "y": numbers[:20, :1] / 240},
 )
@@ -133,11 +136,15 @@ hvd.barrier()
 """
 
 
-def test_srun_starts_a_script(slurm: Slurm, tmp_path: Path) -> None:
-    """hvdtrain.train() of a program of the user's own, on four ranks of two hosts."""
+def test_the_batch_script_starts_a_script(slurm: Slurm, tmp_path: Path) -> None:
+    """hvdtrain.train() of a program of the user's own, on four ranks of two hosts: jobs/slurm.sbatch train.py ARGUMENTS."""
     (tmp_path / "mine.py").write_text(SCRIPT)
-    said = slurm.must("srun", "--mpi=pmix", *SHARES, f"--chdir={tmp_path}", sys.executable, "mine.py", env={"PYTHONPATH": str(ROOT)})
-    assert re.findall(r"^ranks   4 \(n1 x 2, n2 x 2\)", said, re.M), said
+    env = {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "RUN": str(tmp_path / "run")}
+    words = ["sbatch", "--parsable", *SHARES, f"--output={tmp_path}/log", "jobs/slurm.sbatch", str(tmp_path / "mine.py"), "two words"]
+    job = state(slurm, slurm.must(*words, env=env), {"COMPLETED", "FAILED"})
+    log = (tmp_path / "log").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log
+    assert re.findall(r"^0: ranks   4 \(n1 x 2, n2 x 2\)", log, re.M), log
     assert [event["kind"] for event in events(tmp_path / "run")][-1] == "end"
 
 
