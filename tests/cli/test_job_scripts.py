@@ -240,8 +240,9 @@ train("--lr", "1", script="train.py")
 SUBMITIT = """
 import types
 class AutoExecutor:
-    def __init__(self, **options): print(options)
-    def update_parameters(self, **options): print({**options, "slurm_setup": [line.partition("=")[0] for line in options["slurm_setup"]]})
+    def __init__(self, **options): print(options, flush=True)
+    def update_parameters(self, **options):
+        print({**options, "slurm_setup": [line.partition("=")[0] for line in options["slurm_setup"]]}, flush=True)
     def submit(self, function, *arguments):
         result = function(*arguments)
         return types.SimpleNamespace(job_id=7, paths=types.SimpleNamespace(stdout="log"), results=lambda: [result])
