@@ -120,8 +120,10 @@ lock: $(VENV)/.python  ## constraints.txt from setup.cfg: versions and sha256 of
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
+# --system-site-packages means those of the Python under PYTHON, which are others where PYTHON is of a virtual environment itself.
 $(VENV)/.python:
 	$(PYTHON) -m venv $(if $(filter site,$(TORCH)),--system-site-packages) $(VENV)
+	$(if $(filter site,$(TORCH)),$(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$$(echo $(VENV)/lib/python3*/site-packages)/site.pth")
 	touch $@
 
 $(VENV)/.ready-with-mpi-wheel$(OF_TORCH): $(VENV)/.python install.py setup.cfg pyproject.toml constraints.txt

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 from ranks import ROOT
 
 from hvdtrain.core.import_torchvision import define_missing_operators
@@ -175,6 +176,33 @@ def test_another_torch_comes_with_what_its_builds_need(
     assert capsys.readouterr().out == "torchvision is left out: no release of it fits torch==2.99.0\n"
     assert all(install.matches(name, install.TORCH) for name in ("torch", "triton", "nvidia-cublas-cu12", "cuda-bindings"))
     assert not install.matches("torchmetrics", install.TORCH)
+
+
+def test_no_torch_from_2_9_on_is_replaced(install: ModuleType) -> None:
+    """What NVIDIA's images have calls itself 2.9.0a0, which `>=2.9` would refuse; pip asks so of what is installed."""
+    (torch,) = (found for line in install.requirements([]) if (found := Requirement(line)).name == "torch")
+    releases = ("2.9.0a0+145a3a7bda.nv25.10", "2.9.1+rocm7.1", "2.10.0a0+b558c986e8.nv25.11", "2.13.0+cpu")
+    assert all(torch.specifier.contains(release, prereleases=True) for release in releases)
+    assert not any(torch.specifier.contains(release, prereleases=True) for release in ("2.8.0", "2.8.0a0+34c6371d24.nv25.8"))
+
+
+def test_make_shows_a_sites_packages_to_its_environment(tmp_path: Path) -> None:
+    """Of a Python in a virtual environment, too, where --system-site-packages means those of the Python under it."""
+    venv.create(tmp_path / "site", symlinks=True)
+    (packages,) = (tmp_path / "site").glob("lib/*/site-packages")
+    (packages / "of_site.py").touch()
+    words = [
+        "make",
+        "-s",
+        f"VENV={tmp_path / 'ours'}",
+        "TORCH=site",
+        f"PYTHON={tmp_path / 'site/bin/python'}",
+        str(tmp_path / "ours/.python"),
+    ]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    code = "import of_site; print(of_site.__file__)"
+    said = subprocess.run([str(tmp_path / "ours/bin/python"), "-c", code], env={}, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(packages / "of_site.py")
 
 
 def test_a_sites_packages_are_those_outside_of_the_environment(install: ModuleType, tmp_path: Path) -> None:
