@@ -10,7 +10,6 @@ machine, the engine is torchdist. Before its time limit the job writes a checkpo
 from __future__ import annotations
 
 import argparse
-import secrets
 import subprocess
 import sys
 
@@ -50,8 +49,8 @@ def main() -> None:
         gpus_per_node=options.gpus,
         timeout_min=options.minutes,
         slurm_srun_args=[f"--mpi={options.mpi}", "--wait=30"],
-        # ranks without MPI sign with it what they send each other (docs/clusters.md)
-        slurm_setup=[f"export HVDTRAIN_SECRET={secrets.token_hex(16)}"],
+        # Ranks without MPI sign with it what they send each other (docs/clusters.md). The job makes it: others may read its script.
+        slurm_setup=["export HVDTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"],
     )
     job = executor.submit(train, options.config, options.arguments)
     print(f"job {job.job_id}: {job.paths.stdout}", flush=True)

@@ -59,6 +59,18 @@ POLICY_LOG = """\
 """
 
 
+@pytest.mark.parametrize(("asks_for", "standard"), [("17 or later compatible compiler", 17), ("20 or later", 20), ("", 17)])
+def test_the_cxx_standard_is_what_torchs_headers_ask_for(asks_for: str, standard: int, tmp_path: Path) -> None:
+    header = tmp_path / "torch/csrc/api/include/torch/all.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#error C++{asks_for} is required to use PyTorch.\n")
+    assert wheel.cxx_of_torch(tmp_path) == standard and wheel.cxx_of_torch(tmp_path / "none") == 17
+    first, second, *rest = wheel.corrections(mpi_inside=False, gpu=True, cxx=standard)
+    assert wheel.apply_correction(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", f"STANDARD {standard}")
+    assert wheel.apply_correction(TORCH_LISTS, second) == TORCH_LISTS.replace("STANDARD 14", f"STANDARD {standard}")
+    assert rest == list(wheel.corrections(mpi_inside=False, gpu=True)[2:])
+
+
 def test_the_cxx_standard_is_raised() -> None:
     first, second, _, _, release, *_ = wheel.corrections(mpi_inside=False, gpu=True)
     assert wheel.apply_correction(CMAKE_LISTS, first) == CMAKE_LISTS.replace("STANDARD 14", "STANDARD 17")

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from hvdtrain.cli.horovod.cache import cache_folder, private_folder, record, usable_wheel
 from hvdtrain.cli.horovod.verify import verify
-from hvdtrain.cli.horovod.wheel import SHA256, compile_wheel, corrections, download_source, run_logged, toolkit_of, unpack
+from hvdtrain.cli.horovod.wheel import SHA256, compile_wheel, corrections, cxx_of_torch, download_source, run_logged, toolkit_of, unpack
 from hvdtrain.errors import DONE, USER, UserError
 
 VERSION = "0.28.1"
@@ -50,6 +50,7 @@ class BuildTarget(NamedTuple):
     torch: str  # "2.13.0+cpu"
     mpi: str  # "openmpi-5.0.11"
     mpirun: Path
+    cxx: int = 17  # the standard of C++
 
     @property
     def mpi_inside(self) -> bool:
@@ -63,7 +64,9 @@ def detect_target() -> BuildTarget:
     if mpirun is None:
         raise UserError("no mpirun found", "on the PATH and beside this Python", "load the site's MPI module, or: pip install openmpi")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return BuildTarget(torch_version() or _missing("torch"), mpi_name(version.stdout + version.stderr), mpirun)
+    torch = torch_version() or _missing("torch")
+    include = importlib.metadata.distribution("torch").locate_file("torch/include")
+    return BuildTarget(torch, mpi_name(version.stdout + version.stderr), mpirun, cxx_of_torch(Path(str(include))))
 
 
 def check_build_tools() -> None:
@@ -157,7 +160,8 @@ def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> d
 def wheel_key(version: str, target: BuildTarget, variables: Mapping[str, str]) -> str:
     """The name of a cached build: equal only for targets that can share its wheel."""
     mpi_home, gpu = "" if target.mpi_inside else str(target.mpirun.parent), asks_for_gpu(variables)
-    rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), corrections(target.mpi_inside, gpu)))
+    changes = corrections(target.mpi_inside, gpu, target.cxx)
+    rest = repr((mpi_home, platform.machine(), platform.libc_ver(), sorted(variables.items()), changes))
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     return f"horovod-{version}-{sys.implementation.cache_tag}-torch-{target.torch}-{target.mpi}-{digest}"
 
@@ -191,7 +195,7 @@ def build(version: str, target: BuildTarget, variables: Mapping[str, str], folde
     report(f"building Horovod {version} for torch {target.torch} and {target.mpi}, {env['MAKEFLAGS']}, log: {log}")
     archive = download_source(version, folder.parent, log)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=folder) as fresh:
-        source = unpack(archive, Path(scratch), corrections(target.mpi_inside, asks_for_gpu(variables)))
+        source = unpack(archive, Path(scratch), corrections(target.mpi_inside, asks_for_gpu(variables), target.cxx))
         built = compile_wheel(source, Path(fresh), env, log, report)
         wheel = built.replace(folder / built.name)
         record(wheel)

@@ -33,10 +33,8 @@ class Correction(NamedTuple):
     new: str
 
 
+WITH_CXX = ("CMakeLists.txt", "horovod/torch/CMakeLists.txt")  # which name the standard of C++ that torch's headers need
 CORRECTIONS = (
-    # torch's headers are C++17 since 2.1.
-    Correction("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
-    Correction("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"),
     # GCC 14: <string> and <stdexcept> do not come with other headers, and what is assigned cannot be const.
     Correction(
         "CMakeLists.txt",
@@ -129,9 +127,20 @@ def check_sha256(path: Path, expected: str) -> None:
         raise UserError(f"not the released source: sha256 is {found}, expected {expected}", str(path), "it was removed: try again")
 
 
-def corrections(mpi_inside: bool, gpu: bool) -> tuple[Correction, ...]:
-    """The corrections of Horovod's source; `mpi_inside`: the MPI is a part of this Python environment; `gpu`: with operations on GPUs."""
-    return (*CORRECTIONS, *(() if gpu else CPU_ONLY), *((RELATIVE_MPI,) if mpi_inside else ()))
+def cxx_of_torch(include: Path) -> int:
+    """The standard of C++ that torch's headers ask for: 17 since torch 2.1, 20 since 2.14. include: the folder of them."""
+    header = include / "torch/csrc/api/include/torch/all.h"
+    found = re.search(r"C\+\+(\d+) or later", header.read_text()) if header.is_file() else None
+    return int(found[1]) if found else 17
+
+
+def corrections(mpi_inside: bool, gpu: bool, cxx: int = 17) -> tuple[Correction, ...]:
+    """The corrections of Horovod's source.
+
+    mpi_inside: the MPI is a part of this Python environment. gpu: with operations on GPUs. cxx: as cxx_of_torch().
+    """
+    standard = [Correction(path, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx})") for path in WITH_CXX]
+    return (*standard, *CORRECTIONS, *(() if gpu else CPU_ONLY), *((RELATIVE_MPI,) if mpi_inside else ()))
 
 
 def apply_correction(text: str, correction: Correction) -> str:
