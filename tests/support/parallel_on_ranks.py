@@ -46,7 +46,7 @@ JOBS = {
 }
 
 
-FEW = ("gpt, empty shares", "gpt, tied, recomputed", "mlp", "mlp, lamb")
+FEW = ("gpt, empty shares", "gpt, tied, recomputed", "mlp", "mlp, lamb", "mlp, lars", "mlp, novograd")
 FEW_OF_POSITIONS = ("gpt, uneven", "gpt, uneven, lamb")
 OF_FILES = {"files": JOBS["mlp, novograd"], "files of gpt": f"{GPT} optim.name=novograd"}
 DROPPED = 0.25
@@ -55,7 +55,7 @@ DROPPED = 0.25
 def jobs_on(mesh: str, few: bool) -> list[str]:
     """The names of a mesh's jobs; with parts of the positions those of models that have positions."""
     has_positions = "parallel.sequence=true" in mesh
-    some = FEW_OF_POSITIONS if has_positions else FEW
+    some = FEW_OF_POSITIONS if has_positions else FEW if mesh else FEW + FEW_OF_POSITIONS
     return [job for job in JOBS if (job in some if few else job.startswith("gpt") or not has_positions)]
 
 

@@ -50,7 +50,7 @@ def test_one_rank_has_the_whole_dense_part(one_process: dict) -> None:
 @pytest.mark.parametrize(
     ("engine", "size", "how"),
     [
-        pytest.param("mpi", 3, "", marks=[needs_mpirun, slow], id="mpi-3"),
+        pytest.param("mpi", 3, "" if FULL else "few", marks=[needs_mpirun, slow], id="mpi-3"),
         *[
             pytest.param("mpi", 4, "", marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-4"),
             pytest.param("horovod", 2, "few", marks=[needs_mpirun, needs_horovod, slow], id="horovod-2-few"),
@@ -163,12 +163,12 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     """The turns of its updates are parts of the global batch, whatever the ranks."""
     words = [*SGD, "speed.precision=fp64", "parallel.dense=c", "parallel.dense_updates=4"]
     train(1, [*words, f"run={tmp_path / 'one'}", "stop.steps=6"])
-    for ranks, steps in ((2, 2), (1, 4), (3, 6)):
+    for ranks, steps in ((2, 2), *[(1, 4)] * FULL, (3, 6)):
         train(ranks, [*words, f"run={tmp_path / 'many'}", f"stop.steps={steps}"])
     one, many = ([event["loss"] for event in events(tmp_path / name, "step")] for name in ("one", "many"))
     assert len(one) == 6 and many == pytest.approx(one, rel=1e-12)
     headers = [event["model"] for event in events(tmp_path / "many", "start")]
-    assert ["dense.fc1, dense.fc cut by outputs over 3 ranks, scheme c: " in header for header in headers] == [False, False, True]
+    assert ["dense.fc1, dense.fc cut by outputs over 3 ranks, scheme c: " in header for header in headers] == [False] * (1 + FULL) + [True]
     assert all("; updated 4 times a step; " in header for header in headers)
     assert python(["-m", "hvdtrain", "evaluate", str(tmp_path / "many")]).returncode == DONE
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 def test_16_bit_types_learn_with_a_dense_part_over_ranks(tmp_path: Path) -> None:
     """As one process learns in 32 bits."""
     losses, words = {}, ["optim.name=adam", "optim.base_lr=0.02", "batch.size=64", "stop.steps=60", "data.sampling=partition"]
-    for name, kind in {"bf16": "float32 and bfloat16", "fp16": "float32 and float16"}.items():
+    for name, kind in (("bf16", "float32 and bfloat16"), *[("fp16", "float32 and float16")] * FULL):
         run = tmp_path / name
         train(2, [f"speed.precision={name}", f"run={run}", *words, "parallel.dense=b"])
         assert f" torch {kind} on cpu" in events(run, "start")[-1]["model"]

@@ -26,7 +26,7 @@ STAGES = [  # buckets so small that there are several, which are cut elsewhere o
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """A job's name -> its results without parts."""
-    found = on_ranks("single", 1, "parallel_on_ranks:curves", "single", str(tmp_path_factory.mktemp("one")), [], False)[0]
+    found = on_ranks("single", 1, "parallel_on_ranks:curves", "single", str(tmp_path_factory.mktemp("one")), [], not FULL)[0]
     return {name.partition(" / ")[0]: job for name, job in found.items()}
 
 
@@ -34,7 +34,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("engine", "size", "meshes", "few"),
     [
-        pytest.param("mpi", 2, [FOUR[3], POSITIONS[3]], False, marks=slow, id="mpi-2-all"),
+        pytest.param("mpi", 2, [FOUR[3], POSITIONS[3]], not FULL, marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 4, [FOUR[1], *STAGES], True, marks=[slow, pytest.mark.ranks4], id="mpi-4-stages"),
         *[
             pytest.param("mpi", 2, FOUR[:1], True, marks=slow, id="mpi-2"),

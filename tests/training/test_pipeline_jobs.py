@@ -66,7 +66,7 @@ def reference(known: dict[bool, dict[str, dict]], folder: Path, few: bool) -> di
 @pytest.mark.parametrize(
     ("engine", "size", "meshes", "words"),
     [
-        pytest.param("mpi", 2, [TWO], ["faulty"], marks=slow, id="mpi-2-all"),
+        pytest.param("mpi", 2, [TWO], ["faulty", *["few"] * (not FULL)], marks=slow, id="mpi-2-all"),
         pytest.param("mpi", 2, SCHEDULES, ["few"], marks=slow, id="mpi-2-schedules"),
         pytest.param("mpi", 4, FOUR[1:3], ["few"], marks=[slow, pytest.mark.ranks4], id="mpi-4-two"),
         *[
@@ -324,7 +324,7 @@ def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) ->
 
 @slow
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+@pytest.mark.parametrize("engine", ["mpi", *["torchdist"] * FULL])
 def test_a_killed_rank_of_a_pipeline_ends_all(tmp_path: Path, engine: str) -> None:
     words = ["-m", "hvdtrain", "model.name=mlp", "parallel.pipeline=2", "epochs=1000000", "log.every_s=0.5"]
     with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"]) as job:
