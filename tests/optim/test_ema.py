@@ -106,7 +106,7 @@ def test_evaluations_are_of_the_averages(
 @needs_mpirun
 def test_averages_are_the_same_on_ranks_and_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for framework, stages in (("torch", (0, 1, 2) if FULL else (2,)), ("jax", (0, 2) if FULL else (2,))):
+    for framework, stages in (("torch", (0, 1, 2) if FULL else (2,)), *[("jax", (0, 2))] * FULL):
         words = [f"framework={framework}", "model.name=mlp", *WORDS, "optim.name=adam", "optim.base_lr=0.01", "optim.ema=0.9"]
         assert main([*words, f"run={tmp_path / framework}"]) == DONE
         expected = [event["val_loss"] for event in read_run(tmp_path / framework).epoch_events()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from drawn_job import Limits, Place, draw
 from random_jobs import ONE, Part, Verdict, compared, judged, run_jobs, shown, train
-from ranks import needs_mpirun
+from ranks import FULL, needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -18,19 +18,19 @@ from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_conflicts
 
 ON_2 = Limits(engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy"))
-SEEDS = range(12)
+SEEDS = range(12 if FULL else 6)
 
 
 @needs_mpirun
 @pytest.mark.slow
-def test_twelve_jobs_are_equal_to_one_process_or_refused(tmp_path: Path) -> None:
+def test_drawn_jobs_are_equal_to_one_process_or_refused(tmp_path: Path) -> None:
     verdicts: dict[int, Verdict] = {}
     for job, verdict, parts in run_jobs(SEEDS, ON_2, tmp_path, limit_s=600):
         print(shown(job, verdict, parts))
         verdicts[job.seed] = verdict
     assert verdicts.keys() == {*SEEDS}
     assert {seed: verdict for seed, verdict in verdicts.items() if verdict.kind == "failed"} == {}
-    assert Counter(verdict.kind for verdict in verdicts.values())["equal"] >= 10
+    assert Counter(verdict.kind for verdict in verdicts.values())["equal"] >= len(SEEDS) - 2
 
 
 def test_a_seed_gives_one_job_and_few_jobs_are_refused() -> None:

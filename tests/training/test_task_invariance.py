@@ -24,7 +24,7 @@ SAME = [  # jobs that compute the same numbers
     ["the user's own"],
 ]
 GROUPS = [
-    pytest.param("mpi", 2, ["no_jax"], marks=[needs_mpirun, pytest.mark.slow]),
+    pytest.param("mpi", 2, ["no_jax", *["no_torch_workers"] * (not FULL)], marks=[needs_mpirun, pytest.mark.slow]),
 ]
 if FULL:
     GROUPS += [
