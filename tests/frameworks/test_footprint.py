@@ -100,7 +100,7 @@ def test_stage_3_has_parts_and_one_whole_unit() -> None:
     assert found.step == pytest.approx(4 * sizes * (0.5 + 0.5 + 1 + 1 + 0.5), rel=0.001)
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, *[pytest.param(3, marks=pytest.mark.slow)] * FULL])
 def test_what_more_ranks_take_is_computed_from_two(stage: int) -> None:
     """As plan --memory does, of a model whose blocks have many sizes."""
     words = ["model.name=wide_resnet", "model.widths=[16,32,64,128]", f"shard.stage={stage}"]

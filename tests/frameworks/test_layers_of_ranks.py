@@ -7,7 +7,7 @@ import torch
 from layers_on_ranks import TASK, all_samples, batch
 from pool import on_ranks
 from rank_threads import ThreadRank, in_threads
-from ranks import needs_mpirun
+from ranks import FULL, needs_mpirun
 from torch import nn
 
 from hvdtrain.comm.communicator import Buffer, SingleProcessCommunicator
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL])
 def test_ranks_with_other_layers_train_as_one_process_or_are_named(engine: str) -> None:
     found = on_ranks(engine, 2, "layers_on_ranks:outcomes", [*EXACT, *REFUSED])[0]
     assert len(found) == len(EXACT) + len(REFUSED)
@@ -65,7 +65,7 @@ def test_a_stall_would_be_reported_with_the_unit() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL])
 def test_waiting_for_units_is_communication(engine: str) -> None:
     """4 units are gathered forward, of which backward gathers the 3 blocks anew and reduces all; each pass has an end of its own."""
     for entered in on_ranks(engine, 2, "layers_on_ranks:phases")[0]:

@@ -8,7 +8,7 @@ from ranks import needs_mpirun
 
 
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("torchdist", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * ranks.FULL])
 def test_what_horovod_allows_works_on_three_ranks(engine: str) -> None:
     result = ranks.mpirun(3, ["tests/support/horovod_edges.py"], env={"HVDTRAIN_ENGINE": engine})
     assert result.returncode == 0, result.stdout + result.stderr

@@ -16,8 +16,8 @@ from ranks import FULL, needs_horovod, needs_mpirun
     [
         ("mpi", 2),
         ("single", 1),
-        pytest.param("mpi", 3, marks=pytest.mark.slow),
         *[
+            pytest.param("mpi", 3, marks=pytest.mark.slow),
             pytest.param("torchdist", 2, marks=pytest.mark.slow),
             pytest.param("horovod", 2, marks=[pytest.mark.slow, needs_horovod]),
         ]

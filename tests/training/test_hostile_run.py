@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hostile_run import JOB, KINDS, clear, outside_folder, sound_run, tree
-from ranks import FULL, HANG_S, ROOT, mpirun, needs_mpirun, python
+from ranks import FULL, HANG_S, ROOT, in_full_rounds, mpirun, needs_mpirun, python
 
 SCRIPT = "tests/support/hostile_run.py"
 # HVDTRAIN_TEST_ROUNDS=full PYTEST_TIMEOUT=7200 pytest -m slow --basetemp=/dev/shm/hostile tests/training/test_hostile_run.py
@@ -75,15 +75,15 @@ def test_two_ranks_end_together(tmp_path: Path, arguments: list[str], name: str,
 
 
 @pytest.mark.slow
+@in_full_rounds
 def test_every_odd_thing_under_every_name(tmp_path: Path) -> None:
-    most = 0 if FULL else 48
-    assert check(tmp_path, "planted", str(most)) >= (most or 2400)
+    assert check(tmp_path, "planted", "0") >= 2400
 
 
 @pytest.mark.slow
+@in_full_rounds
 def test_a_name_that_becomes_a_link_while_a_job_writes(tmp_path: Path) -> None:
-    rounds = 50 if FULL else 3
-    assert check(tmp_path, "swapped", str(rounds)) == rounds
+    assert check(tmp_path, "swapped", "50") == 50
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from ranks import ENGINES, FULL, needs_horovod
 SIZES = [
     ("single", 1),
     ("horovod", 2),
-    ("torchdist", 2),
     ("mpi", 3),
-    *[("mpi", 2), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)] * FULL,
+    *[("torchdist", 2), ("mpi", 2), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)] * FULL,
 ]
 
 
