@@ -87,7 +87,7 @@ test-slow: $(VENV)/.test $(HOROVOD)  ## the longest tests: loss curves on 3 and 
 	$(call tests,3,slow and not faults and not cluster and not gpu)
 
 test-faults: $(VENV)/.test $(HOROVOD)  ## jobs that are killed, run out of memory or disk space, or find damaged files; and how they resume
-	$(call tests,2,faults)
+	$(call tests,3,faults)
 
 test-cluster: $(VENV)/.test $(HOROVOD)  ## several hosts, SLURM, containers: needs root; installs Debian packages
 	$(call tests,3,cluster and not slow)

@@ -17,7 +17,15 @@ from record import note
 
 PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # marks by which the Makefile chooses tests; without one of them: `make test`
 # A worker takes file after file (--dist loadfile), so the ones that take longest come first: at the end all others would wait for them.
-LONGEST = ("test_labs.py", "test_tutorials.py", "test_invariance.py", "test_resume.py", "test_lost_ranks.py", "test_shard_stages.py")
+LONGEST = (
+    "test_labs.py",
+    "test_tutorials.py",
+    "test_invariance.py",
+    "test_resume.py",
+    "test_lost_ranks.py",
+    "test_faults_ends.py",
+    "test_shard_stages.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
