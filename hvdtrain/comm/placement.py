@@ -123,6 +123,7 @@ _FIX_OF_MISSING = {  # by the variable of the rank
         "torchrun --nproc-per-node N sets all four; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 where each host (or pod) has one process; "
         "or unset RANK and WORLD_SIZE where they are not meant for this job"
     ),
+    "PMI_RANK": "mpiexec.hydra (MPICH, Intel MPI), which sets all four; or srun; or comm.engine=torchdist under torchrun",
     "PALS_RANKID": "mpiexec --pmi=cray, since --pmi=pmix does not set the size; or mpiexec --env PMI_SIZE=8, the number of all ranks",
 }
 _FIX_OF_LAUNCHER = {  # before the fix of the engine's library

@@ -184,6 +184,10 @@ def test_a_missing_variable_is_named(environ: dict[str, str]) -> None:
         (without(SRUN, "SLURM_NODEID"), "but not SLURM_NODEID"),
         (without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "but not SLURM_STEP_TASKS_PER_NODE"),
         ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "1"}, "Hydra's mpiexec set some of its variables, but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            "but not MPI_LOCALRANKID, MPI_LOCALNRANKS\n.*\n  fix: mpiexec.hydra ",
+        ),  # MPICH's mpiexec.gforker
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole number"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "8"}, "rank 8 of 8, .*: these numbers are impossible"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "rank -1 of 8, .*: these numbers are impossible"),
