@@ -29,7 +29,15 @@ FLUSH_S = 0.2  # mpirun prints its own message between the pieces of ours that i
 ABORT_S = 10  # an abort that hangs ends by SIGALRM
 NEXT_S = 10.0  # a rank of a host where another one reports an error waits this long to be ended by that one
 # What the ranks of a job have in common; where other jobs of one SLURM step have the same, they wait for each other's reports, too.
-_JOB = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+_JOB = (
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_PORT",
+    "SUBMITIT_LOCAL_JOB_ID",
+)
 _held: list[socket.socket] = []  # until the process ends, by one that has an error to report
 
 

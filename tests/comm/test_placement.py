@@ -158,7 +158,7 @@ def test_a_recorded_launcher(path: Path) -> None:
 
 def test_the_launchers_that_were_recorded() -> None:
     assert {path.stem for path in RECORDED} >= {
-        *("openmpi4", "openmpi5", "openmpi5-by-node", "mpich4", "mpich5", "intelmpi", "torchrun", "horovodrun"),
+        *("openmpi4", "openmpi5", "openmpi5-by-node", "mpich4", "mpich5", "intelmpi", "torchrun", "horovodrun", "submitit"),
         *("srun-none", "srun-pmi2", "srun-pmix", "srun-cyclic", "srun-torchrun"),
         *("sbatch-batch", "sbatch-mpirun", "sbatch-mpich5", "sbatch-intelmpi"),
     }
