@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from drawn_job import Limits, Place, draw
 from random_jobs import ONE, Part, Verdict, compared, judged, run_jobs, shown, train
-from ranks import FULL, needs_mpirun
+from ranks import needs_mpirun
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import configure
@@ -18,7 +18,7 @@ from hvdtrain.recipe.batch_size import resolve_batch_size
 from hvdtrain.training.conflicts import refuse_conflicts
 
 ON_2 = Limits(engines=("mpi", "torchdist"), sizes=(2,), frameworks=("torch",) * 8 + ("jax", "numpy"))
-SEEDS = range(12 if FULL else 6)
+SEEDS = range(12)
 
 
 @needs_mpirun
