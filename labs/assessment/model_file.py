@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def _tensors(path: Path, most: int) -> dict[str, torch.Tensor]:
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.14: of sparse tensors, which are no array of real numbers here
+        found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, dict) or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()):
         raise ValueError("expected a state_dict: a mapping of names to tensors")
     return dict(found)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import python
 
 from hvdtrain.__main__ import main
 from hvdtrain.cli.json_output import with_json_value
@@ -77,7 +76,6 @@ def test_the_momentum_of_a_class_of_torch_is_its_own(capsys: pytest.CaptureFixtu
     assert plan["forecasts"][0]["first_step"]["momentum"] is None and plan["memory_bytes"]["optimizer_state"] is None
 
 
-def test_a_check_as_json() -> None:
-    result = python(["-m", "hvdtrain", "check", "--json", "framework=numpy", "model.name=linear", "comm.engine=single"])
-    report = json.loads(result.stdout)
+def test_a_check_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report = printed(capsys, "check", "--json", "framework=numpy", "model.name=linear", "comm.engine=single")
     assert report["exit_code"] == 0 and len(report["ranks"]) == 1

@@ -118,7 +118,7 @@ def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: 
         zone(tmp_path, "intel-rapl:2", "psys", 0),
         zone(tmp_path, "intel-rapl-mmio:0", "package-0", 0),
     ]
-    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=Clock())
     assert meter.reasons == {"cpu": ""}
     add(one, 2_500_000)
     add(two, 1_250_000)
@@ -130,7 +130,7 @@ def test_two_packages_without_their_parts_and_the_rest_of_the_machine(tmp_path: 
 
 def test_a_package_that_starts_again_at_zero(tmp_path: Path) -> None:
     folder = zone(tmp_path, "intel-rapl:0", "package-0", 60_000_000, most=65_000_000)
-    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path)
+    meter = find_counters(SingleProcessCommunicator(), None, powercap=tmp_path, clock=Clock())
     add(folder, 4_000_000)
     assert meter.read()["cpu"] == 4.0  # at 64 of 65
     add(folder, -63_000_000)
