@@ -15,6 +15,7 @@ from hvdtrain.data.tokens.images import codebook_of
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import BeginsWithSamples, Learner
 from hvdtrain.training.begin import begin
+from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
 from hvdtrain.training.checkpoint.resume import ResumePoint, find_resume_point, former_run
 from hvdtrain.training.checkpoint.room import needed_bytes
@@ -62,7 +63,7 @@ def start_or_resume(
     Raises UserError on all ranks where no checkpoint is good or fits, or the run folder cannot be written, has no room or is in use.
     """
     pieces = list(learner.pieces())
-    array_bytes = sum(piece.nbytes for piece in pieces)
+    array_bytes = sum(piece.nbytes + HEADER_BYTES for piece in pieces)
     limit_bytes = 2**20 + 8 * array_bytes  # a user's optimizer may not have made its state yet
     weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
     restored: Arrays | None = None

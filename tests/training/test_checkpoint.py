@@ -20,7 +20,8 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.progress import Progress
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint import files, resume, room
+from hvdtrain.training.checkpoint import array_file, files, resume, room
+from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.files import Damaged
 from hvdtrain.training.datasets import identity, open_datasets
 from hvdtrain.training.progress.train_state import TrainState
@@ -28,6 +29,7 @@ from hvdtrain.training.progress.train_state import TrainState
 IDENTITY = {"seed": 5, "data": {"samples": 10, "shape": [1, 2, 3], "classes": 4, "mean": [0.5], "labels": "0f"}}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "progress.json", "weights.safetensors"]
 ROOM = 2**20
+KINDS = ("p", ""), ("s", ".0"), ("s", ".1")  # of arrays: a parameter, and its two moments
 
 
 def arrays(value: float = 1.5) -> Arrays:
@@ -267,6 +269,24 @@ def test_a_file_too_large_for_the_model_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)  # a terabyte of nothing, on paper
     with pytest.raises(Damaged, match="weights.safetensors: 1099511627776 bytes, where this model and optimizer have at most 1048576"):
         read(folder)
+
+
+def test_a_checkpoint_of_many_arrays_is_read_back(tmp_path: Path) -> None:
+    """45,000 parameters with the state of Adam: a header of 10 MB; safetensors reads 100."""
+    names = [f"transformer.layers.{n}.attention.weight" for n in range(45000)]
+    many = {f"{kind}.{name}{state}": np.full((1, 2), n, np.float32) for n, name in enumerate(names) for kind, state in KINDS}
+    folder = files.write(tmp_path, train_state(3), many, IDENTITY, {f"p.{name}": f"model.{name}" for name in names})
+    assert files.read_numbers(folder).names["p." + names[7]] == "model." + names[7]
+    assert (folder / "optimizer.safetensors").stat().st_size > 2**23
+    found = files.read_arrays(folder, 2**20 + 8 * sum(array.nbytes + HEADER_BYTES for array in many.values()))
+    assert found.keys() == many.keys() and found["s." + names[-1] + ".1"].tolist() == [[44999.0, 44999.0]]
+
+
+def test_what_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_file, "MOST_HEADER_BYTES", 100)
+    with pytest.raises(ValueError, match=r"a header of \d+ bytes for 2 arrays, where safetensors reads at most 100"):
+        save(tmp_path, 3)
+    assert files.finished(tmp_path) == [] and os.listdir(tmp_path / "checkpoints") == []
 
 
 def rewrite(folder: Path, change: dict) -> None:

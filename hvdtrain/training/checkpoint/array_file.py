@@ -28,6 +28,8 @@ _NAMES = {  # of number types in a safetensors file
 }
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _NAMES.items()}
 _ALIGNMENT = 8  # of the first array
+HEADER_BYTES = 256  # of an array in a header, unless its name is long
+MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: about 800,000 arrays
 PIECE_BYTES = 2**22  # that are hashed and then written, while they are in the processor's cache
 
 
@@ -66,7 +68,10 @@ def in_order(arrays: Arrays) -> Arrays:
 
 
 def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes:
-    """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64], "data_offsets": [0, 2560]}, ...}."""
+    """8 bytes of length, and JSON: {"p.fc.weight": {"dtype": "F32", "shape": [10, 64], "data_offsets": [0, 2560]}, ...}.
+
+    Raises ValueError for what no reader takes.
+    """
     tree: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, array in arrays.items():
@@ -76,6 +81,8 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
         tree[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes for {len(arrays)} arrays, where safetensors reads at most {MOST_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint.array_file import map_arrays, write_arrays
+from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, map_arrays, write_arrays
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
@@ -25,9 +25,8 @@ ARRAYS = ("weights.safetensors", "optimizer.safetensors")
 PROGRESS, CHECKSUMS = "progress.json", "SHA256SUMS"  # `sha256sum -c SHA256SUMS` in the folder checks it too
 # What reading a damaged or foreign file may raise.
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-_HEADER_BYTES = 2**23  # 60,000 arrays; a parsed header may take 20 times its bytes
 ASIDE = ".replaced"  # behind the name of a checkpoint that a new one of its step is about to replace
-_PROGRESS_BYTES = 2**22  # a progress.json of hvdtrain is smaller
+_PROGRESS_BYTES = 2**26  # of a progress.json, which has the names of some 500,000 parameters then
 
 OpenFolder = Callable[[Path], Folder]  # RunLock.open, or Folder.open where nothing is locked
 Identity = dict[str, Any]  # what must not change within a job: the seed, and what is known of the data set; JSON
@@ -112,6 +111,9 @@ def file_of(name: str) -> str:
 
 def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[str, Any]) -> None:
     """Each file is on the disk, and its checksum is that of the bytes that were in memory."""
+    text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
+    if len(text) > _PROGRESS_BYTES:
+        raise ValueError(f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read")
     checksums = arrays.fill(folder) if isinstance(arrays, WrittenByAll) else {}
     for name in ARRAYS:
         if name not in checksums:
@@ -119,7 +121,6 @@ def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[st
             with folder.create(name) as file:
                 checksums[name] = write_arrays(file, {n: array for n, array in arrays.items() if file_of(n) == name})
                 _sync(file)
-    text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     checksums[PROGRESS] = hashlib.sha256(text).hexdigest()
     sums = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
     for name, data in ((PROGRESS, text), (CHECKSUMS, sums.encode())):
@@ -285,7 +286,7 @@ def _check_length(file: BufferedReader, most_bytes: int, has_header: bool) -> No
     if not has_header:
         return
     length = int.from_bytes(file.read(8), "little")
-    raw_header = file.read(min(length, _HEADER_BYTES))
+    raw_header = file.read(min(length, MOST_HEADER_BYTES))  # no longer than the file; a parsed header may take 20 times its bytes
     file.seek(0)
     try:
         header = json.loads(raw_header)
