@@ -115,15 +115,20 @@ def test_command_of_each_mpi(kind: MpiKind, options: dict[str, object], command:
 @pytest.mark.parametrize(
     ("options", "pmi", "cores", "command"),
     [
-        ({"ranks": 8}, "pmix", None, "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python train"),
-        ({"ranks": 8}, "pmi2", 6, "srun --mpi=pmi2 --kill-on-bad-exit=1 -n 8 --cpus-per-task=6 python train"),
+        ({"ranks": 8}, "pmix", None, "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python train"),
+        ({"ranks": 8}, "pmi2", 6, "srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=30 -n 8 --cpus-per-task=6 python train"),
         (
             {"ranks": 8, "hosts": EVEN},
             "pmix",
             None,
-            "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 -N 2 --ntasks-per-node=4 -w n1,n2 python train",
+            "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 -N 2 --ntasks-per-node=4 -w n1,n2 python train",
         ),
-        ({"ranks": 4, "oversubscribe": True}, "none", None, "srun --mpi=none --kill-on-bad-exit=1 -n 4 --overcommit python train"),
+        (
+            {"ranks": 4, "oversubscribe": True},
+            "none",
+            None,
+            "srun --mpi=none --kill-on-bad-exit=0 --wait=30 -n 4 --overcommit python train",
+        ),
     ],
 )
 def test_command_of_srun(options: dict[str, object], pmi: str, cores: int | None, command: str) -> None:
@@ -277,7 +282,7 @@ def test_arguments_to_srun(bare: Path, capsys: pytest.CaptureFixture[str], monke
     command = launch_command(capsys, "--slurm", "-np", "4", "--", "train")
     assert command == [
         f"{bare}/srun",
-        *shlex.split("--mpi=pmi2 --kill-on-bad-exit=1 -n 4 --cpus-per-task=3"),
+        *shlex.split("--mpi=pmi2 --kill-on-bad-exit=0 --wait=30 -n 4 --cpus-per-task=3"),
         *shlex.split(f"{bare}/python -m hvdtrain train"),
     ]
 
@@ -408,7 +413,7 @@ def test_mistakes_of_the_machine(bare: Path, monkeypatch: pytest.MonkeyPatch) ->
             "-H n1:4,n2:4 --mpi intel -- x.py a",
             "mpirun -genv I_MPI_PIN off -hosts n1,n2 -ppn 4 -np 8 python -m hvdtrain.cli.launch.rank script x.py a",
         ),
-        ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=1 -n 8 python -m hvdtrain seed=2"),
+        ("-np 8 --mpi srun -- seed=2", "srun --mpi=pmix --kill-on-bad-exit=0 --wait=30 -n 8 python -m hvdtrain seed=2"),
         ("-np 8 --mpi flux --", "flux run -n 8 -o cpu-affinity=off python -m hvdtrain"),
         (
             "-H n1:4,n2:4 --mpi flux -- check",

@@ -103,12 +103,17 @@ def _environment_list(forwarded: Sequence[str]) -> list[str]:
     return ["-genvlist", ",".join(forwarded)] if forwarded else []
 
 
+# The first rank that ends has the others end within 30 s. With --kill-on-bad-exit=1, which a site may have as its default, code 75 of the
+# first rank of a stopped job has the others killed while they are still ending: it becomes 143, and nothing requeues the job.
+_SRUN_ENDS = ("--kill-on-bad-exit=0", "--wait=30")
+
+
 def srun_command(request: LaunchRequest, pmi: str, cores_per_rank: int | None) -> list[str]:
     """srun's command line; srun decides which variables its tasks get. `cores_per_rank`: srun no longer inherits sbatch's value.
 
     Raises UserError where hosts get different numbers of ranks, which srun cannot do.
     """
-    command = [request.launcher, f"--mpi={pmi}", "--kill-on-bad-exit=1", "-n", str(request.ranks)]
+    command = [request.launcher, f"--mpi={pmi}", *_SRUN_ENDS, "-n", str(request.ranks)]
     shares = ranks_per_host(request.hosts, request.ranks)
     if len({share.slots for share in shares}) > 1:
         uneven = ", ".join(f"{share.slots} to {share.name}" for share in shares)
