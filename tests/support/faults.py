@@ -201,9 +201,22 @@ def gone(job: Job, since_s: float, limit_s: float = GONE_S) -> float:
     return time.monotonic() - since_s
 
 
+def once(job: Job, find: Callable[[], int | None]) -> int:
+    """A pid, once it is found. Never 0 or less, which a signal would take for a group of processes: that of the tests."""
+    found: list[int] = []
+
+    def look() -> bool:
+        pid = find()
+        found.extend([pid] if pid is not None and pid > 0 else [])
+        return bool(found)
+
+    wait_for(job, look)
+    return found[0]
+
+
 def launcher(job: Job) -> int:
-    """The pid of mpirun; 0 before it is there."""
-    return next((pid for pid in sorted(job.processes()) if _name(pid) in ("mpirun", "prterun", "orterun")), 0)
+    """The pid of mpirun, once it is there."""
+    return once(job, lambda: next((pid for pid in sorted(job.processes()) if _name(pid) in ("mpirun", "prterun", "orterun")), None))
 
 
 def supervisor(job: Job) -> int:
@@ -256,12 +269,7 @@ def kill(command: Command, run: Path, what: Kill) -> Trial:
     """Starts the command, waits for the moment, kills, and waits until all is gone."""
     before, begun = newest(run), len(events(run))
     with command.start(run) as job:
-
-        def victim() -> int:
-            return launcher(job) if what.rank < 0 else job.pids().get(what.rank, 0)
-
-        wait_for(job, victim)
-        pid = victim()
+        pid = launcher(job) if what.rank < 0 else once(job, lambda: job.pids().get(what.rank))
         wait_for(job, lambda: not what.steps or reached(run, begun) >= before + what.steps)
         time.sleep(what.pause_s)
         job.processes()  # so that none is forgotten that loses its parent
