@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ from hvdtrain.errors import UserError
 # A literal: features_of() reads it without importing this file.
 FEATURES: set[Feature] = {"several_ranks", "bfloat16_sums", "plain_mpi", "p2p", "shrink"}
 PIECE_BYTES = 4 << 20  # of one message or MPI_Allreduce: 100 MB in pieces take a quarter of the time of one call (docs/performance.md)
+MOST_COUNT = 2**31 - 1  # elements of one call, which MPI counts with C's int; calls for more are made in pieces
 NOTICE_S = 0.5  # until a rank that is lost is known to be
 _ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 _FIX_ULFM = "mpirun --with-ft ulfm, of Open MPI 5; or guard.lost=stop"
@@ -215,25 +217,34 @@ class MpiCommunicator:
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         x = writable(self._checked(x, "broadcast", name))
-        self._comm.Bcast(_as_unsigned(x), root)
-        return x
+        return self._broadcast(self._comm, x, _as_unsigned(x).reshape(-1), root)
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         operand = _without_float16(_as_array(self._checked(x, "reduce_scatter", name)))
-        rows = [len(operand) // self.size + (rank < len(operand) % self.size) for rank in range(self.size)]
-        part = _empty_like(x, rows[self.rank])
+        parts = [operand[part_of(len(operand), rank, self.size)] for rank in range(self.size)]
+        part = _empty_like(x, len(parts[self.rank]))
         summed = np.empty(part.shape, operand.dtype)
-        per_row = math.prod(operand.shape[1:])
-        self._comm.Reduce_scatter(operand, summed, [n * per_row for n in rows], self._mpi.SUM)
+        if operand.size <= MOST_COUNT:
+            self._comm.Reduce_scatter(operand, summed, [one.size for one in parts], self._mpi.SUM)
+        else:
+            for owner, one in enumerate(parts):
+                sums = _pieces(summed.reshape(-1)) if owner == self.rank else itertools.repeat(None)
+                for piece, into in zip(_pieces(one.reshape(-1)), sums, strict=False):
+                    self._comm.Reduce(piece, into, self._mpi.SUM, owner)
         return _cast_back(part, _as_array(part), summed)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         bits = _as_unsigned(self._checked(x, "allgather", name))
         rows = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([len(bits)]), rows)
-        gathered = _empty_like(x, int(rows.sum()))
-        per_row = math.prod(bits.shape[1:])
-        self._comm.Allgatherv(bits, [_as_unsigned(gathered), [int(n) * per_row for n in rows]])
+        gathered, ends = _empty_like(x, int(rows.sum())), rows.cumsum()
+        into, per_row = _as_unsigned(gathered), math.prod(bits.shape[1:])
+        if into.size <= MOST_COUNT:
+            self._comm.Allgatherv(bits, [into, [int(n) * per_row for n in rows]])
+            return gathered
+        into[ends[self.rank] - len(bits) : ends[self.rank]] = bits
+        for owner, end in enumerate(ends):
+            self._broadcast(self._comm, gathered, into[end - rows[owner] : end].reshape(-1), owner)
         return gathered
 
     def allgather_object(self, thing: Any) -> list[Any]:

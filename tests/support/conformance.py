@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
 
+from hvdtrain.comm import mpi
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op, part_of, point_to_point
 from hvdtrain.comm.features import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
@@ -247,6 +249,18 @@ def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
     yield handle.wait(), kind, total, dtype
 
 
+def beyond_an_int(kind: Kind, communicator: Communicator, name: str) -> Claims:
+    """More elements than C's int counts, with which MPI counts: here more than three."""
+    with mock.patch.object(mpi, "MOST_COUNT", 3), mock.patch.object(mpi, "PIECE_BYTES", 8):
+        found = [
+            *reduce_scatter("float32", kind, communicator, f"{name} parts"),
+            *reduce_scatter("float16", kind, communicator, f"{name} halves"),
+            *allgather("int64", kind, communicator, f"{name} rows"),
+            *broadcast("uint8", kind, communicator, f"{name} bytes"),
+        ]
+    yield from found
+
+
 def extremes(kind: Kind, communicator: Communicator, name: str) -> Claims:
     """int64 passes through no float, uint8 wraps around, and float16 beyond 65504 is inf without a warning: loss scaling looks for it."""
     rank, size = communicator.rank, communicator.size
@@ -362,7 +376,7 @@ def _table() -> dict[str, Check]:
                 checks |= {f"start_allreduce-{at}": partial(start_allreduce, dtype, kind)}
                 checks |= {f"start_reduce-{at}": partial(start_reduce, dtype, kind)}
                 checks |= {f"reduce_scatter-{at}": partial(reduce_scatter, dtype, kind), f"sharded-{at}": partial(sharded, dtype, kind)}
-        checks |= {f"{f.__name__}-{kind}": partial(f, kind) for f in (large, extremes)}
+        checks |= {f"{f.__name__}-{kind}": partial(f, kind) for f in (large, beyond_an_int, extremes)}
     return checks
 
 
