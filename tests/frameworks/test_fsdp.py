@@ -216,8 +216,9 @@ def test_torch_distributed_runs_over_a_communicator(ranks: SingleProcessCommunic
     parts = [torch.empty(6)]
     dist.all_gather(parts, x)
     half, whole = torch.empty(6), torch.empty(6, dtype=torch.bfloat16)
-    dist.reduce_scatter_single(half, x)
-    dist.all_gather_single(whole, x.bfloat16())
+    new = hasattr(dist, "reduce_scatter_single")  # torch 2.13; before it, the names that it warns of
+    (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(half, x)
+    (dist.all_gather_single if new else dist.all_gather_into_tensor)(whole, x.bfloat16())
     dist.broadcast(x, 0)
     dist.barrier()
     assert x.tolist() == parts[0].tolist() == half.tolist() == whole.tolist() == [0, 1, 2, 3, 4, 5]

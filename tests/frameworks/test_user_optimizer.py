@@ -80,7 +80,7 @@ def test_which_numbers_follow_the_recipe() -> None:
     weights, biases = groups(torch.optim.RMSprop, "optim.weight_decay=0.1")
     assert (weights["lr"], weights["momentum"], weights["weight_decay"], biases["weight_decay"]) == (0.3, 0, 0.02, 0.0)
     assert groups(torch.optim.RMSprop, "optim.momentum=0.5")[1]["momentum"] == 0.7
-    assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]")[0]["betas"] == (0.8, 0.99)
+    assert tuple(groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]")[0]["betas"]) == (0.8, 0.99)
     assert groups(torch.optim.AdamW, "optim.betas=[0.8,0.99]", "optim.momentum=0.5")[0]["betas"] == (0.7, 0.99)
     assert groups(Counting)[0]["lr"] == 0.3 and "weight_decay" not in groups(Counting)[0]
     (together,) = groups(torch.optim.AdamW, "optim.exclude=none", "optim.weight_decay=0.1")
