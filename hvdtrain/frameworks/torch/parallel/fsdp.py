@@ -63,6 +63,9 @@ def make_sharded(
     it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single number, which has no rows.
     """
     if "ddp" not in mesh.world.features:
+        if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
+            what = f"shard.stage=3 with parallel.tensor does not start on this engine with torch {torch.__version__}"
+            raise UserError(what, config.where("parallel.tensor"), "torch 2.13 or newer; or comm.engine=torchdist; or shard.stage=2")
         start_process_group(mesh.world)
     model, deferred = make_deferred(make)
     sharded = shard_model(model, deferred, config, mesh, device_mesh(mesh, device), device, dtype, communicating)
