@@ -50,9 +50,19 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
             error.where = error.where.replace(COMMAND_LINE, WHERE)
         _end(closing, error)
         raise
+    _follow_the_script(context, closing)
+    return context
+
+
+def _follow_the_script(context: Context, closing: contextlib.ExitStack) -> None:
+    """The context ends with the script, in order or by an exception that the script does not catch."""
     former = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """torch.distributed goes on calling it from a hook of its own when the context is closed: then it ends nothing any more."""
+        (end if context in _OPEN.contexts else former)(kind, error, trace)
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An exception that the script did not catch: on several ranks all end here."""
         sys.excepthook = former
         try:
@@ -69,7 +79,7 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
         try:
             context.close()
         except Exception as error:
-            hook(type(error), error, error.__traceback__)
+            end(type(error), error, error.__traceback__)
 
     def forget() -> None:
         _OPEN.contexts.clear()
@@ -81,7 +91,6 @@ def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
     atexit.register(close_at_exit)
     sys.excepthook = hook
     closing.callback(forget)
-    return context
 
 
 def _end(closing: contextlib.ExitStack, error: BaseException) -> None:

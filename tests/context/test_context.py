@@ -8,6 +8,7 @@ import json
 import math
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ def test_what_a_context_is(make: Any, tmp_path: Path) -> None:
     assert ctx.close() == 0 == ctx.close()
     with pytest.raises(UserError, match="the context is closed"):
         ctx.backward(torch.zeros(()))
+
+
+def test_a_closed_context_ends_no_process(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.distributed keeps the hook of an open context within its own, and C code may print an exception with it at any time."""
+    ctx, _, _ = make()
+    hook = sys.excepthook
+    ctx.close()
+    hook(ValueError, ValueError("printed later"), None)
+    assert "ValueError: printed later" in capsys.readouterr().err and sys.excepthook is not hook
 
 
 def test_samples_are_each_read_once_in_an_epoch_and_steps_are_plain_sgd(make: Any) -> None:
