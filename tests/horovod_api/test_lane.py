@@ -173,7 +173,7 @@ class InThreads(Alone):
 
 
 class LanesInThreads:
-    """A lane for each rank. Rank 0 gives up after 0.4 s, the others never."""
+    """A lane for each rank, which never gives up; gives_up() changes that of rank 0."""
 
     def __init__(self, size: int) -> None:
         communicators, blocks, words = ThreadRanks(size), dict[int, dict[int, np.ndarray]](), set[tuple[int, int, Word]]()
@@ -183,13 +183,16 @@ class LanesInThreads:
                 ThreadCommunicator(communicators, rank),  # type: ignore[arg-type]
                 exchange,
                 range(size),
-                Settings(end_s=None if rank else 0.4),
+                Settings(end_s=None),
                 Timeline(),
                 Callers(),
                 lambda _: None,
             )
             for rank, exchange in enumerate(self.exchanges)
         ]
+
+    def gives_up(self, after_s: float | None) -> None:
+        self.lanes[0]._settings = Settings(end_s=after_s)
 
     def call(self, rank: int, name: str) -> str:
         """The first line of its error."""
@@ -223,10 +226,14 @@ def test_where_a_rank_gives_up_all_get_the_error_leave_and_may_come_back() -> No
 
     assert ranks.on_all(lambda rank: ranks.call(rank, "before")) == ["done"] * 3
     told, waited = f"barrier 'late': {GAVE_UP}", "barrier 'late': rank 1 did not come within 0.4 s"
+    ranks.gives_up(0.4)
     assert ranks.on_all(lambda rank: late(rank, comes=True)) == [waited, told, told]
+    ranks.gives_up(None)
     assert ranks.on_all(lambda rank: ranks.call(rank, "again")) == ["done"] * 3
     gave_up.clear()
+    ranks.gives_up(0.4)
     assert ranks.on_all(lambda rank: late(rank, comes=False)) == [waited, "", told]
+    ranks.gives_up(None)
     assert ranks.on_all(lambda rank: ranks.call(rank, "again")) == ["done"] * 3
 
 
@@ -256,6 +263,7 @@ def test_a_rank_that_comes_as_another_one_gives_up_ends_as_that_one_does(word: W
         return error
 
     assert ranks.on_all(lambda rank: ranks.call(rank, "before")) == ["done"] * 2
+    ranks.gives_up(0.4)
     ranks.exchanges[0].before_word = before_word
     ranks.exchanges[1].start = start_and_tell  # type: ignore[method-assign]
     assert ranks.on_all(late) == expected

@@ -53,6 +53,7 @@ if hvd.rank() == 0:
 
 @needs_mpirun
 @pytest.mark.slow
+@pytest.mark.clock
 @pytest.mark.parametrize("engine", ["mpi", "torchdist"])
 def test_after_a_stall_that_the_script_catches_ranks_leave_and_may_start_again(engine: str, tmp_path: Path) -> None:
     env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}

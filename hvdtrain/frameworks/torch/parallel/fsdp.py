@@ -60,7 +60,8 @@ def make_sharded(
     """The model that make() returns, with the weights that rank 0's has: unit by unit, so that no rank has all of them at a time.
 
     Weights and gradients travel in their own `dtype`, also where autocast computes layers in 16 bits: norms mix no types. Every rank calls
-    it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single number, which has no rows.
+    it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single number, which has no rows, and for tensor
+    groups on an engine without torch's own process groups before torch 2.13.
     """
     if "ddp" not in mesh.world.features:
         if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
