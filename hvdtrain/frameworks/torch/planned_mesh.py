@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hvdtrain.comm.communicator import Communicator
+from hvdtrain.comm.communicator import Communicator, Op
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.process_group import CommunicatorGroup
 
@@ -20,16 +20,31 @@ class PlannedMesh(DeviceMesh):
     def __init__(self, communicator: Communicator, features: frozenset[Feature]) -> None:
         """features: of the engine; where it has process groups of its own, collectives copy nothing beside FSDP2's buffers."""
         ranks = list(range(communicator.size))
-        super().__init__("cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, _rank=0)
-        has_own = "ddp" in features
-        self._group = _fake_group(len(ranks)) if has_own else CommunicatorGroup(communicator, "planned")
+        if "_rank" in signature(DeviceMesh.__init__).parameters:
+            as_rank: dict[str, Any] = {"_rank": 0}
+            super().__init__("cpu", ranks, mesh_dim_names=("shard",), _init_backend=False, **as_rank)
+        else:  # torch 2.9 asks the default process group for the rank
+            plain: Any = self
+            plain.device_type, plain.mesh, plain.mesh_dim_names = "cpu", torch.tensor(ranks, dtype=torch.int), ("shard",)
+            plain._flatten_mesh_list, plain._thread_id, plain._coordinate_on_dim = tuple(ranks), None, [0]
+        self._group = (_NothingCopied if "ddp" in features else CommunicatorGroup)(communicator, "planned")
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         return self._group
 
 
-def _fake_group(size: int) -> ProcessGroup:
-    """Rank 0 of a group whose collectives do nothing. FSDP2 calls methods of ProcessGroup that a backend alone has not."""
-    group = ProcessGroup(0, size)  # type: ignore[call-arg]  # the stub lacks this form
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, size))
-    return group
+class _NothingCopied(CommunicatorGroup):
+    """Stands for a group of torch's own, which reads and writes FSDP2's buffers in place."""
+
+    def _start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
+    def _start_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+        return _nothing
+
+    def _start_allreduce(self, tensor: torch.Tensor, op: Op, divisor: int) -> Callable[[], None]:
+        return _nothing
+
+
+def _nothing() -> None:
+    pass

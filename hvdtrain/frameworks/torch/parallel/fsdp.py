@@ -116,7 +116,8 @@ def shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if REDUCES_UNREACHED:
-            module.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
+            of_torch_2_13: Any = module
+            of_torch_2_13.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
         unit = _Unit(
             model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
         )
