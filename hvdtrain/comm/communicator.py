@@ -124,8 +124,11 @@ class Elastic(Communicator, Protocol):
     A loss is found by the collective that needs the lost rank. Ranks are numbered anew then, in the order that they had.
     """
 
-    def be_ready_to_shrink(self) -> None:
-        """Once, before a loss. A collective. Raises UserError, on all ranks, where this job cannot go on after one."""
+    def be_ready_to_shrink(self, gpu: bool) -> None:
+        """Once, before a loss. A collective. gpu: whether what is reduced may be in a GPU's memory.
+
+        Raises UserError, on all ranks, where this job cannot go on after a loss.
+        """
 
     def is_loss(self, error: BaseException) -> bool:
         """Whether a collective raised this error because a rank is gone, or because another rank has found that out."""

@@ -292,7 +292,7 @@ class MpiCommunicator:
             group._thread_comm.Free()
         group._comm.Free()
 
-    def be_ready_to_shrink(self) -> None:
+    def be_ready_to_shrink(self, gpu: bool) -> None:
         if not hasattr(self._comm, "Shrink") or os.environ.get(_ULFM, "0").lower() not in ("1", "true"):
             raise UserError("MPI ends with the first rank that is lost: it was started without ULFM", "comm.engine=mpi", _FIX_ULFM)
 

@@ -60,12 +60,16 @@ def possible_engines(engine: str, ranks: int) -> list[str]:
 
 def installed_here(config: Config) -> Installed:
     """What is installed on this machine; the engines' modules are imported when asked."""
-    uses_gpu = config.framework == "torch" and config.speed.device != "cpu"
     return Installed(
         horovod=lambda: importlib.util.find_spec("horovod") is not None,
         horovod_nccl=lambda: bool(plugins.load("comm", "horovod", "comm.engine").has_nccl()),
-        nccl=lambda: uses_gpu and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
+        nccl=lambda: may_use_gpu(config) and bool(plugins.load("comm", "torchdist", "comm.engine").has_nccl()),
     )
+
+
+def may_use_gpu(config: Config) -> bool:
+    """Whether the collectives are of tensors in a GPU's memory, where a rank has one."""
+    return config.framework == "torch" and config.speed.device != "cpu"
 
 
 def needed_features(config: Config) -> frozenset[Feature]:

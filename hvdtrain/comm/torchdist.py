@@ -272,15 +272,15 @@ class TorchDistCommunicator:
         """As signed JSON. Raises TypeError for an object that has no form in it: comm/signed/objects.py."""
         packed = pack(thing, self._secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
-        gathered = self.allgather(content, "objects").tobytes()
+        gathered, start = self.allgather(content, "objects").tobytes(), 0
         things = []
         for rank in range(self.size):
-            length, gathered = int.from_bytes(gathered[:8], "little"), gathered[8:]
+            end = start + 8 + int.from_bytes(gathered[start : start + 8], "little")
             try:
-                things.append(unpack(gathered[:length], self._secret, str(rank)))
+                things.append(unpack(gathered[start + 8 : end], self._secret, str(rank)))
             except Forged:
                 raise not_of_this_job(f"a message of rank {rank}") from None
-            gathered = gathered[length:]
+            start = end
         return things
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
@@ -323,12 +323,13 @@ class TorchDistCommunicator:
         """Ends a group of split(), of which nothing is under way. A collective of its ranks."""
         dist.destroy_process_group(group._group)
 
-    def be_ready_to_shrink(self) -> None:
-        if has_nccl():
-            what = "a rank that is lost leaves NCCL's collectives hanging"
+    def be_ready_to_shrink(self, gpu: bool) -> None:
+        by_nccl = [rank for rank, is_so in enumerate(self.allgather_object(gpu and has_nccl())) if is_so]
+        if by_nccl:
+            what = f"a rank that is lost leaves NCCL's collectives hanging, by which rank {by_nccl[0]} reduces"
             raise UserError(what, "comm.engine=torchdist", "speed.device=cpu, or guard.lost=stop")
         if self._mpi is not None:
-            self._mpi.be_ready_to_shrink()
+            self._mpi.be_ready_to_shrink(gpu)
             self._pending = WeakSet()
         elif self._rendezvous is not None:
             if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from hvdtrain.comm.communicator import Communicator, Elastic, elastic
 from hvdtrain.comm.rank_0 import on_rank_0_only
+from hvdtrain.comm.select_engine import may_use_gpu
 from hvdtrain.comm.split import ranks_summary
 from hvdtrain.config.schema import Config
 from hvdtrain.core.updates import GoOn
@@ -35,7 +36,7 @@ def ready_for_losses(config: Config, communicator: Communicator) -> Elastic | No
         return None
     try:
         ranks = elastic(communicator, config.where("guard.lost"))
-        ranks.be_ready_to_shrink()
+        ranks.be_ready_to_shrink(may_use_gpu(config))
     except UserError as error:
         if config.guard.lost == "shrink":
             raise

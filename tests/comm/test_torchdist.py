@@ -18,15 +18,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from ports import free_port
 from ranks import HANG_S, Job, environment, mpirun, needs_mpirun, python
 from waiting import wait_until
 
 from hvdtrain import errors
 from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
+from hvdtrain.comm import torchdist
 from hvdtrain.comm.arrival import wait_for_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.features import Feature
@@ -46,6 +49,7 @@ from hvdtrain.comm.rendezvous import (
     parse_address,
 )
 from hvdtrain.comm.select_engine import Installed, needed_features, select_engine
+from hvdtrain.comm.signed.objects import unpack
 from hvdtrain.comm.signed.store import SignedStore
 from hvdtrain.config.read import configure
 from hvdtrain.errors import UserError
@@ -458,3 +462,27 @@ communicator.close()
 def test_a_process_may_end_while_gloo_works() -> None:
     result = python(["-c", ENDS_AT_ONCE])
     assert result.returncode == 0, result.stderr
+
+
+@needs_mpirun
+def test_ranks_with_and_without_nccl_agree_whether_one_may_be_lost() -> None:
+    """All raise where one reduces by NCCL. None does for tensors in host memory, on a host with a GPU too."""
+    said = "a rank that is lost leaves NCCL's collectives hanging, by which rank 1 reduces"
+    assert on_ranks("torchdist", 2, "nccl_on_ranks:ready", True) == [said, said]
+    in_host_memory = on_ranks("torchdist", 2, "nccl_on_ranks:ready", False)
+    assert in_host_memory[0] == in_host_memory[1] and "NCCL" not in in_host_memory[0]  # this MPI may have been started without ULFM
+
+
+class _Ranks8192(torchdist.TorchDistCommunicator):
+    """Rank 0, whose allgather repeats what it has for each rank."""
+
+    def allgather(self, x: Any, name: str) -> Any:
+        return np.tile(x, self.size)
+
+
+@pytest.mark.timeout(40)
+def test_objects_of_8192_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.8 kB of each, as facts of ranks are. Copying the rest for each rank moved 125 GB in 72 s, in place of 0.4 s."""
+    monkeypatch.setattr(torchdist, "unpack", lambda packed, secret, path: unpack(packed, secret, "0"))  # all are of rank 0
+    ranks = _Ranks8192(Placement(0, 8192, 0, 1, "srun"), None, None)
+    assert ranks.allgather_object("a" * 3800) == ["a" * 3800] * 8192

@@ -19,7 +19,7 @@ from hvdtrain.comm.placement import placement
 
 def main(out: str) -> None:
     ranks = mpi.connect(placement(os.environ))
-    ranks.be_ready_to_shrink()
+    ranks.be_ready_to_shrink(gpu=False)
     first = ranks.rank
     ranks.confirm()  # nobody is lost
     total = ranks.allreduce(np.array([float(first)]), "sum")

@@ -19,7 +19,7 @@ from hvdtrain.comm.placement import placement
 
 def main(out: str) -> None:
     ranks = torchdist.connect(placement(os.environ))
-    ranks.be_ready_to_shrink()
+    ranks.be_ready_to_shrink(gpu=False)
     first = ranks.rank
     x, y = np.ones(9), np.ones(9)
     if first == 0:

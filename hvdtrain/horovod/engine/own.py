@@ -130,7 +130,7 @@ class OwnEngine:
         if self._can_shrink or "shrink" not in self._communicator.features or self.size == 1:
             return
         try:
-            elastic(self._communicator, "hvd.elastic.run()").be_ready_to_shrink()
+            elastic(self._communicator, "hvd.elastic.run()").be_ready_to_shrink(gpu=True)
         except UserError:  # on every rank: this job ends with a loss, as it would without elastic.run()
             return
         self._can_shrink = True
