@@ -152,7 +152,8 @@ def test_the_batch_script_is_that_of_slurm_in_containers(slurm: Slurm, four_outs
     submit = ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-t4", f"--chdir={tmp_path}", f"--output={tmp_path / 'log'}"]
     ran = slurm.run(*submit, "jobs/apptainer.sbatch", *job("mpi", tmp_path)[2:-1], env=env)
     log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
-    assert ran.returncode == 0, (ran, log)
+    print(log)  # whole: a rank that crashes leaves its stack there
+    assert ran.returncode == 0, ran
     assert re.findall(r"ranks   4 \(n1 x 2, n2 x 2\)", log), log
     assert losses(tmp_path) == pytest.approx(four_outside, rel=1e-4)
 
