@@ -19,6 +19,7 @@ from hvdtrain.core.digest import digest
 from hvdtrain.data.datasets import synthetic
 from hvdtrain.data.source import digest_of_labels
 from hvdtrain.errors import UserError
+from hvdtrain.training.replicas import same_job
 from hvdtrain.training.replicas.same_job import check_same_facts
 from hvdtrain.training.replicas.software import variables
 from hvdtrain.training.replicas.user_code import module_digests, named_modules
@@ -72,18 +73,24 @@ class Third(SingleProcessCommunicator):
     """The last rank of four; `others` is what the others exchange."""
 
     rank, size = 3, 4
+    bytes = 0  # of digests
 
     def __init__(self, *others: Any) -> None:
         self.others = others
 
     def allgather_object(self, thing: Any) -> list[Any]:
+        if isinstance(thing, str):
+            self.bytes += self.size * len(thing)
+            return [*(same_job._digest(facts) for _, facts in self.others), thing]
         return [*self.others, thing]
 
 
 def test_the_minority_is_named_and_further_differences_are_counted() -> None:
     same = {"data": {"samples": 5}, "configuration": {"seed": 1, "log.token": "ab"}}
     odd = {"data": {"samples": 6}, "configuration": {"seed": 1, "log.token": "cd"}}
-    check_same_facts(Third(*[("n1", same)] * 3), same)
+    equal = Third(*[("n1", {"configuration": same["configuration"], "data": {"samples": 5, "classes": None}})] * 3)
+    check_same_facts(equal, same)
+    assert equal.bytes == 4 * 64, "where all are equal nothing else is exchanged"
     with pytest.raises(UserError) as caught:
         check_same_facts(Third(("n1", odd), ("n1", same), ("n2", same)), same)
     assert caught.value.what == "samples differs between ranks: 5 on rank 1, 6 on rank 0; 1 more differ"
