@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import re
+import resource
 import secrets
 import socket
 import struct
@@ -210,3 +211,16 @@ def listen(rendezvous: Rendezvous, one_host: bool, route: Route = address_toward
         where = f"rank 0 on {socket.gethostname()}, {address}:{rendezvous.port}"
         raise UserError(f"rank 0 cannot listen for the other ranks: {error.strerror or error}", where, _FIX_ADDRESS) from None
     return listener
+
+
+def files_needed(ranks: int) -> int:
+    """Open files of a process of so many ranks, at most: Gloo connects each with each, and the store has two connections of each."""
+    return 256 + 8 * ranks
+
+
+def allow_open_files(ranks: int) -> None:
+    """Raises this process's own limit, often 1,024, as far as the administrator's goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(ranks)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))

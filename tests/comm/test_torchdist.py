@@ -486,3 +486,18 @@ def test_objects_of_8192_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchdist, "unpack", lambda packed, secret, path: unpack(packed, secret, "0"))  # all are of rank 0
     ranks = _Ranks8192(Placement(0, 8192, 0, 1, "srun"), None, None)
     assert ranks.allgather_object("a" * 3800) == ["a" * 3800] * 8192
+
+
+def test_more_open_files_are_allowed_as_far_as_the_hard_limit_goes() -> None:
+    code = """
+import resource
+from hvdtrain.comm.rendezvous import allow_open_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 900))
+limits = [resource.getrlimit(resource.RLIMIT_NOFILE)]
+for ranks in (1, 4, 64, 8192, 2):
+    allow_open_files(ranks)
+    limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+print(limits)
+"""
+    result = python(["-c", code])
+    assert result.stdout == "[(300, 900), (300, 900), (300, 900), (768, 900), (900, 900), (900, 900)]\n", result

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.cli.check.findings import Finding, describe_ranks, group_ranks, number_ranges
 from hvdtrain.cli.check.rank_facts import DeviceFacts, RankFacts
+from hvdtrain.comm.rendezvous import files_needed
 
 SHARED_BYTES = 64 * 2**20  # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
 _FIX_BINDING = "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
@@ -119,7 +120,7 @@ def _locked_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _open_files(ranks: Sequence[RankFacts], size: int) -> Iterator[Finding]:
-    needed = 256 + 8 * size
+    needed = files_needed(size)
     limited = [facts for facts in ranks if 0 <= facts["open_files"] < needed]
     if limited:
         what = f"the limit of open files is {limited[0]['open_files']}; {size} ranks may need {needed}"

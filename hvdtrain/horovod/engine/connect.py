@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement, placement
+from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.comm.select_engine import Installed, select_engine
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, nearest
@@ -23,6 +24,7 @@ ENGINES = ("auto", "mpi", "torchdist", "horovod", "single")
 def connect(comm: Any) -> Engine:
     """comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator. A collective."""
     place, settings = placement(os.environ), settings_of(os.environ)
+    allow_open_files(place.size)
     name = engine_name(os.environ, place)
     if _means_some(comm, place):
         if name != "mpi":
