@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from hvdtrain.comm.signed.store import SignedStore
 
 POLL_S = 0.003
 ATTEMPT_S = 0.5  # of the first connection to a store; that of torch goes on trying twice as long where the process has ended
+AT_A_TIME = 64
 PROBE_S = 5.0  # for a host to answer; one that is down does not, a process that has ended is refused at once
 
 
@@ -54,8 +56,8 @@ class Meeting:
 
     def agree(self) -> Living:
         """Returns once every living rank has called it. A rank that lives but never comes is waited for."""
-        for host in self.living:
-            found = self._decide() if host == self.rank else self._follow(host) if self._lives(host) else None
+        for host in self._alive(self.living[: self.living.index(self.rank) + 1]):
+            found = self._decide() if host == self.rank else self._follow(host)
             if found is not None:
                 self.living = found.ranks
                 return found
@@ -80,7 +82,16 @@ class Meeting:
                 store.set_timeout(self._wait)
                 return store
 
+    def _alive(self, ranks: Iterable[int]) -> Iterator[int]:
+        """Those whose processes live, in order. After the first one many are asked at a time: of a dead host each takes PROBE_S."""
+        asked = list(ranks)
+        with ThreadPoolExecutor(AT_A_TIME) as threads:
+            for part in (asked[:1], *(asked[start : start + AT_A_TIME] for start in range(1, len(asked), AT_A_TIME))):
+                yield from [rank for rank, lives in zip(part, threads.map(self._lives, part), strict=True) if lives]
+
     def _lives(self, rank: int) -> bool:
+        if rank == self.rank:
+            return True
         try:
             socket.create_connection(self._addresses[rank], PROBE_S).close()
         except OSError:
@@ -107,7 +118,7 @@ class Meeting:
         while True:
             calls = {rank: store.add(f"call/{rank}", 0) for rank in self.living if rank != self.rank}
             new = {rank: call for rank, call in calls.items() if call > self._answered.get(rank, 0)}
-            if not any(self._lives(rank) for rank in calls.keys() - new.keys()):
+            if next(self._alive(sorted(calls.keys() - new.keys())), None) is None:
                 break
             time.sleep(POLL_S)
         self._answered |= new
