@@ -260,7 +260,8 @@ class MpiCommunicator:
 
     def recv_from_any(self, x: Buffer, name: str, tag: int) -> int:
         bits, status = _as_unsigned(self._checked(x, "recv", name)).reshape(-1), self._mpi.Status()
-        assert bits.nbytes <= PIECE_BYTES, "pieces of two senders would be mixed"
+        if bits.nbytes > PIECE_BYTES:
+            raise ValueError(f"{bits.nbytes} bytes from any rank: pieces of two senders would be mixed")
         self._comm.Recv(bits, self._mpi.ANY_SOURCE, tag, status)
         return int(status.source)
 

@@ -221,6 +221,7 @@ def test_torch_distributed_runs_over_a_communicator(ranks: SingleProcessCommunic
     (dist.all_gather_single if new else dist.all_gather_into_tensor)(whole, x.bfloat16())
     dist.broadcast(x, 0)
     dist.barrier()
+    assert dist.all_reduce(x, async_op=True).is_completed(), "a loop until it is so ends"
     assert x.tolist() == parts[0].tolist() == half.tolist() == whole.tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="hvdtrain has no reduction"):
         dist.all_reduce(x, dist.ReduceOp.PRODUCT)
