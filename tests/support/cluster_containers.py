@@ -252,6 +252,7 @@ def sif(target: str) -> Path:
             for old in CACHE.glob(f"hvdtrain-{target}-*.sif"):
                 old.unlink()
             archive, fresh = CACHE / "archive.tar", path.with_suffix(".fresh")
+            archive.unlink(missing_ok=True)  # of a run that was ended; buildah does not write over it
             must(["buildah", "push", name, f"docker-archive:{archive}:hvdtrain:latest"])
             fast = ["--force", "--mksquashfs-args", "-comp lz4"]
             must([program, "build", *fast, "--build-arg", f"ARCHIVE={archive}", fresh, ROOT / "jobs/hvdtrain.def"], timeout_s=BUILT_S)
