@@ -207,7 +207,7 @@ class Work(dist._Work):  # torch's own name for what it lets others derive from
         return True
 
     def is_completed(self) -> bool:
-        """Waits, as not every engine can be asked: a loop until it is so would not end."""
+        """Waits for the collective: an engine cannot be asked, and a loop that polls would never end."""
         return self.wait()
 
     def is_success(self) -> bool:

@@ -46,9 +46,7 @@ from hvdtrain.training.train_job import train_job
 
 LINEAR = ("sgd", "lars", "larc", "novograd", "torch.optim.SGD")  # optimizers whose steps are as exact as their gradients
 ROUNDING = 1e-12  # of these
-# and others: a gradient that is zero but for rounding, as of the biases of keys, or of classes that a batch has equally often (seed 126),
-# is divided by Adam's eps of 1e-8, times the rate: 1e-16 comes to 1e-10
-OF_ADAM = 1e-9
+OF_ADAM = 1e-10  # and others: a gradient that is zero but for rounding, as of the biases of keys, is divided by Adam's eps of 1e-8
 OF_MUON = 1e-8  # whose steps multiply a direction that is nearly absent by 3.4445 ** 5, and with it what it was rounded by
 ROOM = 2**22  # bytes of a file of a checkpoint
 ONE = Place("single", 1, "")
