@@ -16,6 +16,7 @@ from hvdtrain.config.read import configure
 from hvdtrain.core.progress import Hyper
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.norm.ghost import use_norm
+from hvdtrain.frameworks.torch.parallel.fsdp import REDUCES_UNREACHED
 from hvdtrain.training.build import build_learner
 
 EXACT = [
@@ -44,15 +45,24 @@ REFUSED = {
 }
 
 
+def needs_torch_2_13(engine: str) -> bool:
+    return engine != "torchdist" and not REDUCES_UNREACHED
+
+
 @needs_mpirun
 @pytest.mark.parametrize("engine", ["mpi", *[pytest.param("torchdist", marks=pytest.mark.slow)] * FULL])
 def test_ranks_with_other_layers_train_as_one_process_or_are_named(engine: str) -> None:
     found = on_ranks(engine, 2, "layers_on_ranks:outcomes", [*EXACT, *REFUSED])[0]
     assert len(found) == len(EXACT) + len(REFUSED)
-    for case in EXACT:
-        assert all(isinstance(apart, float) and apart < 1e-15 for apart in found[" ".join(case).strip()]), (case, found)
-    for case, text in REFUSED.items():
+    not_started = [case for case in (*EXACT, *REFUSED) if case[1] == "parallel.tensor=2 shard.stage=3" and needs_torch_2_13(engine)]
+    for case in not_started:
         for error in found[" ".join(case).strip()]:
+            assert isinstance(error, str) and "shard.stage=3 with parallel.tensor does not start on this engine with torch" in error
+    for case in EXACT:
+        if case not in not_started:
+            assert all(isinstance(apart, float) and apart < 1e-15 for apart in found[" ".join(case).strip()]), (case, found)
+    for case, text in REFUSED.items():
+        for error in found[" ".join(case).strip()] if case not in not_started else []:
             assert isinstance(error, str) and "ranks use different layers (rank 0: " in error and text in error, (case, error)
             (where, *_) = (key for key in ("parallel.tensor", "norm.kind", "shard.stage") if key in case[1])
             assert f"where: {where}" in error and "fix: the same " in error

@@ -250,7 +250,10 @@ def outcome(communicator: Communicator, model: str, words: str, how: str, change
             *f"comm.bucket_mb=0.001 batch.size={sum(SHARES)} {words}".split(),
         ],
     )
-    learner: Any = build_learner(config, TASK, communicator)
+    try:
+        learner: Any = build_learner(config, TASK, communicator)
+    except UserError as error:
+        return str(error)
     change(learner)
     first = {name.removeprefix("p."): torch.from_numpy(array) for name, array in learner.state().items() if name.startswith("p.")}
     reader = learner.data

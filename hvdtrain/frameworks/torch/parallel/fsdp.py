@@ -32,7 +32,7 @@ from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_l
 from hvdtrain.frameworks.torch.parallel.timed import Communicating
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
 
-# Since torch 2.13. An older one reduces the parameters that this rank's samples reach: other ones on another rank are an error there.
+# Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would add up other ranks' other parameters.
 REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -115,9 +115,7 @@ def shard_model(
     for name, module in sharded.items():  # each of them: no setting is inherited, and FSDP2's default is a mean over ranks
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if REDUCES_UNREACHED:
-            of_torch_2_13: Any = module
-            of_torch_2_13.set_reduce_scatter_unused_params(True, recurse=False)  # zeros: another rank's samples may reach them
+        _reduce_unreached(module)
         unit = _Unit(
             model.get_submodule(name), name or ("the rest of the model" if blocks else "the model"), orders[0], gathers=mesh.shard.size > 1
         )
@@ -130,6 +128,25 @@ def shard_model(
     parts = f"in {len(blocks)} blocks and the rest" if blocks else "as one unit: the model has no `blocks`"
     cuts = {p: layers.names[name] for name, p in model.named_parameters() if name in layers.names} if layers else {}
     return ShardedModel(model, mesh, parts, cuts, orders)
+
+
+def _reduce_unreached(module: Any) -> None:
+    """A parameter of this FSDP2 module that this rank's samples do not reach has zeros: another rank's samples may reach it."""
+    if REDUCES_UNREACHED:
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:  # as of a module without parameters of its own
+        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
+
+
+def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """In place of a group's post_backward in torch 2.9 to 2.12, which reduces the parameters that have a gradient."""
+    for each in group.fsdp_params if group.reduce_grads else ():
+        gathered = getattr(each, "_unsharded_param", None)
+        if gathered is not None and gathered.requires_grad and gathered.grad is None and each.unsharded_accumulated_grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+    post_backward(*unused)
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -229,8 +246,8 @@ class _Unit:
     def gathers(self) -> None:
         self._order.ask(self._pass())
 
-    def reduces(self, numbers: int) -> None:
-        self._order.ask(f"reduction of the gradients of {self._name}{'' if REDUCES_UNREACHED else f', {numbers} numbers'}")
+    def reduces(self) -> None:
+        self._order.ask(f"reduction of the gradients of {self._name}")
 
     def _pass(self) -> str:
         what = "forward pass" if not in_backward() else "recomputation" if self._in_forward else "backward pass"
@@ -273,7 +290,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
         with self._communicating():
-            self._unit.reduces(options["input_tensor"].numel())
+            self._unit.reduces()
             return super().__call__(*tensors, **options)
 
 
