@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
-THREAD_NAME = "pt_gloo_runloop"  # as torch calls the threads that carry out Gloo's collectives
+THREAD_NAME = "pt_gloo_runloop"  # as torch calls the threads that carry out Gloo's collectives; torch 2.9 gives them no name
 
 
 def wait_until_idle(timeout_s: float) -> None:
@@ -33,13 +34,21 @@ def wait_until_idle(timeout_s: float) -> None:
 
 
 def _threads() -> dict[str, tuple[str, ...]]:
-    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was switched out, of Gloo's threads."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Thread id -> its state (S: sleeping, R: running or ready to run), and how often it was switched out, of Gloo's threads.
+
+    Where none has Gloo's name, of all that Python has not started, but for those that wait for sockets.
+    """
+    found, unnamed = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in Path("/proc/self/task").glob("*"):
         try:
             lines = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            waits_in = (task / "wchan").read_text()  # a function of the kernel, "0" for none
         except OSError:  # a thread that has ended meanwhile
             continue
+        state = lines["State"][0], lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"]
         if lines["Name"] == THREAD_NAME:
-            found[task.name] = (lines["State"][0], lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"])
-    return found
+            found[task.name] = state
+        elif task.name not in of_python and "poll" not in waits_in:
+            unnamed[task.name] = state
+    return found or unnamed
