@@ -575,7 +575,7 @@ hvdtrain.train(config, model=Net(3, 1), loss=loss, metrics={"own": (metric, "min
 
 @needs_mpirun
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["forward", "metric", "dataset", "function", *["loss", "optimizer", "collate"] * FULL])
+@pytest.mark.parametrize("what", ["forward", "dataset", *["metric", "function", "loss", "optimizer", "collate"] * FULL])
 def test_an_error_in_the_users_code_names_line_rank_and_step_and_ends_all_ranks(what: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_FAILING)

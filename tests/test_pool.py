@@ -22,9 +22,6 @@ def fails(communicator):
         raise ValueError("of rank 1")
     communicator.allgather_object(0)
 
-def ends(communicator):
-    os._exit(3 if communicator.rank else 0)
-
 def hangs(communicator):
     time.sleep(3000)
 
@@ -50,7 +47,6 @@ def test_one_start_serves_many_calls_until_one_goes_wrong(tmp_path: Path) -> Non
     assert pids() == first
     for name, limit_s, said in (
         ("fails", 900, "rank 1:\nTraceback .*ValueError: of rank 1"),
-        ("ends", 900, "ended"),
         ("hangs", 6, "without an answer: ranks .0, 1."),
     ):
         with pytest.raises(AssertionError) as error:

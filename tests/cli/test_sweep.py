@@ -283,7 +283,7 @@ def test_fewer_trials_than_optuna_has_made_already_are_kept(tmp_path: Path) -> N
 @needs_mpirun
 def test_a_sweep_that_is_stopped_goes_on(tmp_path: Path) -> None:
     """On two ranks; each trial is resumed from its checkpoint, and ends as if it had not been stopped."""
-    words = [*JOB, "epochs=100", "--grid", "seed=1,2", "--ranks-per-trial", "2", "--out", str(tmp_path / "s")]
+    words = [*JOB, "epochs=50", "--grid", "seed=1,2", "--ranks-per-trial", "2", "--out", str(tmp_path / "s")]
     command = [sys.executable, "-m", "hvdtrain", "sweep", *words]
     with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         events = tmp_path / "s" / "trial-0001" / "events.jsonl"

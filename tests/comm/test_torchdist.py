@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from ports import free_port
-from ranks import HANG_S, Job, environment, mpirun, needs_mpirun, python
+from ranks import FULL, HANG_S, Job, environment, mpirun, needs_mpirun, python
 from waiting import wait_until
 
 from hvdtrain import errors
@@ -373,9 +373,8 @@ KILLED = (128 + signal.SIGKILL, errors.LOST)  # whichever of the two ranks ends 
     [
         (signal.SIGUSR2, "launcher", (errors.REQUEUE,)),
         (signal.SIGKILL, 1, KILLED),
-        (signal.SIGKILL, 0, KILLED),
         (signal.SIGKILL, "launcher", ()),
-        (signal.SIGSTOP, 1, (errors.STALLED,)),
+        *[(signal.SIGKILL, 0, KILLED), (signal.SIGSTOP, 1, (errors.STALLED,))] * FULL,
     ],
 )
 def test_spawned_ranks_end_together(tmp_path: Path, number: signal.Signals, target: int | str, codes: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pool import on_ranks
-from ranks import needs_horovod, needs_mpirun
+from ranks import FULL, needs_horovod, needs_mpirun
 from strategies_on_ranks import batch, hyper, learner
 
 from hvdtrain.comm.communicator import SingleProcessCommunicator
@@ -17,7 +17,7 @@ from hvdtrain.core.digest import digest
 ENGINES = [
     pytest.param("mpi", marks=needs_mpirun),
     pytest.param("horovod", marks=[needs_mpirun, needs_horovod]),
-    pytest.param("torchdist", marks=needs_mpirun),
+    *[pytest.param("torchdist", marks=needs_mpirun)] * FULL,
 ]
 
 

@@ -11,7 +11,7 @@ from ranks import FULL, needs_mpirun
 
 SLOW = [pytest.mark.slow]
 A_START = 250  # programs that one start of the ranks runs: two minutes
-TABLE = [("mpi", 2, 1000, 0), ("mpi", 3, 1000, 30), ("mpi", 4, 1000, 0), ("torchdist", 2, 250, 0), ("torchdist", 3, 250, 20)]
+TABLE = [("mpi", 2, 1000, 0), ("mpi", 3, 1000, 30), ("mpi", 4, 1000, 0), ("torchdist", 2, 250, 0), ("torchdist", 3, 250, 0)]
 ROWS = [
     pytest.param(engine, size, first, A_START if FULL else some, marks=[*SLOW, *([pytest.mark.ranks4] * (size == 4))])
     for engine, size, every, some in TABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 from pool import alone
-from ranks import needs_mpirun
+from ranks import FULL, needs_mpirun
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -54,7 +54,7 @@ if hvd.rank() == 0:
 @needs_mpirun
 @pytest.mark.slow
 @pytest.mark.clock
-@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+@pytest.mark.parametrize("engine", ["mpi", *["torchdist"] * FULL])
 def test_after_a_stall_that_the_script_catches_ranks_leave_and_may_start_again(engine: str, tmp_path: Path) -> None:
     env = {"HVDTRAIN_ENGINE": engine, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
     result = ranks.mpirun(2, alone("late_ranks:main", str(tmp_path)), env=env)

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.faults, needs_mpirun]
 SEED = int(os.environ.get("HVDTRAIN_FAULTS_SEED", "4"))
 
 CHAINS = [
-    pytest.param(Command("mpi", 2, framework="numpy"), 12 if FULL else 6, 0, id="mpi-2"),
-    pytest.param(Command("mpi", 4, framework="numpy"), 10 if FULL else 3, 2, id="mpi-4", marks=pytest.mark.ranks4),
-    pytest.param(Command("horovod", 2, ("shard.stage=2",)), 6 if FULL else 2, 5, id="horovod-2-sharded", marks=needs_horovod),
+    pytest.param(Command("mpi", 2, framework="numpy"), 12 if FULL else 4, 0, id="mpi-2"),
+    pytest.param(Command("mpi", 4, framework="numpy"), 10 if FULL else 2, 2, id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("horovod", 2, ("shard.stage=2",)), 6 if FULL else 1, 5, id="horovod-2-sharded", marks=needs_horovod),
 ]
 if FULL:
     CHAINS += [

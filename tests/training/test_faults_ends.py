@@ -52,12 +52,13 @@ LINKS = (
     Link("an infinite loss on one rank", DIVERGED, ("had a loss or gradient that is not finite", "guard.nonfinite=stop"), "infinite"),
     Link("out of memory on one rank", MEMORY, ("out of memory: batch.micro=N", ENDS), "memory"),
 )
-ELSEWHERE = ("sleep", "infinite")  # in the chains on Horovod and in shards
+ELSEWHERE = ("infinite", "sleep", "loop", "exit")  # in the chain in shards, in test_watchdog.py and test_failures.py
+FROM_OUTSIDE = [k for k in LINKS if not k.fault and (FULL or k.code == REQUEUE)]
 CHAINS = [
     pytest.param(Command("mpi", 2), LINKS if FULL else [k for k in LINKS if k.fault not in ("", *ELSEWHERE)], id="mpi-2"),
     pytest.param(Command("mpi", 2, ("shard.stage=2",)), [LINKS[0], LINKS[10]], id="mpi-2-sharded"),
-    pytest.param(Command("horovod", 2), LINKS[:8] if FULL else [LINKS[0], LINKS[4]], id="horovod-2", marks=needs_horovod),
-    pytest.param(Command("mpi", 4, framework="numpy"), [k for k in LINKS if not k.fault], id="mpi-4", marks=pytest.mark.ranks4),
+    pytest.param(Command("horovod", 2), LINKS[:8] if FULL else [LINKS[0]], id="horovod-2", marks=needs_horovod),
+    pytest.param(Command("mpi", 4, framework="numpy"), FROM_OUTSIDE, id="mpi-4", marks=pytest.mark.ranks4),
 ]
 if FULL:
     CHAINS += [pytest.param(Command("horovod", 4), [LINKS[7], LINKS[4]], id="horovod-4", marks=[needs_horovod, pytest.mark.ranks4])]

@@ -50,15 +50,15 @@ def test_a_sample_of_hostile_run_folders(tmp_path: Path, arguments: tuple[str, .
     ("arguments", "name", "kind", "refusal"),
     [
         ([*JOB, "run=RUN", "max_steps=3"], "events.jsonl", "link to a file", "NAME is a link, not a file\n  where: run, command line"),
-        (["evaluate", "RUN"], "config.yaml", "pipe", "NAME is a pipe, not a file\n  where: "),
         (
             [*JOB, "run=RUN", "max_steps=3", "log.per_rank=true"],
             "ranks/rank-00001.log",
             "link to a file",
             "the log file of a rank: NAME: a link, not a file",
         ),
+        *[(["evaluate", "RUN"], "config.yaml", "pipe", "NAME is a pipe, not a file\n  where: ")] * FULL,
     ],
-    ids=["events", "configuration", "log of a rank"],
+    ids=["events", "log of a rank", *["configuration"] * FULL],
 )
 def test_two_ranks_end_together(tmp_path: Path, arguments: list[str], name: str, kind: str, refusal: str) -> None:
     """Rank 0 refuses what is planted, rank 1 its own log; one message, and both ranks have ended."""
@@ -90,8 +90,8 @@ def test_a_name_that_becomes_a_link_while_a_job_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        *("config.yaml", "weights.safetensors", "SHA256SUMS"),
-        *["events.jsonl", "mlflow_run.json", "optimizer.safetensors", "progress.json"] * FULL,
+        "weights.safetensors",
+        *["config.yaml", "SHA256SUMS", "events.jsonl", "mlflow_run.json", "optimizer.safetensors", "progress.json"] * FULL,
     ],
 )
 def test_damaged_files(tmp_path: Path, file: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pipeline_jobs_on_ranks import FEW, JOBS
 from pool import on_ranks
-from ranks import FULL, Job, mpirun, needs_mpirun
+from ranks import FULL, Job, in_full_rounds, mpirun, needs_mpirun
 from same_curve import check_same
 from test_telemetry import check_documented
 from torch import nn
@@ -304,7 +304,7 @@ def test_a_job_in_a_mesh_says_who_waits(tmp_path: Path) -> None:
 
 @slow
 @needs_mpirun
-@pytest.mark.parametrize("hang", [True, False])
+@pytest.mark.parametrize("hang", [True, *[False] * FULL])
 def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) -> None:
     words = ["model.name=faulty:Staged", f"model.hang={hang}", "model.bad_step=50", "epochs=100", "comm.engine=mpi"]
     words += ["guard.stall_s=3"] * hang
@@ -324,7 +324,8 @@ def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) ->
 
 @slow
 @needs_mpirun
-@pytest.mark.parametrize("engine", ["mpi", *["torchdist"] * FULL])
+@pytest.mark.parametrize("engine", ["mpi", "torchdist"])
+@in_full_rounds
 def test_a_killed_rank_of_a_pipeline_ends_all(tmp_path: Path, engine: str) -> None:
     words = ["-m", "hvdtrain", "model.name=mlp", "parallel.pipeline=2", "epochs=1000000", "log.every_s=0.5"]
     with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"]) as job:

@@ -85,7 +85,7 @@ class Matrix:
             Setting(engine, size, framework)
             for size in self.engines
             for engine in self.engines[size]
-            for framework in (FRAMES if FULL or engine in ("single", *engines[:1]) else FRAMES[:1])
+            for framework in (FRAMES if FULL or engine == "single" else FRAMES[:1])
         ]
         self.pairs = [
             (saved, resumed, point)

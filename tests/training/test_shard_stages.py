@@ -41,14 +41,14 @@ def reference(one_process: dict, tmp: Path, *how: str) -> dict:
     ("engine", "size", "stages", "how"),
     [
         pytest.param("mpi", 2, "3", ("few",), marks=needs_mpirun, id="mpi-2-few"),
-        pytest.param("single", 1, "1,2", ("muon",), marks=slow, id="single-1-muon"),
         pytest.param("mpi", 3, "0,1,2", ("muon",), marks=[needs_mpirun, slow], id="mpi-3-muon"),
-        pytest.param("mpi", 3, "2", (), marks=[needs_mpirun, slow], id="mpi-3"),
+        pytest.param("mpi", 3, "2", ("few",), marks=[needs_mpirun, slow], id="mpi-3-few"),
         pytest.param("mpi", 4, "1,3", ("nodes", "few"), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2-few"),
         pytest.param("torchdist", 2, "1,3", ("few",), marks=[needs_mpirun, slow], id="torchdist-2-few"),
         pytest.param("mpi", 2, "1,2", ("jax", "few"), marks=[needs_mpirun, slow], id="jax-mpi-2-few"),
         *(
             [
+                pytest.param("single", 1, "1,2", ("muon",), marks=slow, id="single-1-muon"),
                 pytest.param("mpi", 3, "1,2,3", (), marks=[needs_mpirun, slow], id="mpi-3-all"),
                 pytest.param("mpi", 4, "1,2,3", ("nodes",), marks=[needs_mpirun, slow, pytest.mark.ranks4], id="mpi-2x2"),
                 pytest.param("torchdist", 2, "1,2,3", (), marks=[needs_mpirun, slow], id="torchdist-2"),
