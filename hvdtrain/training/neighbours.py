@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -58,12 +59,13 @@ class Neighbours:
         """pieces: this rank's parts. A collective."""
         self.arrays = [Array(piece.name, piece.shape, piece.array.dtype.str) for piece in pieces]
         self._communicator, self._rank, self._size = communicator, communicator.rank, communicator.size
-        self._memory: Copies | None = None
+        self._messages: list[np.ndarray] = []  # under way
         away = distance(split_groups(communicator, 0).hosts)
         self._to, self._source = (self._rank + away) % self._size, (self._rank - away) % self._size
-        of_all = communicator.allgather_object([list(piece.runs()) for piece in pieces])
-        self._empty = frozenset(rank for rank, runs in enumerate(of_all) if not any(map(_elements, runs)))
-        self._runs: dict[int, list[Runs]] = {rank: of_all[rank] for rank in (self._rank, self._source)}
+        own: list[Runs] = [list(piece.runs()) for piece in pieces]
+        has_parts = communicator.allgather(np.array([any(map(_elements, own))], np.uint8), "copy.has_parts")
+        self._empty = frozenset(np.flatnonzero(has_parts == 0).tolist())
+        self._runs = {self._rank: own}  # and, from the first exchange on, those of the source
 
     def have(self, pieces: Sequence[Piece]) -> bool:
         """Whether these are the arrays: a user's optimizer makes its state in its first step."""
@@ -71,6 +73,8 @@ class Neighbours:
 
     def exchange(self, pieces: Sequence[Piece], number: int, memory: Copies | None) -> Copies:
         """Copies of a sync point, in the memory of older ones. A collective."""
+        if self._source not in self._runs:
+            self._runs[self._source] = self._runs_of_source()
         if memory is None or memory.ranks != self._size or memory.arrays != self.arrays:
             parts = {rank: Part(runs, np.empty(_nbytes(self.arrays, runs), np.uint8)) for rank, runs in self._runs.items()}
             memory = Copies(number, self._size, self.arrays, parts, self._empty)
@@ -78,13 +82,30 @@ class Neighbours:
         for view, piece in zip(own.views(self.arrays), pieces, strict=True):
             np.copyto(view, piece.array)
         if kept is not own:
-            self._memory = memory  # of messages that may still come where a rank is lost: it stays until there are other neighbours
-            peers = point_to_point(self._communicator, "guard.lost")
-            coming = peers.start_recv(kept.memory, self._source, "copy.parts")
-            going = peers.start_send(own.memory, self._to, "copy.parts")
-            coming.wait()
-            going.wait()
+            self._swap(own.memory, kept.memory, "copy.parts")
         return memory._replace(number=number)
+
+    def _runs_of_source(self) -> list[Runs]:
+        """A rank knows its own and its source's alone: those of all ranks would grow with the model and the number of ranks together."""
+        own = self._runs[self._rank]
+        counts = np.array([len(runs) for runs in own], np.int64)
+        of_source = np.empty_like(counts)
+        self._swap(counts, of_source, "copy.counts")
+        ends = np.array([(0, 0), *(run for runs in own for run in runs)], np.int64)  # (0, 0): no message is empty
+        ends_of_source = np.empty((1 + int(of_source.sum()), 2), np.int64)
+        self._swap(ends, ends_of_source, "copy.runs")
+        numbers = iter(ends_of_source[1:].tolist())
+        return [[(first, behind) for first, behind in itertools.islice(numbers, count)] for count in of_source.tolist()]
+
+    def _swap(self, own: np.ndarray, of_source: np.ndarray, name: str) -> None:
+        """Gives `own` to the rank that keeps it, and takes what the source has."""
+        self._messages += [own, of_source]  # where a rank is lost they may still come: they stay until there are other neighbours
+        peers = point_to_point(self._communicator, "guard.lost")
+        coming = peers.start_recv(of_source, self._source, name)
+        going = peers.start_send(own, self._to, name)
+        coming.wait()
+        going.wait()
+        del self._messages[-2:]
 
 
 def distance(hosts: Sequence[int]) -> int:
@@ -99,11 +120,11 @@ def distance(hosts: Sequence[int]) -> int:
 
 def wholes(communicator: Communicator, arrays: Sequence[Array], parts: Sequence[Part]) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays, one by one, of which this rank gives these parts and others the rest. A collective."""
-    of_ranks = communicator.allgather_object([[run for part in parts for run in part.runs[i]] for i in range(len(arrays))])
     views = [list(part.views(arrays)) for part in parts]
     for i, array in enumerate(arrays):
         own = np.concatenate([np.empty(0, array.dtype), *[of_part[i] for of_part in views]])
-        yield array.name, gather_one(communicator, array.name, array.shape, own, [of_rank[i] for of_rank in of_ranks])
+        of_ranks: list[Runs] = communicator.allgather_object([run for part in parts for run in part.runs[i]])  # of one array at a time
+        yield array.name, gather_one(communicator, array.name, array.shape, own, of_ranks)
 
 
 def _nbytes(arrays: Sequence[Array], runs: Sequence[Runs]) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
+from rank_threads import ThreadRank, in_threads
 
+from hvdtrain.comm.communicator import Buffer, Handle
 from hvdtrain.core.pieces import Piece
 from hvdtrain.training.memory_copy import Held, Kept, newest
-from hvdtrain.training.neighbours import Array, Part, distance
+from hvdtrain.training.neighbours import Array, Neighbours, Part, distance, wholes
 
 
 @pytest.mark.parametrize(
@@ -39,3 +44,54 @@ def test_the_numbers_of_a_part_lie_one_array_behind_the_other() -> None:
         view[:] = piece.array
     assert [view.tolist() for view in part.views(arrays)] == [[0, 1, 2], [7]]
     assert part.memory[:12].view("<f4").tolist() == [0, 1, 2] and part.memory[16:].view("<f8").tolist() == [7]
+
+
+class Counted(ThreadRank):
+    """Counts the bytes that come from other ranks."""
+
+    taken = 0
+
+    def start_recv(self, x: Buffer, source: int, name: str, tag: int = 0) -> Handle:
+        self.taken += x.nbytes
+        return super().start_recv(x, source, name, tag)
+
+    def allgather(self, x: Buffer, name: str) -> Buffer:
+        self.taken += x.nbytes * (self.size - 1)
+        return super().allgather(x, name)
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        self.taken += len(pickle.dumps(thing)) * (self.size - 1)
+        return super().allgather_object(thing)
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_rank_asks_its_source_alone_where_its_parts_lie(size: int) -> None:
+    """Of 300 arrays, each cut at other places; rank 1 has nothing. What a rank takes does not grow with their runs on all ranks."""
+    arrays = 300
+    whole = {f"s.{i}": np.arange(size * (3 + i), dtype="<f8") for i in range(arrays)}
+
+    def own(rank: int) -> list[Piece]:
+        owners = [owner for owner in range(size) if owner != 1]
+
+        def span(array: np.ndarray) -> tuple[int, int]:
+            share = len(array) // len(owners)
+            place = owners.index(rank) if rank in owners else 0
+            return (place * share, len(array) if rank == owners[-1] else (place + 1) * share) if rank in owners else (0, 0)
+
+        return [Piece(name, array.shape, *(at := span(array)), array[slice(*at)].copy(), False) for name, array in whole.items()]
+
+    def of_rank(ranks: ThreadRank) -> tuple[int, dict[int, list[list[float]]], bool]:
+        communicator = Counted(ranks._ranks, ranks.rank)
+        neighbours = Neighbours(communicator, own(ranks.rank))
+        copies = neighbours.exchange(own(ranks.rank), 1, None)
+        numbers = sum(part.memory.nbytes for rank, part in copies.parts.items() if rank != ranks.rank)
+        taken = communicator.taken - numbers
+        found = {rank: [view.tolist() for view in part.views(copies.arrays)] for rank, part in copies.parts.items()}
+        assert copies.empty == {1}
+        given = dict(wholes(communicator, copies.arrays, [copies.parts[ranks.rank]]))
+        return taken, found, all(np.array_equal(given[name], array) for name, array in whole.items())
+
+    for rank, (taken, found, is_whole) in enumerate(in_threads(size, of_rank)):
+        assert found == {each: [piece.array.tolist() for piece in own(each)] for each in (rank, (rank - 1) % size)}
+        assert is_whole
+        assert taken <= 24 * arrays + 16 + 200 * size, "a count and two ends of each array, and names of hosts"
