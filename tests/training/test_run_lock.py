@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.health.signals import Signals
 from hvdtrain.training.progress.train_state import Progress, TrainState
 from hvdtrain.training.run_folder import write_config
+from hvdtrain.training.run_lock import lock
 from hvdtrain.training.run_lock.holder import Holder, from_bytes, this_process, to_bytes
 from hvdtrain.training.run_lock.lock import LOCK, RunLock, read_holder
 
@@ -194,6 +196,26 @@ def test_a_claim_that_a_crash_left_holds_nobody_up(run: Path) -> None:
     with new_lock() as lock:
         lock.acquire(run)
     assert os.listdir(run) == []
+
+
+def test_a_claim_that_has_come_in_the_place_of_another_is_as_old_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that wait for a dead one's claim, one removes it, and the next makes its own: the third may not remove that."""
+    now_s, claim = [0.0], run / ".lock-token"
+    claim.touch()
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += 1.0
+        if now_s[0] == 3.0:
+            claim.unlink()
+            (run / "new").touch()
+            (run / "new").rename(claim)
+        if now_s[0] == 5.0:
+            assert claim.exists(), "it is two seconds old"
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    with Folder.open(run) as folder:
+        lock._wait_for_claim(folder, claim.name)
+    assert not claim.exists() and now_s[0] > 5
 
 
 def test_what_is_lost_is_said(run: Path) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 AT_A_TIME = 32
 LOOPBACK_NAME = "localhost"
 PROGRAM = ("echo", "answers")
-SLOWER, SHORTEST_S = 5.0, 2.0  # a host that takes so much longer than the slowest before it, and at least so long, does not answer
+SLOWER, SHORTEST_S = 5.0, 2.0  # a host that takes so much longer than before, and at least so long, does not answer
 
 
 class _Probe(NamedTuple):
@@ -42,7 +42,7 @@ class Probes:
 
     def __init__(self, command: Callable[[str], Sequence[str]], answer_s: float) -> None:
         self._command, self._answer_s = command, answer_s
-        self._slowest_s: float | None = None  # of the answers
+        self._slowest_s: dict[str, float] = {}  # of each host's answers
         self._running: dict[str, _Probe] = {}
         self._waiting: list[str] = []
         self.error = ""  # why the last host could not be asked; empty where it was
@@ -64,12 +64,12 @@ class Probes:
         self._waiting = [name for name in self._waiting if name not in found]
         for name, probe in list(self._running.items()):
             answers, seconds = probe.has_answered, time.monotonic() - probe.began_s
-            if not answers and probe.process.poll() is None and seconds < self._limit_s:
+            if not answers and probe.process.poll() is None and seconds < self._limit_s(name):
                 continue
             self._end(self._running.pop(name))
             found[name] = answers
             if answers:
-                self._slowest_s = max(seconds, self._slowest_s or 0.0)
+                self._slowest_s[name] = max(seconds, self._slowest_s.get(name, 0.0))
         while self._waiting and len(self._running) < AT_A_TIME:
             try:
                 self._start(self._waiting.pop(0))
@@ -79,12 +79,13 @@ class Probes:
                 self._waiting.clear()
         return found
 
-    @property
-    def _limit_s(self) -> float:
-        """For one host. Once a host has answered it is known how long that takes here, so a lost one is not waited for any longer."""
-        if self._slowest_s is None:
-            return self._answer_s
-        return min(self._answer_s, max(SHORTEST_S, SLOWER * self._slowest_s))
+    def _limit_s(self, name: str) -> float:
+        """Once a host has answered it is known how long that takes there, so it is not waited for any longer where it is lost.
+
+        The others' times say nothing about it: a login that mounts a folder takes ten seconds on one host and none on the next.
+        """
+        slowest_s = self._slowest_s.get(name)
+        return self._answer_s if slowest_s is None else min(self._answer_s, max(SHORTEST_S, SLOWER * slowest_s))
 
     def close(self) -> None:
         while self._running:

@@ -285,10 +285,12 @@ def remove_lock(folder: Folder, token: str) -> bool:
 
 
 def _wait_for_claim(folder: Folder, claim: str) -> None:
-    """A claim lasts a millisecond, unless its process dies in that: then it is removed after CLAIM_S."""
-    began_s = time.monotonic()
-    while folder.status(claim) is not None:
-        if time.monotonic() - began_s > CLAIM_S:
+    """A claim lasts a millisecond, unless its process dies in that: then it, not one that came later, is removed after CLAIM_S."""
+    seen, began_s = None, 0.0
+    while (status := folder.status(claim)) is not None:
+        if seen != (seen := (status.st_ino, status.st_ctime_ns)):
+            began_s = time.monotonic()
+        elif time.monotonic() - began_s > CLAIM_S:
             with contextlib.suppress(FileNotFoundError):
                 folder.remove(claim)
         time.sleep(LOOK_S / 10)
