@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ FEATURES: set[Feature] = {"several_ranks", "device_memory", "asynchronous", "ada
 GROUPS = "HOROVOD_DYNAMIC_PROCESS_SETS"  # the variable without which a started Horovod makes no process sets
 _BUILD_COMMAND = "python -m hvdtrain.cli.horovod"
 CPU_FUSION_MB = 4.0  # default without NCCL: 100 MB in host memory take a sixth of the time that they take with Horovod's default of 128 MiB
+MOST_COUNT = 2**31 - 1  # elements of one collective, which Horovod and MPI count with C's int; more are moved in pieces
 _FIX = f"{_BUILD_COMMAND} builds Horovod for the MPI of this machine; or comm.engine=mpi"
 
 
@@ -107,20 +109,32 @@ class HorovodCommunicator:
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
         x, tensor = self._checked(x, "allreduce", name)
         operand = self._reducible(tensor)
-        return PendingInPlace(
-            self._hvd, self._hvd.allreduce_async_(operand, name=name, op=self._ops[op], process_set=self._set), x, tensor, operand
-        )
+        if op == "adasum" and operand.numel() > MOST_COUNT:  # it scales a whole buffer by its norm: pieces would have other scales
+            where = f"comm.engine=horovod, allreduce {name!r}"
+            raise UserError(f"Adasum of {operand.numel():,} numbers, at most {MOST_COUNT:,}", where, "a smaller comm.bucket_mb")
+        return PendingInPlace(self._hvd, self._sum(operand, name, self._ops[op]), x, tensor, operand)
+
+    def _sum(self, operand: Any, name: str, op: Any) -> list[Any]:
+        pieces = _pieces(operand, name)
+        return [self._hvd.allreduce_async_(piece, name=part, op=op, process_set=self._set) for part, piece in pieces]
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
-        x, tensor = self._checked(x, "broadcast", name)
-        self._hvd.broadcast_(self._movable(tensor), self._set.ranks[root], name=name, process_set=self._set)
-        return x
+        return self.start_broadcast(x, name, root).wait()
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
         x, tensor = self._checked(x, "broadcast", name)
         bits = self._movable(tensor)
-        handle = self._hvd.broadcast_async_(bits, self._set.ranks[root], name=name, process_set=self._set)
-        return PendingInPlace(self._hvd, handle, x, bits, bits)
+        return PendingInPlace(self._hvd, self._copy(bits, name, root), x, bits, bits)
+
+    def _copy(self, bits: Any, name: str, root: int) -> list[Any]:
+        root = self._set.ranks[root]
+        return [self._hvd.broadcast_async_(piece, root, name=part, process_set=self._set) for part, piece in _pieces(bits, name)]
+
+    def _copy_parts(self, bits: Any, name: str, ends: Sequence[int]) -> list[Any]:
+        """Rows of each rank, to all: in the place of an allgather of more than one collective counts."""
+        parts = zip([0, *ends], ends, strict=False)
+        owners = [(owner, begin, end) for owner, (begin, end) in enumerate(parts) if begin < end]
+        return [handle for owner, begin, end in owners for handle in self._copy(bits[begin:end], f"{name}.of{owner}", owner)]
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
         """An allreduce: Horovod has no reduction to one rank."""
@@ -128,24 +142,44 @@ class HorovodCommunicator:
 
     def reduce_scatter(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "reduce_scatter", name)
-        part = self._hvd.reducescatter(self._reducible(tensor), name=name, op=self._hvd.Sum, process_set=self._set)
+        operand, own = self._reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        if operand.numel() > MOST_COUNT:
+            total = operand.clone()
+            return _like(
+                x, PendingInPlace(self._hvd, self._sum(total, name, self._hvd.Sum), total, total, total).wait()[own].to(tensor.dtype)
+            )
+        part = self._hvd.reducescatter(operand, name=name, op=self._hvd.Sum, process_set=self._set)
         return _like(x, part.to(tensor.dtype))
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
         x, tensor = self._checked(x, "start_reduce_scatter", name)
-        handle = self._hvd.reducescatter_async(self._reducible(tensor), name=name, op=self._hvd.Sum, process_set=self._set)
-        own = part_of(len(tensor), self.rank, self.size)
+        operand, own = self._reducible(tensor), part_of(len(tensor), self.rank, self.size)
+        if operand.numel() > MOST_COUNT:
+            total = operand.clone()
+            return PendingInPlace(self._hvd, self._sum(total, name, self._hvd.Sum), x[own], tensor[own], total[own])
+        handle = self._hvd.reducescatter_async(operand, name=name, op=self._hvd.Sum, process_set=self._set)
         return PendingPart(self._hvd, handle, x[own], tensor[own])
 
     def start_spread(self, x: Buffer, name: str) -> Handle:
         x, tensor = self._checked(x, "allgather", name)
         bits = self._movable(tensor)
+        if bits.numel() > MOST_COUNT:
+            ends = [part_of(len(tensor), rank, self.size).stop for rank in range(self.size)]
+            return PendingInPlace(self._hvd, self._copy_parts(bits, name, ends), x, bits, bits)
         own = bits[part_of(len(tensor), self.rank, self.size)]
         return PendingPart(self._hvd, self._hvd.allgather_async(own, name=name, process_set=self._set), x, bits)
 
     def allgather(self, x: Buffer, name: str) -> Buffer:
         x, tensor = self._checked(x, "allgather", name)
-        return _like(x, self._hvd.allgather(self._movable(tensor), name=name, process_set=self._set).view(tensor.dtype))
+        bits = self._movable(tensor)
+        rows = self._hvd.allgather(self._torch.tensor([len(bits)]), name=f"{name}.rows", process_set=self._set)
+        ends = [int(end) for end in rows.cumsum(0)]
+        if ends[-1] * math.prod(bits.shape[1:]) <= MOST_COUNT:
+            return _like(x, self._hvd.allgather(bits, name=name, process_set=self._set).view(tensor.dtype))
+        whole = bits.new_empty((ends[-1], *bits.shape[1:]))
+        whole[ends[self.rank] - len(bits) : ends[self.rank]] = bits
+        PendingInPlace(self._hvd, self._copy_parts(whole, name, ends), whole, whole, whole).wait()
+        return _like(x, whole.view(tensor.dtype))
 
     def allgather_object(self, thing: Any) -> list[Any]:
         if not self._is_group:
@@ -216,13 +250,14 @@ class ProcessSets:
 class PendingInPlace:
     """A Handle."""
 
-    def __init__(self, hvd: Any, handle: int, x: Buffer, tensor: Any, operand: Any) -> None:
+    def __init__(self, hvd: Any, handles: Sequence[Any], x: Buffer, tensor: Any, operand: Any) -> None:
         """`tensor`: a view of x, which takes the result; `operand`: what Horovod changes, the same or a copy of another type."""
-        self._hvd, self._handle = hvd, handle
+        self._hvd, self._handles = hvd, handles
         self._x, self._tensor, self._operand = x, tensor, operand
 
     def wait(self) -> Buffer:
-        self._hvd.synchronize(self._handle)
+        for handle in self._handles:
+            self._hvd.synchronize(handle)
         if self._operand is not self._tensor:
             self._tensor.copy_(self._operand)
         return self._x
@@ -239,6 +274,13 @@ class PendingPart:
     def wait(self) -> Buffer:
         self._tensor.copy_(self._hvd.synchronize(self._handle))
         return self._x
+
+
+def _pieces(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensor, or views of at most MOST_COUNT elements, each with a name of its own."""
+    if tensor.numel() <= MOST_COUNT:
+        return iter([(name, tensor)])
+    return ((f"{name}.{number}", piece) for number, piece in enumerate(tensor.view(-1).split(MOST_COUNT)))
 
 
 def _like(x: Buffer, tensor: Any) -> Buffer:

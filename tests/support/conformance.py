@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hvdtrain.comm import mpi
+from hvdtrain.comm import horovod, mpi
 from hvdtrain.comm.communicator import NUMBER_TYPES, Communicator, CompletedHandle, Op, part_of, point_to_point
 from hvdtrain.comm.features import MEANINGS, features_of
 from hvdtrain.comm.placement import placement
@@ -250,9 +250,11 @@ def large(kind: Kind, communicator: Communicator, name: str) -> Claims:
 
 
 def beyond_an_int(kind: Kind, communicator: Communicator, name: str) -> Claims:
-    """More elements than C's int counts, with which MPI counts: here more than three."""
-    with mock.patch.object(mpi, "MOST_COUNT", 3), mock.patch.object(mpi, "PIECE_BYTES", 8):
+    """More elements than C's int counts, with which MPI and Horovod count: here more than three."""
+    with mock.patch.object(mpi, "MOST_COUNT", 3), mock.patch.object(horovod, "MOST_COUNT", 3), mock.patch.object(mpi, "PIECE_BYTES", 8):
         found = [
+            *start_allreduce("float32", kind, communicator, f"{name} sums"),
+            *sharded("float32", kind, communicator, f"{name} shards"),
             *reduce_scatter("float32", kind, communicator, f"{name} parts"),
             *reduce_scatter("float16", kind, communicator, f"{name} halves"),
             *allgather("int64", kind, communicator, f"{name} rows"),
