@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hvdtrain.core.progress import Hyper
 from hvdtrain.core.seeds import fold
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.learner import Learner
+from hvdtrain.frameworks.torch.inputs import DeviceBatch, Inputs
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.training.build import build_learner
 
@@ -286,6 +289,31 @@ def test_state_loads_into_another_learner_which_continues_equally() -> None:
         one.step([one.to_device(batch(8, 9))], hyper(8), 9)
     assert digest(a.state()) == digest(b.state())
     assert any(name.startswith("b.stem.1.running_mean") for name in a.state())
+
+
+def test_the_losses_of_outputs_wait_for_the_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are copied by another stream. The last stage of a pipeline reads nothing else of a batch."""
+    one: Any = learner("model.name=linear")
+    data, waited = one.to_device(batch(4)), list[DeviceBatch]()
+    monkeypatch.setattr(one.forward.inputs, "arrays", lambda each: waited.append(each) or each.arrays)
+    one.forward.losses(torch.zeros(4, 3, dtype=torch.float64), data, training=True)
+    assert waited == [data]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs are here")
+def test_a_reader_opens_no_context_on_another_gpu() -> None:
+    used: list[int] = []
+    inputs = Inputs(TASK, torch.device("cuda", 1), torch.float32, channels_last=False)
+
+    def read() -> None:
+        inputs.to_device(batch(4))
+        used.append(torch.cuda.current_device())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join()
+    assert used == [1]
 
 
 def test_a_state_of_another_model_is_refused() -> None:

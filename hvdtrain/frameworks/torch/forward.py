@@ -103,7 +103,11 @@ class Forward:
         return x
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
-        """Of the model's outputs for a batch with samples."""
+        """Of the model's outputs for a batch with samples, whose labels may still be on their way to the device: it waits for them.
+
+        The last stage of a pipeline has read no inputs of this batch.
+        """
+        self.inputs.arrays(batch)
         return self._losses(self._in_weights_type(outputs), batch, training)
 
     def train(self, batch: DeviceBatch) -> Losses:
@@ -113,7 +117,7 @@ class Forward:
             outputs = self._training(x)
         if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:  # of no samples
             return Losses(outputs, zero_sums(self.task.sums))
-        return self.losses(outputs, batch, training=True)
+        return self._losses(self._in_weights_type(outputs), batch, training=True)
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
         """Of samples that are not learned from; the model is in evaluation mode, and gradients are off.
