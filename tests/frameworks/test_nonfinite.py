@@ -324,10 +324,10 @@ def found(engine: str) -> dict[str, list[dict[str, Any]]]:
 
 SKIPPED = ["torch", "torch, two passes", "torch, sync norm", "torch, RMSprop", "torch, small buckets", "numpy", "jax"]
 SHARDED = ["torch, stage 2, two passes", "torch, stage 3, two passes"]
-MARKS = [*ranks.ENGINES[0].marks, pytest.mark.slow]  # one engine is enough in the fast tests
-ENGINES = [pytest.param("mpi", marks=MARKS), ranks.ENGINES[1]]
-ON_MPI = [pytest.param("mpi", case, marks=MARKS) for case in SKIPPED + SHARDED]
-ON_HOROVOD = [pytest.param("horovod", case, marks=ranks.ENGINES[1].marks) for case in SKIPPED]
+MARKS = [*ranks.ENGINES[1].marks, pytest.mark.slow]  # one engine is enough in the fast tests
+ENGINES = [ranks.ENGINES[0], pytest.param("horovod", marks=MARKS)]
+ON_MPI = [pytest.param("mpi", case, marks=ranks.ENGINES[0].marks) for case in SKIPPED + SHARDED]
+ON_HOROVOD = [pytest.param("horovod", case, marks=MARKS) for case in SKIPPED]
 
 
 @pytest.mark.parametrize(("engine", "case"), ON_MPI + ON_HOROVOD)

@@ -38,10 +38,10 @@ def pairs() -> list[object]:
             size,
             case,
             id=f"{communicator}-x{size}-{case}",
-            marks=[*marks, *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size > 2 or communicator == "mpi")],
+            marks=[*marks, *[pytest.mark.ranks4] * (size == 4), *[pytest.mark.slow] * (size > 2 or communicator == "horovod")],
         )
         for communicator, marks in MARKS.items()
-        for size in ((2, 3, 4) if ranks.FULL else (3,) if communicator == "mpi" else (2,))
+        for size in ((2, 3, 4) if ranks.FULL else (2,))
         for case in norms_on_ranks.cases(communicator)
     ]
 

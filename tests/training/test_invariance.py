@@ -10,15 +10,15 @@ from ranks import ENGINES, FULL, needs_horovod
 
 SIZES = [
     ("single", 1),
+    ("mpi", 2),
     ("horovod", 2),
-    ("mpi", 3),
-    *[("torchdist", 2), ("mpi", 2), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)] * FULL,
+    *[("torchdist", 2), ("mpi", 3), ("mpi", 4), ("torchdist", 3), ("horovod", 3), ("horovod", 4)] * FULL,
 ]
 
 
 def marks(engine: str, size: int) -> list[pytest.MarkDecorator]:
-    """Two ranks run on horovod; the other groups, half a minute each, are slow tests."""
-    first = [("single", 1), ("horovod", 2)]
+    """One process and two ranks on mpi; the other groups, a minute each, are slow tests."""
+    first = [("single", 1), ("mpi", 2)]
     slow = (engine, size) not in first
     return [needs_horovod] * (engine == "horovod") + [pytest.mark.ranks4] * (size == 4) + [pytest.mark.slow] * slow
 
