@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -229,6 +230,39 @@ def test_ranks_with_different_secrets_do_not_meet() -> None:
     found = meet(*places, secrets=("a", "b"))
     assert [error.what for error in found] == ["a process that is at the job's address does not have its secret"] * 2
     assert "HVDTRAIN_SECRET" in found[0].fix
+
+
+class CountsKeys(SignedStore):
+    """Counts the keys that all ranks name together."""
+
+    named = itertools.count()
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        for _ in keys:
+            next(self.named)
+        super().wait(keys, timeout)
+
+    def has(self, *keys: str) -> bool:
+        next(self.named)
+        return super().has(*keys)
+
+    def get(self, key: str) -> Any:
+        next(self.named)
+        return super().get(key)
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_the_keys_that_ranks_name_when_they_meet_grow_as_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(CountsKeys, "named", itertools.count())
+
+    def arrive(rank: int) -> None:
+        place = Placement(rank, ranks, 0, 1, "torchrun")
+        wait_for_all_ranks(CountsKeys(store, "secret"), Rendezvous(LOOPBACK, 1), place, LIMIT)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(arrive, range(ranks)))
+    assert next(CountsKeys.named) <= 6 * ranks
 
 
 def meet(*places: Placement, secrets: tuple[str, str] = ("", "")) -> list[Any]:
