@@ -309,10 +309,13 @@ def test_a_file_of_another_network_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("compression", "message"),
-    [(zipfile.ZIP_DEFLATED, r"it holds 536,\d+,\d+ bytes"), (zipfile.ZIP_BZIP2, "compressed in another way")],
+    ("compression", "message", "form"),
+    [
+        (zipfile.ZIP_DEFLATED, r"it holds 536,\d+,\d+ bytes", "npz"),
+        (zipfile.ZIP_BZIP2, "compressed in another way", "pt"),
+        *[(zipfile.ZIP_DEFLATED, r"it holds 536,\d+,\d+ bytes", "pt"), (zipfile.ZIP_BZIP2, "compressed in another way", "npz")] * FULL,
+    ],
 )
-@pytest.mark.parametrize("form", ["npz", "pt"])
 def test_a_small_file_that_holds_much_is_not_decompressed(
     form: str, compression: int, message: str, scripts: dict[str, Any], tmp_path: Path
 ) -> None:

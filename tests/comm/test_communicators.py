@@ -76,7 +76,7 @@ def pairs() -> list[Any]:
         *(
             (communicator, size)
             for communicator in ("mpi", "horovod", "torchdist")
-            for size in ((1, 2, 4) if FULL else (1, 2, 3) if communicator == "mpi" else (1, 2))
+            for size in ((1, 2, 4) if FULL else (1, 2, 3) if communicator == "mpi" else (2,))
         ),
     ]
     return [
