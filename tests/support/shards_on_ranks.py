@@ -118,7 +118,7 @@ def checkpoint(run: Path, words: str, communicator: Communicator) -> dict[str, s
     now, hosts, name = TrainState(Progress(10, 100, 3, 24)), [""] * communicator.size, files.unfinished_name(3, "0123456789abcdef")
     arrays: Arrays | WrittenByAll = learner.state()
     if learner.is_sharded:
-        parts = Parts(list(learner.pieces()), files.ARRAYS, files.file_of, communicator.rank)
+        parts = Parts(list(learner.pieces()), files.ARRAYS, files.file_of, communicator.rank, several_hosts=True)
         arrays = WrittenByAll(parts, range(1, communicator.size), hosts, name)
         if communicator.rank:
             write_parts(parts, run, name, lambda: False)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rank_threads import ThreadRank, in_threads
 from ranks import HANG_S, ROOT, environment, mpirun, mpirun_path, needs_mpirun
 
 from hvdtrain.comm.communicator import part_of
+from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
+from hvdtrain.events.log import Log
 from hvdtrain.training.checkpoint import files, shards
+from hvdtrain.training.checkpoint.checkpoints import Checkpoints, LastWrite
+from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
+from hvdtrain.training.checkpoint.shared_file import BLOCK_BYTES, WholeBlocks
 from hvdtrain.training.progress.train_state import Progress, TrainState
 
 IDENTITY = {"seed": 5, "data": {"samples": 10}}
@@ -62,23 +72,26 @@ def test_a_cut_lies_in_stretches_of_the_whole() -> None:
         assert np.array_equal(copy[copy > 0], np.sort(part[part > 0]))
 
 
-def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path, several_hosts: bool) -> None:
     def columns(rank: int) -> list[Piece]:
         cut, name = Cut(1, 1, 5, rank), "s.body.weight.0"  # one column of five
         part = cut.of(STATE[name]).reshape(-1)
-        of_rank = Piece(name, STATE[name].shape, 0, part.size, part, is_whole=False, is_mine=True, cut=cut)
-        return [of_rank if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
+        column = Piece(name, STATE[name].shape, 0, part.size, part, is_whole=False, is_mine=True, cut=cut)
+        return [column if piece.name == name else piece._replace(is_mine=rank == 0) for piece in pieces(0, 1)]
 
     def other(rank: int) -> None:
-        write_parts(Parts(columns(rank), files.ARRAYS, files.file_of, rank), run, name, lambda: False)
+        write_parts(of_rank(rank), run, name, lambda: False)
+
+    def of_rank(rank: int) -> Parts:
+        return Parts(columns(rank), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts)
 
     run, name = tmp_path / "columns", files.unfinished_name(3, "0123456789abcdef")
     run.mkdir()
     threads = [threading.Thread(target=other, args=(rank,)) for rank in range(1, 5)]
     for thread in threads:
         thread.start()
-    of_rank_0 = Parts(columns(0), files.ARRAYS, files.file_of, 0)
-    found = files.write(run, NOW, WrittenByAll(of_rank_0, range(1, 5), [""] * 5, name), IDENTITY)
+    found = files.write(run, NOW, WrittenByAll(of_rank(0), range(1, 5), [""] * 5, name), IDENTITY)
     for thread in threads:
         thread.join()
     whole_run = write(tmp_path / "one", 1)
@@ -86,20 +99,21 @@ def test_ranks_with_columns_write_the_bytes_of_one_process(tmp_path: Path) -> No
         assert (found / file).read_bytes() == (whole_run / file).read_bytes(), file
 
 
-def parts(rank: int, ranks: int, state: Arrays = STATE) -> Parts:
-    return Parts(pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank)
+def parts(rank: int, ranks: int, state: Arrays = STATE, several_hosts: bool = False) -> Parts:
+    return Parts(pieces(rank, ranks, state), files.ARRAYS, files.file_of, rank, several_hosts=several_hosts)
 
 
-def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE) -> Path:
+def write(run: Path, ranks: int, other: Callable[[int], None] | None = None, state: Arrays = STATE, several_hosts: bool = False) -> Path:
     """By rank 0 in this thread, and by the others in threads; `other`: what they do instead."""
     run.mkdir()
     name = files.unfinished_name(3, "0123456789abcdef")
-    does = other or (lambda rank: write_parts(parts(rank, ranks, state), run, name, lambda: False))
+    does = other or (lambda rank: write_parts(parts(rank, ranks, state, several_hosts), run, name, lambda: False))
     threads = [threading.Thread(target=does, args=(rank,)) for rank in range(1, ranks)]
     for thread in threads:
         thread.start()
     try:
-        return files.write(run, NOW, WrittenByAll(parts(0, ranks, state), range(1, ranks), ["n1"] * ranks, name), IDENTITY)
+        of_rank_0 = parts(0, ranks, state, several_hosts)
+        return files.write(run, NOW, WrittenByAll(of_rank_0, range(1, ranks), ["n1"] * ranks, name), IDENTITY)
     finally:
         for thread in threads:
             thread.join()
@@ -114,6 +128,96 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranks(tmp_path: Path, ranks: i
     for mapped in (True, False):
         read = files.read_arrays(many, 2**20, mapped=mapped)
         assert read.keys() == STATE.keys() and all(np.array_equal(read[name], STATE[name]) for name in STATE)
+
+
+class NfsClients:
+    """os.pwrite as clients of NFS may do it: whole pages are written, in which all but the rank's own bytes are as the file began."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes, self._pwrite, self._lock = page_bytes, os.pwrite, threading.Lock()
+        self._first: dict[int, bytes] = {}  # by the file's inode
+        self._pages: dict[tuple[threading.Thread, int], bytearray] = {}  # by the thread, which is a host of its own, and the inode
+
+    def __call__(self, handle: int, data: memoryview, begin: int) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+            raise OSError(errno.EBADF, "a client that may read reads whole pages")
+        inode = os.fstat(handle).st_ino
+        with self._lock:
+            first = self._first.setdefault(inode, Path(f"/proc/self/fd/{handle}").read_bytes())
+            seen = self._pages.setdefault((threading.current_thread(), inode), bytearray(first))
+            seen[begin : begin + len(data)] = data
+            start = begin // self._page_bytes * self._page_bytes
+            stop = min(-(-(begin + len(data)) // self._page_bytes) * self._page_bytes, len(seen))
+            assert self._pwrite(handle, seen[start:stop], start) == stop - start
+        return len(data)
+
+
+LARGE: Arrays = {  # every rank has whole blocks of some arrays, and none of others
+    "p.wide.weight": np.arange(70_000, dtype=np.float32).reshape(70, 1000),
+    "b.seen": np.array(7),
+    "s.body.weight.0": np.sin(np.arange(90_001.0)),
+    "s.head.0": np.linspace(0, 1, 1001),
+    "s.step": np.array(3.0, np.float32),
+}
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 65536])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_hosts_whose_clients_write_whole_pages_do_not_undo_each_others_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, page_bytes: int
+) -> None:
+    one = write(tmp_path / "one", 1, state=LARGE)
+    monkeypatch.setattr(os, "pwrite", NfsClients(page_bytes))
+    many = write(tmp_path / "many", ranks, state=LARGE, several_hosts=True)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {path.name: path.read_bytes() for path in many.iterdir()}
+
+
+class ShardedLearner:
+    """One rank's part of LARGE."""
+
+    is_sharded = True
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._pieces = pieces(rank, ranks, LARGE)
+
+    def pieces(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    def state_dict_names(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize("hosts", [["n1", "n2"], ["n1", "n1"]])
+def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
+    """Two ranks that take each other for one host's write single bytes: the checksums find what such clients undo."""
+
+    def finish(communicator: ThreadRank) -> LastWrite:
+        saver = None if communicator.rank else Saver(tmp_path / "run", CheckpointConfig(), IDENTITY, Log([]))
+        learner: Any = ShardedLearner(communicator.rank, communicator.size)
+        return Checkpoints(communicator, learner, tmp_path / "run", 2**20, saver, hosts).finish(NOW)
+
+    (tmp_path / "run").mkdir()
+    one = write(tmp_path / "one", 1, state=LARGE)
+    monkeypatch.setattr(os, "pwrite", NfsClients(4096))
+    failure = in_threads(2, finish)[0].failure
+    if hosts == ["n1", "n1"]:
+        assert re.search("are not what was written", failure) and files.finished(tmp_path / "run") == []
+    else:
+        (many,) = files.finished(tmp_path / "run")
+        assert not failure and all((one / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
+
+
+def test_whole_blocks_are_a_ranks_own_and_the_rest_is_left() -> None:
+    block = BLOCK_BYTES
+    blocks = WholeBlocks(
+        [(3 * block + 5, 3 * block + 9), (10, block), (block, 2 * block + 7), (4 * block - 1, 4 * block + 30)], 4 * block + 30
+    )
+    assert list(blocks.split(10, block)) == [(10, block, False)]
+    assert list(blocks.split(block, 2 * block + 7)) == [(block, 2 * block, True), (2 * block, 2 * block + 7, False)]
+    assert list(blocks.split(block + 1, block + 4)) == [(block + 1, block + 4, True)]
+    assert list(blocks.split(3 * block + 5, 3 * block + 9)) == [(3 * block + 5, 3 * block + 9, False)]
+    end = [(4 * block - 1, 4 * block, False), (4 * block, 4 * block + 30, True)]
+    assert list(blocks.split(4 * block - 1, 4 * block + 30)) == end  # the file ends there
 
 
 def report(run: Path, **content: object) -> None:

@@ -101,7 +101,8 @@ class Checkpoints:
             if self.saver:
                 self.saver.save(now, Saved(state, self._learner.state_dict_names()))
             return
-        parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank)
+        several_hosts = len(set(self._hosts)) > 1
+        parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
         self._over = threading.Event()
         if self.saver:
             written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._over.is_set)

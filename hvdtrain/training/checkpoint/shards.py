@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import Diverged
 from hvdtrain.training.checkpoint.array_file import PIECE_BYTES, in_order, make_header, to_bytes
+from hvdtrain.training.checkpoint.shared_file import PartWriter, WholeBlocks, join
 
 WAIT_S = 300.0  # of rank 0 for the last of the others; of the others for the folder
 LOOK_S = 0.05
@@ -67,8 +68,11 @@ class Layout:
 class Parts:
     """What one rank writes of a checkpoint: a host copy of its own pieces."""
 
-    def __init__(self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str], rank: int) -> None:
-        self.rank = rank
+    def __init__(
+        self, pieces: Sequence[Piece], files: Sequence[str], file_of: Callable[[str], str], rank: int, *, several_hosts: bool = False
+    ) -> None:
+        """several_hosts: this rank writes whole blocks alone, and rank 0 what is left of them."""
+        self.rank, self.several_hosts = rank, several_hosts
         self.layout = Layout(pieces, files, file_of)
         self._own = [piece._replace(array=piece.array.copy()) for piece in pieces if piece.is_mine or (piece.is_whole and rank == 0)]
 
@@ -81,25 +85,19 @@ class Parts:
     def write(self, folder: Folder) -> list[Range]:
         """Writes them into the files of the folder, which have their sizes. Raises OSError."""
         ranges = []
-        for file in self.layout.sizes:
-            with folder.update(file) as opened:
-                for piece in self._own:
-                    if self.layout.file(piece) == file:
-                        ranges += [_write(opened.fileno(), file, begin, data) for begin, data in self.layout.places(piece)]
-                os.fsync(opened.fileno())
+        with folder.create(_apart(self.rank)) if self.several_hosts and self.rank else contextlib.nullcontext() as apart:
+            for file, size in self.layout.sizes.items():
+                blocks = WholeBlocks(((begin, begin + len(data)) for begin, data in self._places(file)), size) if apart else None
+                with folder.overwrite(file) as opened:
+                    writer = PartWriter(opened, blocks, apart)
+                    ranges += [Range(file, begin, begin + len(data), writer.write(begin, data)) for begin, data in self._places(file)]
+                    writer.sync()
         return ranges
 
-
-def _write(handle: int, file: str, begin: int, data: memoryview) -> Range:
-    checksum, end = hashlib.sha256(), begin
-    while data:
-        piece = data[:PIECE_BYTES]
-        checksum.update(piece)
-        while piece:
-            written = os.pwrite(handle, piece, end)
-            piece, end = piece[written:], end + written
-        data = data[PIECE_BYTES:]
-    return Range(file, begin, end, checksum.hexdigest())
+    def _places(self, file: str) -> Iterator[tuple[int, memoryview]]:
+        for piece in self._own:
+            if self.layout.file(piece) == file:
+                yield from self.layout.places(piece)
 
 
 def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], bool]) -> None:
@@ -143,35 +141,48 @@ class WrittenByAll:
     ) -> None:
         """ranks: the others, which write, too; is_over: whether some of them are lost."""
         self.unfinished = unfinished
-        self._parts, self._ranks, self._hosts, self._is_over = parts, ranks, hosts, is_over
+        self.parts, self._ranks, self._hosts, self._is_over = parts, ranks, hosts, is_over
 
     @property
     def nbytes(self) -> int:
-        return self._parts.layout.nbytes
+        return self.parts.layout.nbytes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts.layout.names)
+        return iter(self.parts.layout.names)
 
     def prepare(self, folder: Folder) -> None:
         """Makes the files in their sizes, before the folder has the name that the others wait for."""
-        for file, header in self._parts.layout.headers.items():
+        for file, header in self.parts.layout.headers.items():
             with folder.create(file) as opened:
                 opened.write(header)
-                opened.truncate(self._parts.layout.sizes[file])
+                opened.truncate(self.parts.layout.sizes[file])
 
     def fill(self, folder: Folder) -> dict[str, str]:
         """Returns once all ranks have written and it is all on the disk: the SHA-256 of each file, by the bytes that were in memory.
 
         Raises OSError where a rank cannot write or does not report in time, Diverged where it has a number that is not finite.
         """
-        self._parts.check_finite()
-        ranges = self._parts.write(folder)
+        self.parts.check_finite()
+        ranges = self.parts.write(folder)
         for rank in self._ranks:
-            ranges += self._wait_for(folder, rank)
-        checksums = {file: self._checked(folder, file, [of for of in ranges if of.file == file]) for file in self._parts.layout.sizes}
+            of_rank = self._wait_for(folder, rank)
+            if self.parts.several_hosts:
+                self._join(folder, rank, of_rank)
+            ranges += of_rank
+        checksums = {file: self._checked(folder, file, [of for of in ranges if of.file == file]) for file in self.parts.layout.sizes}
         for rank in self._ranks:
             folder.remove(_report(rank))
+            if self.parts.several_hosts:
+                folder.remove(_apart(rank))
         return checksums
+
+    def _join(self, folder: Folder, rank: int, ranges: list[Range]) -> None:
+        """Writes the bytes that a rank has left to rank 0: of blocks that are not wholly its own."""
+        with folder.open_file(_apart(rank)) as apart:
+            for file, size in self.parts.layout.sizes.items():
+                stretches = [(of.begin, of.end) for of in ranges if of.file == file]
+                with folder.overwrite(file) as opened:
+                    join(opened, WholeBlocks(stretches, size), stretches, apart)
 
     def _wait_for(self, folder: Folder, rank: int) -> list[Range]:
         began_s = time.monotonic()
@@ -193,7 +204,7 @@ class WrittenByAll:
 
     def _checked(self, folder: Folder, file: str, ranges: list[Range]) -> str:
         """The SHA-256 of a file. Raises OSError where a range is not what its rank had in memory, or nobody wrote it."""
-        header = self._parts.layout.headers[file]
+        header = self.parts.layout.headers[file]
         ranges = [Range(file, 0, len(header), hashlib.sha256(header).hexdigest()), *sorted(ranges)]
         whole, end = hashlib.sha256(), 0
         with folder.open_file(file) as opened:
@@ -210,10 +221,14 @@ class WrittenByAll:
                     end += len(data)
                 if end != each.end or part.hexdigest() != each.checksum:
                     raise OSError(None, f"bytes {each.begin} to {each.end} of {file} are not what was written")
-        if end != self._parts.layout.sizes[file]:
-            raise OSError(None, f"bytes {end} to {self._parts.layout.sizes[file]} of {file} were not written")
+        if end != self.parts.layout.sizes[file]:
+            raise OSError(None, f"bytes {end} to {self.parts.layout.sizes[file]} of {file} were not written")
         return whole.hexdigest()
 
 
 def _report(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def _apart(rank: int) -> str:
+    return f"rank-{rank:05d}.apart"

@@ -1,0 +1,104 @@
+"""A file into which every rank writes its own bytes, from several hosts too: a block that two ranks share is written by rank 0 alone.
+
+A client of NFS may write the whole page in which a byte has changed, the rest as it was when the client last read it: two hosts that
+write into one page undo each other's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from io import BufferedReader, BufferedWriter, FileIO
+
+from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
+
+BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
+
+
+class WholeBlocks:
+    """The blocks of a file that stretches of one rank cover from end to end; the last block of a file ends with the file."""
+
+    def __init__(self, stretches: Iterable[tuple[int, int]], size: int) -> None:
+        """stretches: (first byte, the one behind the last), in any order; size: of the file, in bytes."""
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        for begin, end in _joined(stretches):
+            first = -(-begin // BLOCK_BYTES) * BLOCK_BYTES
+            behind = end if end == size else end // BLOCK_BYTES * BLOCK_BYTES
+            if first < behind:
+                self._begins.append(first)
+                self._ends.append(behind)
+
+    def split(self, begin: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """The parts of one of the stretches, or of a piece of it: (first byte, behind the last, whether it lies in these blocks)."""
+        place = bisect_right(self._ends, begin)  # of the only run of whole blocks that may lie in it
+        first = behind = end
+        if place < len(self._ends):
+            first, behind = min(max(begin, self._begins[place]), end), min(self._ends[place], end)
+        for start, stop, is_whole in ((begin, first, False), (first, behind, True), (behind, end, False)):
+            if start < stop:
+                yield start, stop, is_whole
+
+
+def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """In order, those that touch as one."""
+    start = stop = 0
+    for begin, end in sorted(stretches):
+        if begin != stop:
+            if start < stop:
+                yield start, stop
+            start = begin
+        stop = end
+    if start < stop:
+        yield start, stop
+
+
+class PartWriter:
+    """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, one behind the other, for join()."""
+
+    def __init__(self, file: FileIO, blocks: WholeBlocks | None = None, apart: BufferedWriter | None = None) -> None:
+        self._file, self._blocks, self._apart = file, blocks, apart
+
+    def write(self, begin: int, data: memoryview) -> str:
+        """Returns the SHA-256 of the data. Raises OSError."""
+        checksum = hashlib.sha256()
+        for done in range(0, len(data), PIECE_BYTES):
+            piece = data[done : done + PIECE_BYTES]
+            checksum.update(piece)
+            self._write(begin + done, piece)
+        return checksum.hexdigest()
+
+    def _write(self, begin: int, data: memoryview) -> None:
+        if self._blocks is None or self._apart is None:
+            _write_at(self._file, begin, data)
+            return
+        for start, stop, is_whole in self._blocks.split(begin, begin + len(data)):
+            part = data[start - begin : stop - begin]
+            if is_whole:
+                _write_at(self._file, start, part)
+            else:
+                self._apart.write(part)
+
+    def sync(self) -> None:
+        """Returns once all of it is on the disk."""
+        os.fsync(self._file.fileno())
+        if self._apart is not None:
+            self._apart.flush()
+            os.fsync(self._apart.fileno())
+
+
+def join(file: FileIO, blocks: WholeBlocks, stretches: Iterable[tuple[int, int]], apart: BufferedReader) -> None:
+    """Writes into the file what a PartWriter has put apart of these stretches, which are in the order of its calls."""
+    for begin, end in stretches:
+        for start, stop, is_whole in blocks.split(begin, end):
+            if not is_whole:
+                _write_at(file, start, memoryview(apart.read(stop - start)))
+    os.fsync(file.fileno())
+
+
+def _write_at(file: FileIO, begin: int, data: memoryview) -> None:
+    while data:
+        written = os.pwrite(file.fileno(), data, begin)
+        data, begin = data[written:], begin + written
