@@ -144,7 +144,9 @@ class Context:
         if run is not None and self.rank == 0:
             record = None if self._is_new else self._write_config  # of a new run samples() has written it
             saver = make_saver(config, IDENTITY, self._log, beginning, run, self._limit_bytes, record, self._lock.open)
-        checkpoints = Checkpoints(self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts)
+        checkpoints = Checkpoints(
+            self._communicator, self._saved, run or Path(), self._limit_bytes, saver, self._hosts, self._heartbeat.go_on
+        )
         health = make_health(config, self._communicator, self._signals, self._heartbeat, checkpoints, self._hosts)
         health.fix = "a lower learning rate, a warm-up or optim.clip_norm; or guard.nonfinite=skip"
         self._points = SyncPoints(config, self._communicator, learner, health, self._heartbeat, self._log, beginning)

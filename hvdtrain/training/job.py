@@ -102,7 +102,7 @@ def make_job(
     saver = None
     if communicator.rank == 0 and run is not None:
         saver = make_saver(config, identity(config, datasets), log, start, run, checkpoint_limit_bytes, record_config, open_run)
-    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts)
+    checkpoints = Checkpoints(communicator, learner, run or Path(), checkpoint_limit_bytes, saver, hosts, heartbeat.go_on)
     health = make_health(config, communicator, signals, heartbeat, checkpoints, hosts, Probe(config, datasets.task))
     updates = None
     if config.servers.log and run is not None:

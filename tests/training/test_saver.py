@@ -21,6 +21,7 @@ from hvdtrain.training.checkpoint import checkpoints, files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
+from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import TrainState
 
 IDENTITY = {"seed": 1, "data": {"samples": 100}}
@@ -249,10 +250,12 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
     job, given_up = SavedRun(tmp_path, every_steps=4), threading.Event()
     job.learner.is_sharded = True  # type: ignore[attr-defined]
     ranks = LostInTheSecondSum()
-    of_job = Checkpoints(ranks, job.learner, tmp_path, 2**20, job.saver)  # type: ignore[arg-type]
+    beats = Heartbeat()
+    of_job = Checkpoints(ranks, job.learner, tmp_path, 2**20, job.saver, go_on=beats.go_on)  # type: ignore[arg-type]
     job.saver._thread = threading.Thread(target=given_up.wait, args=(300,))
     job.saver._thread.start()
     with pytest.raises(ConnectionError):
         of_job.save(at(8))
     assert job.saver._thread.is_alive()
+    assert beats.beats == 0  # nothing moves on: the watchdog counts this time
     given_up.set()

@@ -27,11 +27,12 @@ from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
 from hvdtrain.events.log import Log
-from hvdtrain.training.checkpoint import files, shards
+from hvdtrain.training.checkpoint import files, shards, shared_file
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints, LastWrite
 from hvdtrain.training.checkpoint.saver import Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.checkpoint.shared_file import BLOCK_BYTES, WholeBlocks
+from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import Progress, TrainState
 
 IDENTITY = {"seed": 5, "data": {"samples": 10}}
@@ -207,6 +208,20 @@ def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.Mo
         assert not failure and all((one / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
 
 
+def test_ranks_that_wait_for_a_write_make_progress_as_long_as_it_does(tmp_path: Path) -> None:
+    """guard.start_s, and guard.stall_s at the checkpoint after, count from the last bytes that were written or read back."""
+
+    def finish(communicator: ThreadRank) -> int:
+        beats = Heartbeat()
+        saver = None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
+        learner: Any = ShardedLearner(communicator.rank, communicator.size)
+        last = Checkpoints(communicator, learner, tmp_path, 2**20, saver, ["n1", "n1"], beats.go_on).finish(NOW)
+        assert last == ("", True)
+        return beats.beats
+
+    assert all(beats > 0 for beats in in_threads(2, finish))
+
+
 def test_whole_blocks_are_a_ranks_own_and_the_rest_is_left() -> None:
     block = BLOCK_BYTES
     blocks = WholeBlocks(
@@ -245,10 +260,52 @@ def test_a_rank_that_writes_too_little_or_something_else_is_found(tmp_path: Path
         assert list((run / "checkpoints").iterdir()) == []
 
 
-def test_a_rank_that_never_reports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "WAIT_S", 0.2)
-    with pytest.raises(OSError, match="rank 1 on n1 did not write its part within 0 s"):
-        write(tmp_path / "run", 2, lambda rank: None)
+class SlowRank:
+    """The clock of rank 0, 10 s further at each look, and a rank that writes for 1,500 s and tells so every 200 s, as long as `moves`."""
+
+    def __init__(self, run: Path, moves: bool) -> None:
+        self._run, self._moves, self.now_s = run, moves, 0
+
+    def __call__(self) -> float:
+        self.now_s += 10
+        with Folder.open(self._run, "checkpoints", files.unfinished_name(3, "0123456789abcdef")) as folder:
+            if self.now_s % 200 == 0 and self._moves:
+                shards._tell_progress(folder, 1)
+            if self.now_s == 1500:
+                ranges = parts(1, 2).write(folder)
+                folder.replace("rank-00001.json", json.dumps({"ranges": ranges}).encode())
+        return float(self.now_s)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_rank_may_write_for_any_time_and_is_named_where_it_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    monkeypatch.setattr(shards, "LOOK_S", 0.0)
+    run, clock = tmp_path / "run", SlowRank(tmp_path / "run", moves)
+    run.mkdir()
+    written = WrittenByAll(parts(0, 2), [1], ["n1", "n2"], files.unfinished_name(3, "0123456789abcdef"), clock=clock)
+    if moves:
+        found = files.write(run, NOW, written, IDENTITY)
+        assert (found / files.ARRAYS[1]).read_bytes() == (write(tmp_path / "one", 1) / files.ARRAYS[1]).read_bytes()
+        assert written.moves > 7 and clock.now_s == 1500
+    else:
+        with pytest.raises(OSError, match="rank 1 on n2 has written nothing of its part for 300 s"):
+            files.write(run, NOW, written, IDENTITY)
+        assert clock.now_s == 320  # its first look is at 10 s
+
+
+def test_a_rank_tells_of_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_file, "SYNC_BYTES", 2**17)
+    monkeypatch.setattr(shared_file, "PIECE_BYTES", 2**16)
+    of_rank_0 = WrittenByAll(parts(0, 1, LARGE), [], ["n1"], "")
+    synced, fsync = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(handle) or fsync(handle))
+    told = list[int]()
+    with Folder.open(tmp_path) as folder:
+        of_rank_0.prepare(folder)
+        parts(0, 1, LARGE).write(folder, lambda: told.append(len(synced)))
+    assert told == [1, 2, 4, 5, 6, 7, 8]  # 280 kB of weights and the end of their file; then 728 kB
 
 
 def test_a_number_that_is_not_finite_is_found_on_the_rank_that_has_it(tmp_path: Path) -> None:

@@ -40,11 +40,21 @@ class Checkpoints:
     """One on each rank; only rank 0's has a saver. A run without checkpoints (a bench) has none on any rank."""
 
     def __init__(
-        self, communicator: Communicator, learner: HasState, run: Path, limit_bytes: int, saver: Saver | None, hosts: Sequence[str] = ()
+        self,
+        communicator: Communicator,
+        learner: HasState,
+        run: Path,
+        limit_bytes: int,
+        saver: Saver | None,
+        hosts: Sequence[str] = (),
+        go_on: Callable[[], None] = lambda: None,
     ) -> None:
+        """go_on: called on every rank while a write moves on that all wait for, so that its time counts for no limit."""
         self._communicator, self._learner, self.run, self._limit_bytes = communicator, learner, run, limit_bytes
         self.saver = saver
         self._hosts = list(hosts) or [""] * communicator.size
+        self._go_on = go_on
+        self._written: WrittenByAll | None = None  # the newest one, on rank 0
         self._expected = False  # whether the last sync point may be one at which a checkpoint is due
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
@@ -52,7 +62,7 @@ class Checkpoints:
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
         """Of the same job, where its communicator has other ranks than before."""
-        return Checkpoints(self._communicator, self._learner, self.run, self._limit_bytes, self.saver, hosts)
+        return Checkpoints(self._communicator, self._learner, self.run, self._limit_bytes, self.saver, hosts, self._go_on)
 
     @property
     def longest_s(self) -> float:
@@ -105,8 +115,9 @@ class Checkpoints:
         parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
         self._over = threading.Event()
         if self.saver:
-            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._over.is_set)
-            self.saver.save(now, Saved(written, self._learner.state_dict_names()))
+            others = range(1, self._communicator.size)
+            self._written = WrittenByAll(parts, others, self._hosts, name, self._over.is_set)
+            self.saver.save(now, Saved(self._written, self._learner.state_dict_names()))
         elif self._communicator.rank:
             self._thread = threading.Thread(
                 target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
@@ -117,10 +128,14 @@ class Checkpoints:
         """A collective again and again, in which the loss of a rank is seen whose part rank 0's writer waits for."""
         if not self._learner.is_sharded or self._communicator.size == 1:
             return
-        is_writing = True
+        is_writing, moves, before = 1, 0, 0
         while is_writing:
             own = self.saver is not None and self.saver.is_writing(LOOK_S)
-            is_writing = bool(self._communicator.allreduce(np.array([own], np.int64), "checkpoint.is_writing")[0])
+            state = np.array([own, self._written.moves if self._written else 0], np.int64)
+            is_writing, moves = map(int, self._communicator.allreduce(state, "checkpoint.is_writing"))
+            if moves != before:
+                self._go_on()
+            before = moves
 
     def _see_one_disk(self) -> bool:
         """Whether all ranks see what rank 0 writes in the run folder. A collective."""

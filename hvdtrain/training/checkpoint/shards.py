@@ -8,28 +8,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import Piece
 from hvdtrain.errors import Diverged
-from hvdtrain.training.checkpoint.array_file import PIECE_BYTES, in_order, make_header, to_bytes
-from hvdtrain.training.checkpoint.shared_file import PartWriter, WholeBlocks, join
+from hvdtrain.training.checkpoint.array_file import in_order, make_header, to_bytes
+from hvdtrain.training.checkpoint.shared_file import PartWriter, Range, WholeBlocks, join, read_back
 
-WAIT_S = 300.0  # of rank 0 for the last of the others; of the others for the folder
+WAIT_S = 300.0  # of rank 0 for a rank that writes nothing meanwhile; of the others for the folder
 LOOK_S = 0.05
+PROGRESS_S = 10.0  # between two looks at what a rank has written so far
 _REPORT_BYTES = 2**30  # of a rank: 120 for each stretch, and of columns each row of a matrix is one
-
-
-class Range(NamedTuple):
-    """Bytes begin ... end - 1 of a file, with the SHA-256 of what was in memory."""
-
-    file: str
-    begin: int
-    end: int
-    checksum: str
 
 
 class Layout:
@@ -82,14 +74,14 @@ class Parts:
             if not piece.name.startswith("b.") and piece.array.dtype.kind == "f" and not np.isfinite(piece.array).all():
                 raise Diverged(f"{piece.name} is not finite", "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
 
-    def write(self, folder: Folder) -> list[Range]:
-        """Writes them into the files of the folder, which have their sizes. Raises OSError."""
+    def write(self, folder: Folder, on_disk: Callable[[], None] = lambda: None) -> list[Range]:
+        """Writes them into the files of the folder, which have their sizes. Raises OSError. on_disk: as PartWriter's."""
         ranges = []
         with folder.create(_apart(self.rank)) if self.several_hosts and self.rank else contextlib.nullcontext() as apart:
             for file, size in self.layout.sizes.items():
                 blocks = WholeBlocks(((begin, begin + len(data)) for begin, data in self._places(file)), size) if apart else None
                 with folder.overwrite(file) as opened:
-                    writer = PartWriter(opened, blocks, apart)
+                    writer = PartWriter(opened, blocks, apart, on_disk)
                     ranges += [Range(file, begin, begin + len(data), writer.write(begin, data)) for begin, data in self._places(file)]
                     writer.sync()
         return ranges
@@ -112,7 +104,7 @@ def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], 
     with folder:
         try:
             parts.check_finite()
-            report = {"ranges": parts.write(folder)}
+            report = {"ranges": parts.write(folder, lambda: _tell_progress(folder, parts.rank))}
         except Diverged as error:
             report = {"diverged": error.what}
         except OSError as error:
@@ -121,6 +113,12 @@ def write_parts(parts: Parts, run: Path, unfinished: str, is_over: Callable[[], 
             folder.replace(_report(parts.rank), json.dumps(report).encode())
         except OSError:  # rank 0 gives up in time
             return
+
+
+def _tell_progress(folder: Folder, rank: int) -> None:
+    """One byte more, which a rank on another host sees when it opens the file."""
+    with folder.append(_progress(rank)) as file:
+        file.write(b".")
 
 
 def _wait_for_folder(run: Path, unfinished: str, is_over: Callable[[], bool]) -> Folder | None:
@@ -137,11 +135,18 @@ class WrittenByAll:
     """On rank 0: the arrays of a checkpoint as files.write() takes them."""
 
     def __init__(
-        self, parts: Parts, ranks: Sequence[int], hosts: Sequence[str], unfinished: str, is_over: Callable[[], bool] = lambda: False
+        self,
+        parts: Parts,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        unfinished: str,
+        is_over: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """ranks: the others, which write, too; is_over: whether some of them are lost."""
         self.unfinished = unfinished
-        self.parts, self._ranks, self._hosts, self._is_over = parts, ranks, hosts, is_over
+        self.parts, self._ranks, self._hosts, self._is_over, self._clock = parts, ranks, hosts, is_over, clock
+        self.moves = 0  # grows as long as a rank writes, or rank 0 reads what was written
 
     @property
     def nbytes(self) -> int:
@@ -157,13 +162,16 @@ class WrittenByAll:
                 opened.write(header)
                 opened.truncate(self.parts.layout.sizes[file])
 
+    def _move(self) -> None:
+        self.moves += 1
+
     def fill(self, folder: Folder) -> dict[str, str]:
         """Returns once all ranks have written and it is all on the disk: the SHA-256 of each file, by the bytes that were in memory.
 
-        Raises OSError where a rank cannot write or does not report in time, Diverged where it has a number that is not finite.
+        Raises OSError where a rank cannot write or writes nothing for WAIT_S, Diverged where it has a number that is not finite.
         """
         self.parts.check_finite()
-        ranges = self.parts.write(folder)
+        ranges = self.parts.write(folder, self._move)
         for rank in self._ranks:
             of_rank = self._wait_for(folder, rank)
             if self.parts.several_hosts:
@@ -171,9 +179,9 @@ class WrittenByAll:
             ranges += of_rank
         checksums = {file: self._checked(folder, file, [of for of in ranges if of.file == file]) for file in self.parts.layout.sizes}
         for rank in self._ranks:
-            folder.remove(_report(rank))
-            if self.parts.several_hosts:
-                folder.remove(_apart(rank))
+            for name in (_report(rank), _apart(rank), _progress(rank)):
+                with contextlib.suppress(FileNotFoundError):
+                    folder.remove(name)
         return checksums
 
     def _join(self, folder: Folder, rank: int, ranges: list[Range]) -> None:
@@ -185,7 +193,8 @@ class WrittenByAll:
                     join(opened, WholeBlocks(stretches, size), stretches, apart)
 
     def _wait_for(self, folder: Folder, rank: int) -> list[Range]:
-        began_s = time.monotonic()
+        moved_s = looked_s = self._clock()
+        progress = 0
         while True:
             try:
                 report = json.loads(folder.read(_report(rank), _REPORT_BYTES))
@@ -193,9 +202,16 @@ class WrittenByAll:
             except FileNotFoundError:
                 if self._is_over():
                     raise OSError(None, "ranks are lost while each writes its part") from None
-                if time.monotonic() - began_s > WAIT_S:
-                    raise OSError(None, f"rank {rank} on {self._hosts[rank]} did not write its part within {WAIT_S:.0f} s") from None
-                time.sleep(LOOK_S)
+            now_s = self._clock()
+            if now_s - looked_s > min(PROGRESS_S, WAIT_S / 2):
+                before, progress, looked_s = progress, _read_progress(folder, rank), now_s
+                if progress > before:
+                    moved_s = now_s
+                    self._move()
+            if now_s - moved_s > WAIT_S:
+                raise OSError(None, f"rank {rank} on {self._hosts[rank]} has written nothing of its part for {WAIT_S:.0f} s")
+            time.sleep(LOOK_S)
+        self._move()
         if "diverged" in report:
             raise Diverged(report["diverged"], "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
         if "failure" in report:
@@ -205,25 +221,9 @@ class WrittenByAll:
     def _checked(self, folder: Folder, file: str, ranges: list[Range]) -> str:
         """The SHA-256 of a file. Raises OSError where a range is not what its rank had in memory, or nobody wrote it."""
         header = self.parts.layout.headers[file]
-        ranges = [Range(file, 0, len(header), hashlib.sha256(header).hexdigest()), *sorted(ranges)]
-        whole, end = hashlib.sha256(), 0
+        of_header = Range(file, 0, len(header), hashlib.sha256(header).hexdigest())
         with folder.open_file(file) as opened:
-            for each in ranges:
-                if each.begin != end:
-                    raise OSError(None, f"bytes {min(end, each.begin)} to {max(end, each.begin)} of {file} were not written by one rank")
-                part = hashlib.sha256()
-                while end < each.end:
-                    data = opened.read(min(PIECE_BYTES, each.end - end))
-                    if not data:
-                        break
-                    whole.update(data)
-                    part.update(data)
-                    end += len(data)
-                if end != each.end or part.hexdigest() != each.checksum:
-                    raise OSError(None, f"bytes {each.begin} to {each.end} of {file} are not what was written")
-        if end != self.parts.layout.sizes[file]:
-            raise OSError(None, f"bytes {end} to {self.parts.layout.sizes[file]} of {file} were not written")
-        return whole.hexdigest()
+            return read_back(opened, self.parts.layout.sizes[file], [of_header, *sorted(ranges)], self._move)
 
 
 def _report(rank: int) -> str:
@@ -232,3 +232,15 @@ def _report(rank: int) -> str:
 
 def _apart(rank: int) -> str:
     return f"rank-{rank:05d}.apart"
+
+
+def _progress(rank: int) -> str:
+    return f"rank-{rank:05d}.progress"
+
+
+def _read_progress(folder: Folder, rank: int) -> int:
+    """How often a rank has told of its progress."""
+    try:
+        return len(folder.read(_progress(rank), _REPORT_BYTES))
+    except FileNotFoundError:
+        return 0

@@ -9,12 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader, BufferedWriter, FileIO
+from typing import NamedTuple
 
 from hvdtrain.training.checkpoint.array_file import PIECE_BYTES
 
 BLOCK_BYTES = 2**16  # the largest page of a system that Linux runs on
+SYNC_BYTES = 2**28  # after so many the disk is waited for: what a rank has written is then seen while it writes
+
+
+class Range(NamedTuple):
+    """Bytes begin ... end - 1 of a file, with the SHA-256 of what was in memory."""
+
+    file: str
+    begin: int
+    end: int
+    checksum: str
 
 
 class WholeBlocks:
@@ -58,8 +69,16 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 class PartWriter:
     """The way of one rank's bytes into a file; `apart` takes those outside of its whole blocks, one behind the other, for join()."""
 
-    def __init__(self, file: FileIO, blocks: WholeBlocks | None = None, apart: BufferedWriter | None = None) -> None:
-        self._file, self._blocks, self._apart = file, blocks, apart
+    def __init__(
+        self,
+        file: FileIO,
+        blocks: WholeBlocks | None = None,
+        apart: BufferedWriter | None = None,
+        on_disk: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_disk: called whenever SYNC_BYTES more are on the disk."""
+        self._file, self._blocks, self._apart, self._on_disk = file, blocks, apart, on_disk
+        self._unsynced_bytes = 0
 
     def write(self, begin: int, data: memoryview) -> str:
         """Returns the SHA-256 of the data. Raises OSError."""
@@ -68,6 +87,10 @@ class PartWriter:
             piece = data[done : done + PIECE_BYTES]
             checksum.update(piece)
             self._write(begin + done, piece)
+            self._unsynced_bytes += len(piece)
+            if self._unsynced_bytes >= SYNC_BYTES:
+                self.sync()
+                self._on_disk()
         return checksum.hexdigest()
 
     def _write(self, begin: int, data: memoryview) -> None:
@@ -87,6 +110,7 @@ class PartWriter:
         if self._apart is not None:
             self._apart.flush()
             os.fsync(self._apart.fileno())
+        self._unsynced_bytes = 0
 
 
 def join(file: FileIO, blocks: WholeBlocks, stretches: Iterable[tuple[int, int]], apart: BufferedReader) -> None:
@@ -96,6 +120,28 @@ def join(file: FileIO, blocks: WholeBlocks, stretches: Iterable[tuple[int, int]]
             if not is_whole:
                 _write_at(file, start, memoryview(apart.read(stop - start)))
     os.fsync(file.fileno())
+
+
+def read_back(file: BufferedReader, size: int, ranges: Iterable[Range], on_piece: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file of so many bytes. Raises OSError where a range, in order, is not what was in memory, or is missing.
+
+    on_piece: called after each piece that was read.
+    """
+    whole, end, name = hashlib.sha256(), 0, ""
+    for name, begin, behind, checksum in ranges:
+        if begin != end:
+            raise OSError(None, f"bytes {min(end, begin)} to {max(end, begin)} of {name} were not written by one rank")
+        part = hashlib.sha256()
+        while end < behind and (data := file.read(min(PIECE_BYTES, behind - end))):
+            whole.update(data)
+            part.update(data)
+            end += len(data)
+            on_piece()
+        if end != behind or part.hexdigest() != checksum:
+            raise OSError(None, f"bytes {begin} to {behind} of {name} are not what was written")
+    if end != size:
+        raise OSError(None, f"bytes {end} to {size} of {name} were not written")
+    return whole.hexdigest()
 
 
 def _write_at(file: FileIO, begin: int, data: memoryview) -> None:

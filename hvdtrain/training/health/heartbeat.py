@@ -34,3 +34,7 @@ class Heartbeat:
             self.start_marks.setdefault(phase if self.in_start else "", time.monotonic())
         self.phase, self.epoch, self.step = phase, epoch, step
         self.beats += 1
+
+    def go_on(self) -> None:
+        """The phase makes progress."""
+        self.beats += 1
