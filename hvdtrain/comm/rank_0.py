@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.errors import UserError
 
 T = TypeVar("T")
+MEET_S = 0.5  # between two collectives while rank 0 works: less than the shortest comm.timeout_s
 
 
 def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:
@@ -35,3 +39,35 @@ def on_rank_0_only(communicator: Communicator, work: Callable[[], T]) -> T | Non
     if failure:
         raise failure
     return result
+
+
+def long_on_rank_0(communicator: Communicator, work: Callable[[Callable[[], None]], T], go_on: Callable[[], None] = lambda: None) -> T:
+    """What on_rank_0() returns, of work that may take longer than a collective is waited for.
+
+    work() calls what it is given, from the same thread, whenever it has moved on: all ranks then meet, every MEET_S at most, and go_on()
+    is called on each of them.
+    """
+    met_s = time.monotonic()
+
+    def meet(works_on: bool) -> bool:
+        return bool(communicator.allreduce(np.array([works_on], np.int64), "rank_0.works_on")[0])
+
+    def move() -> None:
+        nonlocal met_s
+        if time.monotonic() - met_s >= MEET_S:
+            met_s = time.monotonic()
+            meet(works_on=True)
+            go_on()
+
+    def all_of_it() -> T:
+        try:
+            result = work(move)
+        except UserError:
+            meet(works_on=False)
+            raise
+        meet(works_on=False)
+        return result
+
+    while communicator.rank and meet(works_on=False):
+        go_on()
+    return on_rank_0(communicator, all_of_it)

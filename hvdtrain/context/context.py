@@ -165,7 +165,7 @@ class Context:
         self._resumed = True
         self._heartbeat.beat("reading the checkpoint", 0, 0)
         try:
-            found = restore(self._communicator, self._learner, self._former, self._limit_bytes)
+            found = restore(self._communicator, self._learner, self._former, self._limit_bytes, self._heartbeat.go_on)
         except UserError as error:
             if error.where in ("state of the model", "state of the optimizer"):
                 error.where, error.fix = f"{self._former}", "the model and the optimizer that the checkpoint was made with; or another run="

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.context.logged import scalar
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.metrics import Better
@@ -60,27 +60,31 @@ class Restored(NamedTuple):
     notes: list[str]  # about damaged checkpoints that were skipped
 
 
-def restore(communicator: Communicator, learner: HasState, run: Path | None, limit_bytes: int) -> Restored | None:
+def restore(
+    communicator: Communicator, learner: HasState, run: Path | None, limit_bytes: int, go_on: Callable[[], None] = lambda: None
+) -> Restored | None:
     """Loads the newest good checkpoint of rank 0's folder into every rank; None where there is no folder to go on from.
+
+    go_on: called on every rank while that moves on.
 
     Every rank calls it. Raises UserError on all where no checkpoint is good, or it is of another model or of a job of hvdtrain's own loop.
     """
     arrays: Arrays = {}
 
-    def read() -> tuple[TrainState | None, list[str]]:
+    def read(moved: Callable[[], None]) -> tuple[TrainState | None, list[str]]:
         if run is None:
             return None, []
-        found, read_arrays, notes = newest_good(run, limit_bytes, mapped=learner.is_sharded)
+        found, read_arrays, notes = newest_good(run, limit_bytes, mapped=learner.is_sharded, on_piece=moved)
         check_identity(found, IDENTITY)
         arrays.update(read_arrays)
         return found.train_state, notes
 
-    train_state, notes = on_rank_0(communicator, read)
+    train_state, notes = long_on_rank_0(communicator, read, go_on)
     if train_state is None:
         return None
     extra = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
     state = {name: array for name, array in arrays.items() if not name.startswith(_PREFIX)}
-    broadcast_state(communicator, learner, state if communicator.rank == 0 else {})
+    broadcast_state(communicator, learner, state if communicator.rank == 0 else {}, on_array=go_on)
     return Restored(train_state, _broadcast(communicator, extra), notes)
 
 

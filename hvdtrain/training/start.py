@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.sampler import evaluated_samples
@@ -68,14 +69,14 @@ def start_or_resume(
     weights = sum(math.prod(piece.shape) for piece in pieces if piece.name.startswith("p."))
     restored: Arrays | None = None
 
-    def find() -> Found:
+    def find(moved: Callable[[], None]) -> Found:
         nonlocal restored
         run, notes = open_run_folder(config, lock)
         try:
             former = former_run(config)  # by now: the job before this one may just have written its last checkpoint
             beginning, shapes = begin(config, datasets), {piece.name: piece.shape for piece in pieces}
             point, restored = find_resume_point(
-                former, config, identity(config, datasets), beginning, limit_bytes, shapes, mapped=learner.is_sharded
+                former, config, identity(config, datasets), beginning, limit_bytes, shapes, mapped=learner.is_sharded, on_piece=moved
             )
             goes_on = former is not None and former.resolve() == run.resolve()
             is_over = goes_on and bool(stop_reason(config, point.train_state))
@@ -88,12 +89,12 @@ def start_or_resume(
         return Found(run, point, [*notes, *point.notes], goes_on, is_over, restored is not None)
 
     heartbeat.beat("reading the checkpoint", 0, 0)
-    run, point, notes, goes_on, is_over, has_state = on_rank_0(communicator, find)
+    run, point, notes, goes_on, is_over, has_state = long_on_rank_0(communicator, find, heartbeat.go_on)
     if isinstance(learner, BeginsWithSamples) and learner.first_samples and not has_state:
         heartbeat.beat("computing the first weights, begin_with()", 0, 0)
         on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner))
         heartbeat.beat("broadcasting the first weights", 0, 0)
-    digest = broadcast_state(communicator, learner, restored)
+    digest = broadcast_state(communicator, learner, restored, on_array=heartbeat.go_on)
     if not goes_on:  # not before: where the state does not fit the model, the run folder stays as it was
         on_rank_0(communicator, lambda: _write_first_files(config, datasets, run, lock))
     return Start(

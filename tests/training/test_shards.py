@@ -20,9 +20,10 @@ import pytest
 from rank_threads import ThreadRank, in_threads
 from ranks import HANG_S, ROOT, environment, mpirun, mpirun_path, needs_mpirun
 
+from hvdtrain.comm import rank_0
 from hvdtrain.comm.communicator import part_of
 from hvdtrain.config.schema import CheckpointConfig
-from hvdtrain.core.arrays import Arrays
+from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.pieces import WHOLE, Cut, Piece, whole
 from hvdtrain.errors import Diverged
@@ -187,6 +188,10 @@ class ShardedLearner:
     def state_dict_names(self) -> dict[str, str]:
         return {}
 
+    def load(self, state: ArrayStream) -> None:
+        for name, array in state.arrays:
+            assert np.array_equal(array, LARGE[name]), name
+
 
 @pytest.mark.parametrize("hosts", [["n1", "n2"], ["n1", "n1"]])
 def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
@@ -208,18 +213,23 @@ def test_a_job_on_several_hosts_writes_so(tmp_path: Path, monkeypatch: pytest.Mo
         assert not failure and all((one / file).read_bytes() == (many / file).read_bytes() for file in files.ARRAYS)
 
 
-def test_ranks_that_wait_for_a_write_make_progress_as_long_as_it_does(tmp_path: Path) -> None:
-    """guard.start_s, and guard.stall_s at the checkpoint after, count from the last bytes that were written or read back."""
+def test_ranks_that_wait_for_rank_0_make_progress_as_long_as_it_writes_or_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """guard.start_s and guard.stall_s count from the last bytes; so does the timeout of a collective where one reads."""
 
-    def finish(communicator: ThreadRank) -> int:
+    def finish_and_read(communicator: ThreadRank) -> tuple[int, int]:
         beats = Heartbeat()
         saver = None if communicator.rank else Saver(tmp_path, CheckpointConfig(), IDENTITY, Log([]))
         learner: Any = ShardedLearner(communicator.rank, communicator.size)
-        last = Checkpoints(communicator, learner, tmp_path, 2**20, saver, ["n1", "n1"], beats.go_on).finish(NOW)
-        assert last == ("", True)
-        return beats.beats
+        of_rank = Checkpoints(communicator, learner, tmp_path, 2**20, saver, ["n1", "n1"], beats.go_on)
+        assert of_rank.finish(NOW) == ("", True)
+        written = beats.beats
+        assert of_rank.roll_back() == NOW
+        return written, beats.beats - written
 
-    assert all(beats > 0 for beats in in_threads(2, finish))
+    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    found = in_threads(2, finish_and_read)
+    assert all(written > 0 for written, _ in found)
+    assert [read for _, read in found] == [3 + len(LARGE)] * 2  # pieces of files that rank 0 checked, and arrays that travelled
 
 
 def test_whole_blocks_are_a_ranks_own_and_the_rest_is_left() -> None:

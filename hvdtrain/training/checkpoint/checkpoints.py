@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import UNFINISHED, Folder
 from hvdtrain.events.terminal import warn
@@ -55,6 +55,7 @@ class Checkpoints:
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
         self._written: WrittenByAll | None = None  # the newest one, on rank 0
+        self._moves = 0  # its moves as all ranks know them
         self._expected = False  # whether the last sync point may be one at which a checkpoint is due
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
@@ -128,14 +129,14 @@ class Checkpoints:
         """A collective again and again, in which the loss of a rank is seen whose part rank 0's writer waits for."""
         if not self._learner.is_sharded or self._communicator.size == 1:
             return
-        is_writing, moves, before = 1, 0, 0
+        is_writing = 1
         while is_writing:
             own = self.saver is not None and self.saver.is_writing(LOOK_S)
             state = np.array([own, self._written.moves if self._written else 0], np.int64)
             is_writing, moves = map(int, self._communicator.allreduce(state, "checkpoint.is_writing"))
-            if moves != before:
+            if moves != self._moves:
+                self._moves = moves
                 self._go_on()
-            before = moves
 
     def _see_one_disk(self) -> bool:
         """Whether all ranks see what rank 0 writes in the run folder. A collective."""
@@ -186,18 +187,18 @@ class Checkpoints:
         restored: Arrays | None = None
         self._wait_for_the_write_before()
 
-        def read() -> TrainState | None:
+        def read(moved: Callable[[], None]) -> TrainState | None:
             nonlocal restored
             self.close()
-            found = find(self.run, self._limit_bytes, mapped=self._learner.is_sharded)
+            found = find(self.run, self._limit_bytes, mapped=self._learner.is_sharded, on_piece=moved)
             if found is None:
                 return None
             restored = found[1]
             return found[0].train_state
 
-        now = on_rank_0(self._communicator, read)
+        now = long_on_rank_0(self._communicator, read, self._go_on)
         if now is not None:
-            broadcast_state(self._communicator, self._learner, restored)
+            broadcast_state(self._communicator, self._learner, restored, on_array=self._go_on)
         return now
 
     def finish(self, now: TrainState) -> LastWrite:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
-from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, map_arrays, write_arrays
+from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, PIECE_BYTES, map_arrays, write_arrays
 from hvdtrain.training.checkpoint.shards import WrittenByAll
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
@@ -150,8 +150,12 @@ def read_numbers(folder: Path) -> Checkpoint:
         raise _damaged(folder, PROGRESS, error) from None
 
 
-def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS, *, mapped: bool = False) -> Arrays:
+def read_arrays(
+    folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+) -> Arrays:
     """The arrays of these files; `mapped`: where they lie on the disk, so that each takes memory only while it is used.
+
+    on_piece: called after each piece that was read and checked.
 
     Raises Damaged where the checksum of a file is wrong, or one has more than limit_bytes.
     """
@@ -166,13 +170,22 @@ def read_arrays(folder: Path, limit_bytes: int, names: Sequence[str] = ARRAYS, *
             for name in (*ARRAYS, PROGRESS):
                 with files.open_file(name) as file:
                     _check_length(file, _PROGRESS_BYTES if name == PROGRESS else limit_bytes, has_header=name != PROGRESS)
-                    if checksums.get(name) != hashlib.file_digest(file, "sha256").hexdigest():
+                    if checksums.get(name) != _checksum(file, on_piece):
                         raise ValueError("its checksum is not the one in SHA256SUMS")
                     if name in names:
                         arrays |= map_arrays(file) if mapped else _load(file)
     except (OSError, *_PARSE_ERRORS, SafetensorError) as error:
         raise _damaged(folder, name, error) from None
     return arrays
+
+
+def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
+    """Of what is left of a file."""
+    checksum, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    while count := file.readinto(buffer):
+        checksum.update(buffer[:count])
+        on_piece()
+    return checksum.hexdigest()
 
 
 def _load(file: BufferedReader) -> Arrays:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,15 +47,16 @@ def find_resume_point(
     shapes: Shapes | None = None,
     *,
     mapped: bool = False,
+    on_piece: Callable[[], None] = lambda: None,
 ) -> tuple[ResumePoint, Arrays | None]:
     """On rank 0: the state to resume from and its arrays, None for a new job, whose state is `beginning`.
 
-    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped: as read_arrays().
+    run: as former_run(); shapes: of the job's own arrays, with which advice is compared; mapped, on_piece: as read_arrays().
     Raises UserError where no checkpoint is good, or the newest good one is of another job.
     """
     if run is None:
         return ResumePoint(None, beginning, [], []), None
-    found, arrays, notes = newest_good(run, limit_bytes, mapped=mapped)
+    found, arrays, notes = newest_good(run, limit_bytes, mapped=mapped, on_piece=on_piece)
     check_identity(found, identity)
     check_sums(found, beginning)
     progress = dataclasses.replace(found.train_state.progress, total=beginning.progress.total)
@@ -126,27 +127,33 @@ def _refuse_copy(config: Config, run: Path, now: TrainState) -> None:
         raise UserError(f"{run} is over ({over}): nothing would be trained in {config.run}", config.where("resume"), fix)
 
 
-def newest_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[Checkpoint, Arrays, list[str]]:
+def newest_good(
+    run: Path, limit_bytes: int, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+) -> tuple[Checkpoint, Arrays, list[str]]:
     """The newest checkpoint of a run that is as it was written, its arrays, and a line for each newer one that is not.
 
-    mapped: as read_arrays(). Raises UserError where there is none.
+    mapped, on_piece: as read_arrays(). Raises UserError where there is none.
     """
-    return _first_good(run, files.finished(run)[::-1], limit_bytes, mapped)
+    return _first_good(run, files.finished(run)[::-1], limit_bytes, mapped, on_piece)
 
 
-def best_good(run: Path, limit_bytes: int, *, mapped: bool = False) -> tuple[Checkpoint, Arrays, list[str]] | None:
+def best_good(
+    run: Path, limit_bytes: int, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
+) -> tuple[Checkpoint, Arrays, list[str]] | None:
     """The same of the checkpoint that was best in the task's objective when it was evaluated; None where none was evaluated."""
     folders = files.finished(run)
     rated = files.best(folders, len(folders))
-    return _first_good(run, rated, limit_bytes, mapped) if rated else None
+    return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None
 
 
-def _first_good(run: Path, folders: Sequence[Path], limit_bytes: int, mapped: bool) -> tuple[Checkpoint, Arrays, list[str]]:
+def _first_good(
+    run: Path, folders: Sequence[Path], limit_bytes: int, mapped: bool, on_piece: Callable[[], None]
+) -> tuple[Checkpoint, Arrays, list[str]]:
     notes: list[str] = []
     for folder in folders:
         try:
             found = files.read_numbers(folder)
-            return found, files.read_arrays(folder, limit_bytes, mapped=mapped), notes
+            return found, files.read_arrays(folder, limit_bytes, mapped=mapped, on_piece=on_piece), notes
         except Damaged as error:
             notes.append(f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}")
     if notes:

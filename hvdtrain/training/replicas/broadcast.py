@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,10 +13,17 @@ from hvdtrain.core.pieces import whole_arrays
 from hvdtrain.frameworks.learner import HasState
 
 
-def broadcast_state(communicator: Communicator, learner: HasState, restored: Arrays | None, *, only_weights: bool = False) -> str:
+def broadcast_state(
+    communicator: Communicator,
+    learner: HasState,
+    restored: Arrays | None,
+    *,
+    only_weights: bool = False,
+    on_array: Callable[[], None] = lambda: None,
+) -> str:
     """Loads rank 0's state (what it restored, or its initial one) into every rank's learner; returns the common digest.
 
-    only_weights: `restored` has no optimizer state; each rank keeps its own.
+    only_weights: `restored` has no optimizer state; each rank keeps its own. on_array: called after each array that has travelled.
 
     Weights, buffers and optimizer state travel as data: a step of the optimizer, to make its state, would change the weights. They
     travel one by one, and a rank keeps what it has a part of. Initial optimizer state that ranks have in parts is each rank's own: it
@@ -31,7 +38,7 @@ def broadcast_state(communicator: Communicator, learner: HasState, restored: Arr
     own = (is_partial, [(n, a.shape, a.dtype.str) for n, a in state.items()]) if communicator.rank == 0 else None
     is_partial, schema = communicator.allgather_object(own)[0]  # only rank 0 knows whether what comes is all
     loads_its_own = restored is None and communicator.rank == 0
-    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, state), is_partial)
+    stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, state, on_array), is_partial)
     if loads_its_own:
         for _ in stream.arrays:
             pass
@@ -43,8 +50,11 @@ def broadcast_state(communicator: Communicator, learner: HasState, restored: Arr
     return str(state_digests[0])
 
 
-def _broadcast(communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+def _broadcast(
+    communicator: Communicator, schema: list[tuple[str, tuple[int, ...], str]], own: Arrays, on_array: Callable[[], None]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Rank 0's arrays, one by one; of one that is mapped from a file, which is read-only, a copy while it is sent."""
     for name, shape, dtype in schema:
         array = np.require(own[name], requirements=["C", "W"]).reshape(shape) if communicator.rank == 0 else np.zeros(shape, dtype)
         yield name, communicator.broadcast(array, f"state.{name}")
+        on_array()
