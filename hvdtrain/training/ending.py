@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.errors import MEMORY, Diverged, UserError, exit_code_of
 from hvdtrain.events.background import CLOSE_S
+from hvdtrain.events.terminal import warn
 from hvdtrain.training.checkpoint.room import NO_MEMORY
 from hvdtrain.training.input.prefetch import Prefetcher
 from hvdtrain.training.progress.train_state import TrainState
@@ -19,6 +20,7 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
     """
     loop.heartbeat.limit = "start_s"
     loop.heartbeat.beat("writing the last checkpoint", now.progress.epoch, now.progress.step)
+    _warn_of_too_little_time(loop, now)
     last, run = loop.checkpoints.finish(now), f"{loop.checkpoints.run}"
     if not last.failure or (last.any_left and not is_over):
         return last.failure
@@ -29,6 +31,20 @@ def write_last_checkpoint(loop: Loop, now: TrainState, reason: str, *, is_over: 
     if last.failure.startswith(NO_MEMORY):
         error.fix, error.code = "more memory, or shard.stage=1, 2 or 3, so that each rank has less; start it again", MEMORY
     raise error
+
+
+def _warn_of_too_little_time(loop: Loop, now: TrainState) -> None:
+    """On rank 0, where the job must be over before its last checkpoint can be on the disk, by what the longest one so far has taken."""
+    deadline, saver = loop.health.deadline, loop.checkpoints.saver
+    if deadline is None or saver is None or saver.newest == (now.progress.step, now.evaluated):
+        return
+    left_s = deadline.left_s()
+    if left_s < saver.measured_s:
+        newest = f"the newest is of step {saver.newest[0]}" if saver.newest[0] >= 0 else "there is none of this run yet"
+        warn(
+            f"{deadline.reason}: {left_s:.0f} s are left for the last checkpoint, and one of this run has taken {saver.measured_s:.0f} s; "
+            f"where it is cut off, {newest}"
+        )
 
 
 def fail(loop: Loop, step: int, error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -112,6 +113,16 @@ def test_max_time_counts_from_the_start_of_the_process() -> None:
     assert limit.reason == "guard.max_time=1h"
     assert stops_after(limit, clock) == 3600 - 100 - 2 + 1  # the last 2 s are its margin
     assert stops_after(limit, clock, longest_s=20, save_s=7) == 3498 - 30 - 14 + 1  # 1.5 intervals between sync points, 2 checkpoints
+
+
+def test_what_is_left_is_until_the_end_itself() -> None:
+    clock = Clock()
+    limit = deadline("1h", clock)
+    assert (limit.left_s(), deadline(None, clock).left_s()) == (3500.0, math.inf)
+    clock.now_s += 3400
+    assert limit.left_s() == 100.0
+    clock.now_s += 3400
+    assert limit.left_s() == 0.0
 
 
 def test_the_end_of_a_slurm_job() -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from hvdtrain.training.checkpoint import checkpoints, files
 from hvdtrain.training.checkpoint.checkpoints import Checkpoints
 from hvdtrain.training.checkpoint.interval import optimal_interval_s
 from hvdtrain.training.checkpoint.saver import RETRY_S, Saver
+from hvdtrain.training.ending import write_last_checkpoint
+from hvdtrain.training.health.deadline import Deadline
 from hvdtrain.training.health.heartbeat import Heartbeat
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -259,3 +262,22 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
     assert job.saver._thread.is_alive()
     assert beats.beats == 0  # nothing moves on: the watchdog counts this time
     given_up.set()
+
+
+@pytest.mark.parametrize(("left_s", "is_told"), [(95.0, True), (97.0, False)])
+def test_a_stop_that_comes_too_late_for_a_checkpoint_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], left_s: float, is_told: bool
+) -> None:
+    """By what the longest one has taken, and the end of the job itself."""
+    job = SavedRun(tmp_path, every_steps=1)
+    job.learner.is_sharded = False  # type: ignore[attr-defined]
+    job.synchronize(1)
+    assert 0 < job.saver.measured_s < 60 and capfd.readouterr().err == ""
+    job.saver.measured_s = 96.0
+    limit = Deadline("1h", {}, started_s=0.0, now_s=0.0, clock=lambda: 3600 - left_s)
+    of_job = Checkpoints(SingleProcessCommunicator(), job.learner, tmp_path, 2**20, job.saver)  # type: ignore[arg-type]
+    loop: Any = SimpleNamespace(heartbeat=Heartbeat(), checkpoints=of_job, health=SimpleNamespace(deadline=limit))
+    for _ in range(2):  # the second time it is on the disk
+        assert write_last_checkpoint(loop, at(2), "guard.max_time=1h", is_over=False) == ""
+    line = "guard.max_time=1h: 95 s are left for the last checkpoint, and one of this run has taken 96 s; where it is cut off, "
+    assert capfd.readouterr().err == f"hvdtrain: {line}the newest is of step 1\n" * is_told

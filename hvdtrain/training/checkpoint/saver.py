@@ -102,6 +102,7 @@ class Saver:
         self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one
         self._last_attempts = 0  # to write the last one
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
+        self.measured_s = 0.0  # of the longest that this process has written
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
         self._auto = AutoInterval(run, mtbf_hours, longest_s, self.longest_s) if config.every == "auto" else None
         self._fixed_s = longest_s
@@ -229,7 +230,8 @@ class Saver:
         self._thread, done = None, self._result
         assert done is not None
         self._failed = bool(done.failure)
-        self.longest_s = max(self.longest_s, done.pause_s + done.write_s)
+        self.measured_s = max(self.measured_s, done.pause_s + done.write_s)
+        self.longest_s = max(self.longest_s, self.measured_s)
         if done.failure:
             self._log.emit("checkpoint_failed", done.step, reason=done.failure, lines=[self._failure_line(done)] * training)
             return

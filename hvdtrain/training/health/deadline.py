@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ class Deadline:
         first = min(limits, key=lambda limit: limit.left_s - limit.margin_s, default=None)
         self.reason = first.reason if first else ""
         self._clock = clock
+        self._margin_s = first.margin_s if first else 0.0
         self._end_s = clock() + first.left_s - first.margin_s if first else None
 
     def near(self, longest_s: float, save_s: float) -> bool:
@@ -52,6 +54,10 @@ class Deadline:
         if self._end_s is None:
             return False
         return self._end_s - self._clock() < WINDOWS_LEFT * longest_s + SAVES_LEFT * save_s
+
+    def left_s(self) -> float:
+        """Until the end itself; infinite without one."""
+        return math.inf if self._end_s is None else max(0.0, self._end_s + self._margin_s - self._clock())
 
 
 def slurm_end(environ: Mapping[str, str], now_s: float) -> float | None:
