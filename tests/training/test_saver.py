@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_threads import ThreadRank, in_threads
 
+from hvdtrain.comm import rank_0
 from hvdtrain.comm.communicator import Buffer, Op, SingleProcessCommunicator
 from hvdtrain.config.schema import CheckpointConfig
 from hvdtrain.core.arrays import Arrays
@@ -262,6 +264,23 @@ def test_a_rank_that_is_lost_before_it_writes_its_part_is_noticed_by_rank_0(tmp_
     assert job.saver._thread.is_alive()
     assert beats.beats == 0  # nothing moves on: the watchdog counts this time
     given_up.set()
+
+
+def test_the_last_checkpoint_may_take_any_time_while_bytes_come_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """guard.start_s counts from the last of them, on the ranks that wait, too."""
+    monkeypatch.setattr(files, "SYNC_BYTES", 1)
+    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+
+    def finish(communicator: ThreadRank) -> int:
+        beats, job = Heartbeat(), SavedRun(tmp_path)
+        job.learner.is_sharded = False  # type: ignore[attr-defined]
+        saver = None if communicator.rank else job.saver
+        of_rank = Checkpoints(communicator, job.learner, tmp_path, 2**20, saver, go_on=beats.go_on)  # type: ignore[arg-type]
+        assert of_rank.finish(at(8)) == ("", True)
+        return beats.beats
+
+    beats = in_threads(2, finish)
+    assert beats[0] == beats[1] > 0
 
 
 @pytest.mark.parametrize(("left_s", "is_told"), [(95.0, True), (97.0, False)])

@@ -296,9 +296,10 @@ def test_a_rank_may_write_for_any_time_and_is_named_where_it_writes_nothing(
     run.mkdir()
     written = WrittenByAll(parts(0, 2), [1], ["n1", "n2"], files.unfinished_name(3, "0123456789abcdef"), clock=clock)
     if moves:
-        found = files.write(run, NOW, written, IDENTITY)
+        moves = list[int]()
+        found = files.write(run, NOW, written, IDENTITY, moved=lambda: moves.append(clock.now_s))
         assert (found / files.ARRAYS[1]).read_bytes() == (write(tmp_path / "one", 1) / files.ARRAYS[1]).read_bytes()
-        assert written.moves > 7 and clock.now_s == 1500
+        assert moves[:7] == [210, 410, 610, 810, 1010, 1210, 1410] and clock.now_s == 1500
     else:
         with pytest.raises(OSError, match="rank 1 on n2 has written nothing of its part for 300 s"):
             files.write(run, NOW, written, IDENTITY)

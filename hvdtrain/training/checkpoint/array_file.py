@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from io import BufferedReader
 from typing import BinaryIO
 
@@ -33,8 +34,12 @@ MOST_HEADER_BYTES = 100_000_000  # the library safetensors reads no larger one: 
 PIECE_BYTES = 2**22  # that are hashed and then written, while they are in the processor's cache
 
 
-def write_arrays(file: BinaryIO, arrays: Arrays, metadata: dict[str, str] | None = None) -> str:
+def write_arrays(
+    file: BinaryIO, arrays: Arrays, metadata: dict[str, str] | None = None, on_piece: Callable[[int], None] = lambda nbytes: None
+) -> str:
     """Writes them without a second copy in memory; returns the SHA-256 of what was written, as sha256sum prints it.
+
+    on_piece: called with the bytes of each piece that was written.
 
     Raises OSError, and ValueError for an array that the format does not have.
     """
@@ -45,6 +50,7 @@ def write_arrays(file: BinaryIO, arrays: Arrays, metadata: dict[str, str] | None
             piece = data[begin : begin + PIECE_BYTES]
             checksum.update(piece)
             file.write(piece)
+            on_piece(len(piece))
     return checksum.hexdigest()
 
 

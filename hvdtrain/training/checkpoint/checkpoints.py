@@ -20,12 +20,11 @@ from hvdtrain.frameworks.learner import HasState
 from hvdtrain.training.checkpoint import files
 from hvdtrain.training.checkpoint.files import Checkpoint
 from hvdtrain.training.checkpoint.resume import best_good, newest_good
-from hvdtrain.training.checkpoint.saver import Saved, Saver
+from hvdtrain.training.checkpoint.saver import LOOK_S, Saved, Saver
 from hvdtrain.training.checkpoint.shards import Parts, WrittenByAll, write_parts
 from hvdtrain.training.progress.train_state import TrainState
 from hvdtrain.training.replicas.broadcast import broadcast_state
 
-LOOK_S = 0.5  # between two looks whether rank 0 still writes
 GRACE_S = 10.0  # of a job that ends, for rank 0 to make the folder that the others write into
 
 
@@ -54,8 +53,7 @@ class Checkpoints:
         self.saver = saver
         self._hosts = list(hosts) or [""] * communicator.size
         self._go_on = go_on
-        self._written: WrittenByAll | None = None  # the newest one, on rank 0
-        self._moves = 0  # its moves as all ranks know them
+        self._moves = 0  # of rank 0's saver, as all ranks know them
         self._expected = False  # whether the last sync point may be one at which a checkpoint is due
         self._disk_is_shared: bool | None = None
         self._thread: threading.Thread | None = None  # that writes this rank's part
@@ -116,9 +114,8 @@ class Checkpoints:
         parts = Parts(list(self._learner.pieces()), files.ARRAYS, files.file_of, self._communicator.rank, several_hosts=several_hosts)
         self._over = threading.Event()
         if self.saver:
-            others = range(1, self._communicator.size)
-            self._written = WrittenByAll(parts, others, self._hosts, name, self._over.is_set)
-            self.saver.save(now, Saved(self._written, self._learner.state_dict_names()))
+            written = WrittenByAll(parts, range(1, self._communicator.size), self._hosts, name, self._over.is_set)
+            self.saver.save(now, Saved(written, self._learner.state_dict_names()))
         elif self._communicator.rank:
             self._thread = threading.Thread(
                 target=write_parts, args=(parts, self.run, name, self._over.is_set), name="checkpoint", daemon=True
@@ -132,7 +129,7 @@ class Checkpoints:
         is_writing = 1
         while is_writing:
             own = self.saver is not None and self.saver.is_writing(LOOK_S)
-            state = np.array([own, self._written.moves if self._written else 0], np.int64)
+            state = np.array([own, self.saver.moves if self.saver else 0], np.int64)
             is_writing, moves = map(int, self._communicator.allreduce(state, "checkpoint.is_writing"))
             if moves != self._moves:
                 self._moves = moves
@@ -213,11 +210,11 @@ class Checkpoints:
             last = failure
             return on_rank_0(self._communicator, lambda: LastWrite(last, bool(files.finished(self.run))))
 
-        def write() -> LastWrite:
-            failure = self.saver.finish(now, self._learner) if self.saver else ""
+        def write(moved: Callable[[], None]) -> LastWrite:
+            failure = self.saver.finish(now, self._learner, moved) if self.saver else ""
             return LastWrite(failure, bool(files.finished(self.run)))
 
-        return on_rank_0(self._communicator, write)
+        return long_on_rank_0(self._communicator, write, self._go_on)
 
     def close_on_all_ranks(self) -> None:
         """Returns on every rank once no write is under way on rank 0. Every rank calls it."""

@@ -18,6 +18,7 @@ from hvdtrain.core.folder import NO_LINKS, UNFINISHED, Folder, WrongKind
 from hvdtrain.errors import UserError
 from hvdtrain.training.checkpoint.array_file import MOST_HEADER_BYTES, PIECE_BYTES, map_arrays, write_arrays
 from hvdtrain.training.checkpoint.shards import WrittenByAll
+from hvdtrain.training.checkpoint.shared_file import SYNC_BYTES
 from hvdtrain.training.progress.train_state import TrainState, from_json, to_json
 
 FORMAT = 4
@@ -50,9 +51,11 @@ def write(
     identity: Identity,
     names: dict[str, str] | None = None,
     open_run: OpenFolder = Folder.open,
+    moved: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes checkpoints/step-00000120/ of an existing run folder; returns it. Raises OSError where it cannot; nothing of it stays then.
 
+    moved: called whenever more of it is on the disk.
     Complete or absent, also when the machine loses its power: every file, and both folders, are synced before and after the rename.
     Two writers of one step never mix their files: each writes into a folder of its own.
     """
@@ -69,7 +72,7 @@ def write(
                     arrays.prepare(new)
                     checkpoints.rename(unfinished, arrays.unfinished)
                     unfinished = arrays.unfinished
-                _write_files(new, arrays, numbers)
+                _write_files(new, arrays, numbers, moved)
                 new.sync()
             _give_name(checkpoints, unfinished, name)
         except BaseException:
@@ -109,17 +112,18 @@ def file_of(name: str) -> str:
     return ARRAYS[name.startswith("s.")]
 
 
-def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[str, Any]) -> None:
+def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[str, Any], moved: Callable[[], None]) -> None:
     """Each file is on the disk, and its checksum is that of the bytes that were in memory."""
     text = (json.dumps(numbers, indent=2, allow_nan=False) + "\n").encode()
     if len(text) > _PROGRESS_BYTES:
         raise ValueError(f"{PROGRESS} would have {len(text)} bytes, where at most {_PROGRESS_BYTES} are read")
-    checksums = arrays.fill(folder) if isinstance(arrays, WrittenByAll) else {}
+    checksums = arrays.fill(folder, moved) if isinstance(arrays, WrittenByAll) else {}
     for name in ARRAYS:
         if name not in checksums:
             assert isinstance(arrays, dict), name
+            of_file = {n: array for n, array in arrays.items() if file_of(n) == name}
             with folder.create(name) as file:
-                checksums[name] = write_arrays(file, {n: array for n, array in arrays.items() if file_of(n) == name})
+                checksums[name] = write_arrays(file, of_file, on_piece=_Syncing(file, moved))
                 _sync(file)
     checksums[PROGRESS] = hashlib.sha256(text).hexdigest()
     sums = "".join(f"{checksum}  {name}\n" for name, checksum in checksums.items())
@@ -127,6 +131,20 @@ def _write_files(folder: Folder, arrays: Arrays | WrittenByAll, numbers: dict[st
         with folder.create(name) as file:
             file.write(data)
             _sync(file)
+
+
+class _Syncing:
+    """Waits for the disk whenever SYNC_BYTES more are written."""
+
+    def __init__(self, file: BufferedWriter, moved: Callable[[], None]) -> None:
+        self._file, self._moved, self._unsynced_bytes = file, moved, 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._unsynced_bytes += nbytes
+        if self._unsynced_bytes >= SYNC_BYTES:
+            _sync(self._file)
+            self._unsynced_bytes = 0
+            self._moved()
 
 
 def _sync(file: BufferedWriter) -> None:

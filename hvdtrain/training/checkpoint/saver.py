@@ -44,6 +44,7 @@ class Saved:
         return self._names
 
 
+LOOK_S = 0.5  # between two looks whether a write is over
 RETRY_S = 30.0  # after a write that failed
 SLOW_DISK = 1e8  # bytes a second
 
@@ -101,6 +102,7 @@ class Saver:
         self._told = ""  # why the last writes failed, as the user knows
         self._given_up: list[int] = []  # steps of checkpoints that were removed for the last one
         self._last_attempts = 0  # to write the last one
+        self.moves = 0  # grows as long as a write moves on
         self.longest_s = limit_bytes / 8 / SLOW_DISK  # pause and write together
         self.measured_s = 0.0  # of the longest that this process has written
         longest_s = None if config.every_minutes is None else 60 * config.every_minutes
@@ -146,10 +148,15 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(now, arrays, names, pause_s), name="checkpoint")
         self._thread.start()
 
-    def finish(self, now: TrainState, learner: Source) -> str:
-        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may replace older ones, which is said."""
+    def finish(self, now: TrainState, learner: Source, moved: Callable[[], None] = lambda: None) -> str:
+        """Returns once the last checkpoint is on the disk: empty, or why it is not there. It may replace older ones, which is said.
+
+        moved: called in this thread while a write moves on.
+        """
         while True:
+            self._wait(moved)
             self.save(now, learner)
+            self._wait(moved)
             if (failure := self.last_failure(now)) is not None:
                 return failure
 
@@ -184,6 +191,17 @@ class Saver:
             self._thread.join(wait_s)
         return self._thread is not None and self._thread.is_alive()
 
+    def _wait(self, moved: Callable[[], None]) -> None:
+        is_writing, before = True, self.moves
+        while is_writing:
+            is_writing = self.is_writing(LOOK_S)
+            if self.moves != before:
+                before = self.moves
+                moved()
+
+    def _move(self) -> None:
+        self.moves += 1
+
     def _write(self, now: TrainState, arrays: Arrays | WrittenByAll, names: dict[str, str], pause_s: float) -> None:
         """In the thread: the only place that touches the disk."""
         began, step = time.perf_counter(), now.progress.step
@@ -193,7 +211,7 @@ class Saver:
             if not isinstance(arrays, WrittenByAll):  # each rank looks at its own
                 check_finite(arrays)
             names = {} if names == plain_names(arrays) else names
-            folder = files.write(self._run, now, arrays, self._identity, names, self._open_run)
+            folder = files.write(self._run, now, arrays, self._identity, names, self._open_run, self._move)
             with contextlib.suppress(OSError):  # what could not be removed now is removed after the next one
                 files.prune(self._run, self._config.keep_last, self._config.keep_best, folder, self._open_run)
             note = self._config_note()

@@ -146,7 +146,7 @@ class WrittenByAll:
         """ranks: the others, which write, too; is_over: whether some of them are lost."""
         self.unfinished = unfinished
         self.parts, self._ranks, self._hosts, self._is_over, self._clock = parts, ranks, hosts, is_over, clock
-        self.moves = 0  # grows as long as a rank writes, or rank 0 reads what was written
+        self._moved: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -162,16 +162,15 @@ class WrittenByAll:
                 opened.write(header)
                 opened.truncate(self.parts.layout.sizes[file])
 
-    def _move(self) -> None:
-        self.moves += 1
-
-    def fill(self, folder: Folder) -> dict[str, str]:
+    def fill(self, folder: Folder, moved: Callable[[], None] = lambda: None) -> dict[str, str]:
         """Returns once all ranks have written and it is all on the disk: the SHA-256 of each file, by the bytes that were in memory.
 
-        Raises OSError where a rank cannot write or writes nothing for WAIT_S, Diverged where it has a number that is not finite.
+        moved: called as long as a rank writes, or rank 0 reads what was written. Raises OSError where a rank cannot write or writes
+        nothing for WAIT_S, Diverged where it has a number that is not finite.
         """
+        self._moved = moved
         self.parts.check_finite()
-        ranges = self.parts.write(folder, self._move)
+        ranges = self.parts.write(folder, moved)
         for rank in self._ranks:
             of_rank = self._wait_for(folder, rank)
             if self.parts.several_hosts:
@@ -207,11 +206,11 @@ class WrittenByAll:
                 before, progress, looked_s = progress, _read_progress(folder, rank), now_s
                 if progress > before:
                     moved_s = now_s
-                    self._move()
+                    self._moved()
             if now_s - moved_s > WAIT_S:
                 raise OSError(None, f"rank {rank} on {self._hosts[rank]} has written nothing of its part for {WAIT_S:.0f} s")
             time.sleep(LOOK_S)
-        self._move()
+        self._moved()
         if "diverged" in report:
             raise Diverged(report["diverged"], "checkpoint", "a lower optim.base_lr; the checkpoint before is good")
         if "failure" in report:
@@ -223,7 +222,7 @@ class WrittenByAll:
         header = self.parts.layout.headers[file]
         of_header = Range(file, 0, len(header), hashlib.sha256(header).hexdigest())
         with folder.open_file(file) as opened:
-            return read_back(opened, self.parts.layout.sizes[file], [of_header, *sorted(ranges)], self._move)
+            return read_back(opened, self.parts.layout.sizes[file], [of_header, *sorted(ranges)], self._moved)
 
 
 def _report(rank: int) -> str:
