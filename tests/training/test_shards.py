@@ -137,16 +137,16 @@ class NfsClients:
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes, self._pwrite, self._lock = page_bytes, os.pwrite, threading.Lock()
-        self._first: dict[int, bytes] = {}  # by the file's inode
-        self._pages: dict[tuple[threading.Thread, int], bytearray] = {}  # by the thread, which is a host of its own, and the inode
+        self._first: dict[str, bytes] = {}  # by the file's path: an inode is used again after a write that failed
+        self._pages: dict[tuple[threading.Thread, str], bytearray] = {}  # by the thread, which is a host of its own, and the file
 
     def __call__(self, handle: int, data: memoryview, begin: int) -> int:
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
             raise OSError(errno.EBADF, "a client that may read reads whole pages")
-        inode = os.fstat(handle).st_ino
+        path = os.readlink(f"/proc/self/fd/{handle}")
         with self._lock:
-            first = self._first.setdefault(inode, Path(f"/proc/self/fd/{handle}").read_bytes())
-            seen = self._pages.setdefault((threading.current_thread(), inode), bytearray(first))
+            first = self._first.setdefault(path, Path(path).read_bytes())
+            seen = self._pages.setdefault((threading.current_thread(), path), bytearray(first))
             seen[begin : begin + len(data)] = data
             start = begin // self._page_bytes * self._page_bytes
             stop = min(-(-(begin + len(data)) // self._page_bytes) * self._page_bytes, len(seen))
