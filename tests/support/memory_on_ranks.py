@@ -1,6 +1,6 @@
 """Counts on the ranks the tensors of real steps, and what they send: {case: {"counted": ..., "predicted": ...}}.
 
-A case: "stage recompute passes", as "2 all 1", of a small image GPT;
+A case: "stage recompute passes WORDS", as "2 all 1 speed.precision=bf16", of a small image GPT;
 or SAMPLES:MODEL WORDS, as "4:wide_resnet model.widths=[16,160,320,640] shard.stage=1", of images of 32x32 or of 256 tokens
 """
 
@@ -81,7 +81,7 @@ def by_case(communicator: Communicator, cases: list[str]) -> dict[str, Any]:
             stage, recompute, passes, samples = case.split()[0], case.split()[1], int(case.split()[2]), SAMPLES
             task = Language(Field("int64", (65,), 64))
             words = ["model.name=gpt", "model.layers=3", "model.width=64", f"shard.stage={stage}", f"model.recompute={recompute}"]
-            words += ["task.name=language", "optim.name=adamw", "optim.clip_norm=1", "comm.bucket_mb=0.2"]
+            words += [*case.split()[3:], "task.name=language", "optim.name=adamw", "optim.clip_norm=1", "comm.bucket_mb=0.2"]
         config = configure(None, words)
         if config.parallel.pipeline > 1:
             passes = 2 * config.parallel.pipeline

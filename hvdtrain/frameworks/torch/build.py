@@ -28,6 +28,7 @@ from hvdtrain.frameworks.torch.compile import check_compiler
 from hvdtrain.frameworks.torch.cuda_stopwatch import stopwatch_for
 from hvdtrain.frameworks.torch.device import check_shared, pick_device
 from hvdtrain.frameworks.torch.model import check_first_samples, check_outputs, checked_model, example, normed_model
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.norm.sync import orders_of_norms
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
@@ -67,6 +68,8 @@ def build(config: Config, task: Task, communicator: Communicator) -> Learner:
     check_first_samples(model, config)
     refuse_tiny_images(model, example(2, config, task, like), precision, config.where("speed.precision"))
     if sharded:
+        with copied_buffers(model):  # after the passes above, which are in float32
+            sharded = sharded.for_autocast(example(2, config, task, like), precision.layers)
         cuts, orders = dict(sharded.cuts), list(sharded.orders)
     elif config.parallel.ranks > 1:
         from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined

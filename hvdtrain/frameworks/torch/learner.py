@@ -259,7 +259,8 @@ class TorchLearner:
             return True
         x = self.forward.inputs_of(self.forward.inputs.zeros(1))
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), copied_buffers(self.model):
+            autocast = self.forward.precision.autocast(self.device)
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), copied_buffers(self.model), autocast:
                 self.model.train()(x)
         except ValueError as error:
             return ONE_VALUE not in f"{error}"

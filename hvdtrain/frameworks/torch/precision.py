@@ -27,10 +27,12 @@ class Precision(NamedTuple):
     weights: torch.dtype
     layers: torch.dtype | None
     summary: str  # "float32 and bfloat16"
+    keeps_casts: bool = True  # one cast of a weight for a whole pass, whose copy stays until its end
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context of a forward pass on the device."""
-        return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=self.layers is not None)
+        enabled = self.layers is not None
+        return torch.autocast(device.type, self.layers or torch.bfloat16, enabled=enabled, cache_enabled=self.keeps_casts)
 
 
 def pick_precision(config: Config, device: torch.device, communicator: Communicator) -> Precision:
@@ -42,7 +44,7 @@ def pick_precision(config: Config, device: torch.device, communicator: Communica
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     weights = torch.float64 if name == "fp64" else torch.float32
     summary = str(weights).removeprefix("torch.") + (f" and {str(half).removeprefix('torch.')}" if half else "") + why
-    return Precision(weights, half, summary)
+    return Precision(weights, half, summary, keeps_casts=config.shard.stage < 3)
 
 
 def is_built_for_bf16(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from hvdtrain.frameworks.torch.flops import FlopCounter
 from hvdtrain.frameworks.torch.learner import TorchLearner
 from hvdtrain.frameworks.torch.live_storages import LiveStorages
 from hvdtrain.frameworks.torch.model import example, normed_model
+from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
 from hvdtrain.frameworks.torch.parallel.strategy import HoldsGradients
 from hvdtrain.frameworks.torch.parallel.timed import timed
@@ -204,6 +205,8 @@ def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset
     with unset_fake_temporarily():  # torch reads the numbers of ranks
         ranks = PlannedMesh(mesh.data, features)
     sharded = shard_model(normed_model(config, task, mesh.world), None, config, mesh, ranks, device, precision.weights)
+    with copied_buffers(sharded.model):
+        sharded = sharded.for_autocast(example(2, config, task, torch.empty(0, dtype=precision.weights)), precision.layers)
     return assemble(config, task, mesh, sharded.model, precision, device, sharded, dict(sharded.cuts), orders=sharded.orders)
 
 

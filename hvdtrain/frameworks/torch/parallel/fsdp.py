@@ -26,14 +26,12 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
+from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of
 from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, run_passes
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
 from hvdtrain.frameworks.torch.parallel.timed import Communicating
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, shard_summary, total_over
-
-# Since torch 2.13. An older one reduces the parameters that this rank's samples reach, and would add up other ranks' other parameters.
-REDUCES_UNREACHED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class ShardedModel(NamedTuple):
@@ -44,6 +42,16 @@ class ShardedModel(NamedTuple):
     summary: str  # "in 12 blocks and the rest"
     cuts: Mapping[torch.nn.Parameter, Cut]  # of parameters that ranks of a tensor group have in parts
     orders: Sequence[SameOrder]  # in which ranks gather and reduce units, and a tensor group computes layers
+
+    def for_autocast(self, x: torch.Tensor, dtype: torch.dtype | None) -> ShardedModel:
+        """The model, whose weights are gathered in 16 bits from now on where layers compute in `dtype`; None: in none. A collective.
+
+        x: inputs, of which a pass is made that may change buffers.
+        """
+        if dtype is None:
+            return self
+        share = gather_in_16_bits(self.model, x, dtype, self.mesh.world)
+        return self._replace(summary=f"{self.summary}, {share:.1%} of the weights gathered in {str(dtype).removeprefix('torch.')}")
 
     def strategy(self, config: Config) -> Fsdp:
         return Fsdp(self, config.shard.offload == "optimizer")
@@ -59,9 +67,9 @@ def make_sharded(
 ) -> ShardedModel:
     """The model that make() returns, with the weights that rank 0's has: unit by unit, so that no rank has all of them at a time.
 
-    Weights and gradients travel in their own `dtype`, also where autocast computes layers in 16 bits: norms mix no types. Every rank calls
-    it; `communicating`: of the stopwatch. Raises UserError for a parameter that is a single number, which has no rows, and for tensor
-    groups on an engine without torch's own process groups before torch 2.13.
+    Weights and gradients travel in their own `dtype` until for_autocast() is called. Every rank calls it; `communicating`: of the
+    stopwatch. Raises UserError for a parameter that is a single number, which has no rows, and for tensor groups on an engine without
+    torch's own process groups before torch 2.13.
     """
     if "ddp" not in mesh.world.features:
         if mesh.tensor.size > 1 and not REDUCES_UNREACHED:  # its DeviceMesh makes groups of its own; tried with 2.9.1
@@ -134,19 +142,8 @@ def _reduce_unreached(module: Any) -> None:
     """A parameter of this FSDP2 module that this rank's samples do not reach has zeros: another rank's samples may reach it."""
     if REDUCES_UNREACHED:
         module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:  # as of a module without parameters of its own
-        group.post_backward = functools.partial(_post_backward_of_all, group, group.post_backward)
-
-
-def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """In place of a group's post_backward in torch 2.9 to 2.12, which reduces the parameters that have a gradient."""
-    for each in group.fsdp_params if group.reduce_grads else ():
-        gathered = getattr(each, "_unsharded_param", None)
-        if gathered is not None and gathered.requires_grad and gathered.grad is None and each.unsharded_accumulated_grad is None:
-            gathered.grad = torch.zeros_like(gathered)
-    post_backward(*unused)
+    elif group := group_of(module):
+        reduce_all_of(group)
 
 
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -314,7 +311,8 @@ def _after_forward(
 class Fsdp:
     """Forward and backward gather the weights of each unit when they need them; backward leaves each rank the sum over ranks of its rows.
 
-    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of the largest unit.
+    With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of the largest unit; under autocast
+    whole weights have 16 bits where layers compute in 16 bits (gathered_types.py).
     """
 
     local_mean = False
