@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "checkpoint.checksum",
         CHECKPOINTS,
-        'if checksums.get(name) != hashlib.file_digest(file, "sha256").hexdigest():',
+        "if checksums.get(name) != _checksum(file, on_piece):",
         "if name not in checksums:",
         ("tests/training/test_checkpoint.py",),
     ),
