@@ -60,6 +60,8 @@ def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
             if not store.has("here/0"):
                 raise _not_arrived(["0"], where, timeout) from None
         else:
+            if not isinstance(store.get(ALL), Arrival):
+                raise not_of_this_job(where)
             return
     raise UserError("rank 0 does not say whether all ranks have arrived", where, "look for its own error")
 

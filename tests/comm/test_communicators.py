@@ -12,7 +12,7 @@ from typing import Any
 import conformance
 import pytest
 import ranks
-from ranks import ENGINE, ENGINES, FULL, needs_horovod, needs_mpirun
+from ranks import ENGINES, FULL, ONE_ENGINE, needs_horovod, needs_mpirun
 from waiting import wait_until
 
 from hvdtrain import errors
@@ -158,14 +158,14 @@ def test_a_library_that_is_not_installed_is_named(engine: str, tmp_path: Path) -
     assert f"fix: {'pip install mpi4py' if engine == 'mpi' else 'python -m hvdtrain.cli.horovod'}" in result.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINE["horovod"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_abort_ends_every_rank(engine: str) -> None:
     result = ranks.mpirun(2, ["-c", PRELUDE + ABORT, engine])
     assert result.returncode == 7
     assert "aborted" in result.stdout and "a rank went on" not in result.stdout
 
 
-@pytest.mark.parametrize("engine", ENGINE["mpi"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["mpi"])
 def test_a_killed_rank_ends_every_rank(engine: str) -> None:
     with ranks.Job(2, ["-c", PRELUDE + WAIT, engine]) as job:
         wait_until(lambda: job.output().count("of 2, local size 2, waits") == 2, "both ranks wait")

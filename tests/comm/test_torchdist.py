@@ -31,7 +31,7 @@ from waiting import wait_until
 from hvdtrain import errors
 from hvdtrain.cli.launch.spawn import NodeOptions, parse_node_options
 from hvdtrain.comm import torchdist
-from hvdtrain.comm.arrival import wait_for_all_ranks
+from hvdtrain.comm.arrival import ALL, wait_for_all_ranks
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.comm.features import Feature
 from hvdtrain.comm.placement import NO_LAUNCHER, SUBMITIT, Placement
@@ -263,6 +263,13 @@ def test_the_keys_that_ranks_name_when_they_meet_grow_as_the_ranks(ranks: int, m
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(arrive, range(ranks)))
     assert next(CountsKeys.named) <= 6 * ranks
+
+
+def test_a_stranger_does_not_say_that_all_ranks_are_there() -> None:
+    store = dist.HashStore()
+    store.set(ALL, "a word without the job's signature")
+    with pytest.raises(UserError, match="a process that is at the job's address does not have its secret"):
+        wait_for_all_ranks(SignedStore(store, "secret"), Rendezvous(LOOPBACK, 1), Placement(1, 2, 0, 1, "torchrun"), LIMIT)
 
 
 def meet(*places: Placement, secrets: tuple[str, str] = ("", "")) -> list[Any]:

@@ -53,7 +53,9 @@ ENGINES = [pytest.param("mpi", marks=needs_mpirun), pytest.param("horovod", mark
 HANG_S = 900.0  # whatever takes so long hangs: on an idle machine the longest takes a minute
 FULL = os.environ.get("HVDTRAIN_TEST_ROUNDS") == "full"  # every row of the largest tables, which take an hour or more; else some of each
 
-ENGINE = {engine: [each for each in ENGINES if FULL or each.values == (engine,)] for engine in ("mpi", "horovod")}  # one of them, or both
+ONE_ENGINE = {
+    engine: [each for each in ENGINES if FULL or each.values == (engine,)] for engine in ("mpi", "horovod")
+}  # one of them, or both
 
 in_full_rounds = pytest.mark.skipif(not FULL, reason="one of the dearest: HVDTRAIN_TEST_ROUNDS=full")
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ENGINE, Job, Result, mpirun
+from ranks import ONE_ENGINE, Job, Result, mpirun
 from waiting import wait_until
 
 LIMIT_S = 20.0  # 0.5 s after a kill and 2 s after an exception where nothing else runs
@@ -24,7 +24,7 @@ def env() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")])}
 
 
-@pytest.mark.parametrize("engine", ENGINE["mpi"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["mpi"])
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
     options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}"
     result = mpirun(2, words(tmp_path, engine, *options), env=env())
@@ -35,7 +35,7 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path, engine: str) -> None:
     assert "engine " + engine in result.stdout
 
 
-@pytest.mark.parametrize("engine", ENGINE["horovod"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
     options = "model.bad_rank=1", "model.bad_step=50", f"model.stamp={tmp_path / 'stamp'}", "model.leave=true"
     result = mpirun(2, words(tmp_path, engine, *options), env=env())
@@ -44,7 +44,7 @@ def test_a_rank_that_leaves_early_ends_all(tmp_path: Path, engine: str) -> None:
     assert f"rank 1 on {socket.gethostname()}" in result.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINE["mpi"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["mpi"])
 def test_a_killed_rank_ends_all(tmp_path: Path, engine: str) -> None:
     result, seconds = kill_rank_1(tmp_path, engine)
     print(f"{engine}: all gone {seconds:.1f} s after kill -9, exit code {result.returncode}")
@@ -52,7 +52,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.clock
-@pytest.mark.parametrize("engine", ENGINE["horovod"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_all_ranks_end_within_seconds(tmp_path: Path, engine: str) -> None:
     """After a kill, and after an exception."""
     assert kill_rank_1(tmp_path / "killed", engine)[1] < LIMIT_S
@@ -83,7 +83,7 @@ def test_a_user_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINE["horovod"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["horovod"])
 def test_a_user_error_on_one_rank_names_it(tmp_path: Path, engine: str) -> None:
     """Rank 0 waits in the engine's start for a rank that found no data."""
     code = (

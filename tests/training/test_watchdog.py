@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from pool import alone
-from ranks import ENGINE, FULL, HANG_S, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
+from ranks import FULL, HANG_S, ONE_ENGINE, Job, Result, environment, mpirun, needs_horovod, needs_mpirun, python
 from waiting import is_stopped, wait_until
 
 from hvdtrain.comm.split import PIECES, ranks_summary
@@ -44,7 +44,7 @@ def expect_end(result: Result, what: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-HANGS = [*(pytest.param(*e.values, "sleep", marks=e.marks) for e in ENGINE["horovod"]), ("mpi", "loop")]
+HANGS = [*(pytest.param(*e.values, "sleep", marks=e.marks) for e in ONE_ENGINE["horovod"]), ("mpi", "loop")]
 
 
 @pytest.mark.parametrize(("engine", "how"), HANGS)
@@ -91,7 +91,7 @@ def test_one_of_four_is_behind() -> None:
     assert "waiting: ranks 0-1, 3 at step 21, epoch 3: step" in result.stderr
 
 
-@pytest.mark.parametrize("engine", ENGINE["mpi"])
+@pytest.mark.parametrize("engine", ONE_ENGINE["mpi"])
 def test_a_stopped_rank_gives_no_answer(engine: str) -> None:
     with Job(2, words(engine, "1:stop")) as job:
         result = job.wait()
