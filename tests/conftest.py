@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import warm
+from ranks import environment
 from record import note
 
 PARTS = ("slow", "faults", "cluster", "gpu", "clock")  # marks by which the Makefile chooses tests; without one of them: `make test`
@@ -38,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", None):
+        warm.start(environment())  # one for all workers, which start meanwhile
     if "PYTEST_XDIST_WORKER" in os.environ:
         _tell_who_ends_this_process()
 
@@ -117,9 +121,10 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Ranks that wait for calls are not needed any more."""
+    """Ranks that wait for calls are not needed any more, nor is a Python that waits to be forked."""
     if "pool" in sys.modules:
         sys.modules["pool"].end_all()
+    warm.end()
 
 
 def _names(path: Path, mark: str) -> bool:

@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
 
 
 def test_dir_shows_what_is_not_imported_yet() -> None:
-    listed = python(["-c", "import sys, hvdtrain; print(*dir(hvdtrain)); print('hvdtrain.api' in sys.modules)"])
+    listed = python(["-c", "import sys, hvdtrain; print(*dir(hvdtrain)); print('hvdtrain.api' in sys.modules)"], is_warm=False)
     names, imported = listed.stdout.splitlines()
     assert {"train", "read", "Run", "UserError"} <= set(names.split()) and imported == "False", listed.stderr
 
@@ -119,7 +119,7 @@ def test_a_mistake_in_a_script_is_told_without_frames_of_hvdtrain(call: str, sai
     """What, where, fix and the script's own line; Python then ends as after any exception: what the script wrote is kept."""
     script, kept = tmp_path / "script.py", tmp_path / "kept.txt"
     script.write_text(SCRIPT.format(call=call))
-    done = python([str(script), str(kept)])
+    done = python([str(script), str(kept)], is_warm=False)
     assert done.returncode == 2, done
     assert said.replace("{script}", f"{script}") in done.stderr
     assert f'File "{Path(hvdtrain.__file__).parent}' not in done.stderr and "never" not in done.stdout

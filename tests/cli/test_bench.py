@@ -245,7 +245,9 @@ def test_picture(tmp_path: Path) -> None:
 def test_scaling_of_real_jobs(tmp_path: Path) -> None:
     words = ["framework=numpy", "model.name=linear", "data.name=synthetic", "data.shape=[4,4,1]", "data.samples=200", "data.val_samples=20"]
     words += ["batch.size=8", "comm.engine=mpi", f"run={tmp_path}/never"]
-    result = python([*BENCH, "scaling", "--ranks", "2", "--weak", "--steps", "12", "--repeat", "2", "--json", f"{tmp_path}/study.json", *words])
+    result = python(
+        [*BENCH, "scaling", "--ranks", "2", "--weak", "--steps", "12", "--repeat", "2", "--json", f"{tmp_path}/study.json", *words]
+    )
     assert result.returncode == 0, result
     study = json.loads((tmp_path / "study.json").read_text())
     assert [(trial["kind"], trial["ranks"], trial["batch"]) for trial in study["trials"]] == [("weak", 2, 8)]

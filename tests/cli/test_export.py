@@ -228,7 +228,7 @@ assert export([{str(Path("job").absolute())!r}, "--to", {str(Path("m.safetensors
 loaded = [m for m in ("torch", "jax", "sklearn.linear_model") if m in sys.modules]
 assert not loaded, loaded
 """
-    done = python(["-c", code])
+    done = python(["-c", code], is_warm=False)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in Path("job/events.jsonl").read_text().splitlines()]
     best = max(event["val_accuracy"] for event in events if event["kind"] == "epoch")

@@ -19,7 +19,7 @@ def test_too_few_addresses(tmp_path: Path) -> None:
     """180 MB (ulimit -v 175781): no job starts. With 300 MB (292968) torch cannot be loaded."""
     for size, job in ((180_000_000, JOB), (300_000_000, ["model.name=linear", "max_steps=2"])):
         code = PROGRAM.format(f"resource.setrlimit(resource.RLIMIT_AS, ({size}, {size}))")
-        result = python(["-c", code, *job, f"run={tmp_path / 'run'}"])
+        result = python(["-c", code, *job, f"run={tmp_path / 'run'}"], is_warm=False)
         assert result.returncode in (2, 83) and "Traceback" not in result.stderr, result
         message = f"this process may have no more addresses of memory\n  where: ulimit -v {size // 1024} kB\n  fix: ulimit -v unlimited: "
         assert result.stderr.startswith(f"hvdtrain: {message}"), result
@@ -28,7 +28,7 @@ def test_too_few_addresses(tmp_path: Path) -> None:
 def test_too_few_threads(tmp_path: Path) -> None:
     """No thread starts: as with ulimit -u, which does not hold for root, its stack cannot be made."""
     code = PROGRAM.format("threading.stack_size(1 << 46)")
-    result = python(["-c", code, *JOB, f"run={tmp_path / 'run'}"])
+    result = python(["-c", code, *JOB, f"run={tmp_path / 'run'}"], is_warm=False)
     assert result.returncode == 2, result
     assert result.stderr.startswith("hvdtrain: the system gives this process no more threads\n  where: "), result
     assert result.stderr.endswith("\n  fix: raise the limit; or fewer: OMP_NUM_THREADS=1 data.readers=1\n"), result
@@ -36,5 +36,5 @@ def test_too_few_threads(tmp_path: Path) -> None:
 
 def test_ctrl_c_of_a_command_is_no_error_of_ours() -> None:
     code = "import signal, hvdtrain.__main__ as program; program.run_command = lambda words: signal.raise_signal(signal.SIGINT)"
-    result = python(["-c", f"{code}; program.sys.exit(program.main())", "list"])
+    result = python(["-c", f"{code}; program.sys.exit(program.main())", "list"], is_warm=False)
     assert (result.returncode, result.stderr) == (130, "")

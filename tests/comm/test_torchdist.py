@@ -500,7 +500,7 @@ communicator.close()
 
 
 def test_a_process_may_end_while_gloo_works() -> None:
-    result = python(["-c", ENDS_AT_ONCE])
+    result = python(["-c", ENDS_AT_ONCE], is_warm=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -539,5 +539,5 @@ for ranks in (1, 4, 64, 8192, 2):
     limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
 print(limits)
 """
-    result = python(["-c", code])
+    result = python(["-c", code], is_warm=False)
     assert result.stdout == "[(300, 900), (300, 900), (300, 900), (768, 900), (900, 900), (900, 900)]\n", result

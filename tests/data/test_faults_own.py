@@ -33,7 +33,7 @@ def test_a_collate_function_that_gives_another_shape_on_one_rank(tmp_path: Path)
 def test_a_killed_rank_or_worker_leaves_no_process(tmp_path: Path, end: str) -> None:
     words = [*WORDS, "data.name=own_datasets:noisy", "task.name=regression", "optim.base_lr=1e-9", "data.workers=1", "epochs=100000"]
     run = tmp_path / "run"
-    with Job(2, [*words, f"run={run}"], env=SUPPORT) as job:
+    with Job(2, [*words, f"run={run}"], env=SUPPORT, is_warm=True) as job:
         wait_for(job, lambda: any(event["kind"] == "epoch" for event in events(run)) and len(workers(job)) == 4)  # each has read
         ranks, started = job.pids(), workers(job)
         os.kill(ranks[1] if end == "rank" else started[0], signal.SIGKILL)

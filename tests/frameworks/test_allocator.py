@@ -28,7 +28,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_freed_memory_is_reused() -> None:
     faults = {}
     for how in ("keep", "usual"):
-        kept, faults[how] = python(["-c", CODE, how]).stdout.split()
+        kept, faults[how] = python(["-c", CODE, how], is_warm=False).stdout.split()
         assert kept == str(how == "keep")
     assert int(faults["keep"]) < 1000 and int(faults["usual"]) > 50_000
 
@@ -51,7 +51,7 @@ print(data_kb() - before)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this libc has no mallopt")
 def test_large_memory_leaves_no_holes() -> None:
     """Where freed memory is kept, the 470 MB of weights stay, or (at times) a tenth of them; 2 MB are still in use."""
-    grown_mb = {how: int(python(["-c", HOLES, how]).stdout) / 1000 for how in ("keep", "return")}
+    grown_mb = {how: int(python(["-c", HOLES, how], is_warm=False).stdout) / 1000 for how in ("keep", "return")}
     assert grown_mb["return"] < 20 and grown_mb["keep"] > 30, grown_mb
 
 

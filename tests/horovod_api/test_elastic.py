@@ -16,7 +16,7 @@ def finish(engine: str, out: Path, who: int) -> None:
     """Three ranks: by mpirun with ULFM, or as processes that nothing ends when another one does."""
     argv = ["tests/support/horovod_elastic.py", str(out), str(who)]
     if engine == "mpi":
-        with Job(3, argv, options=["--with-ft", "ulfm"], env={"HVDTRAIN_ENGINE": "mpi"}) as job:
+        with Job(3, argv, options=["--with-ft", "ulfm"], env={"HVDTRAIN_ENGINE": "mpi"}, is_warm=True) as job:
             job.wait()
         return
     shared = {
@@ -29,7 +29,7 @@ def finish(engine: str, out: Path, who: int) -> None:
     shared["HVDTRAIN_ENGINE"] = engine
     with contextlib.ExitStack() as stack:
         each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
-        jobs = [stack.enter_context(Job(0, argv, env=env)) for env in each]
+        jobs = [stack.enter_context(Job(0, argv, env=env, is_warm=True)) for env in each]
         for job in jobs:
             job.wait()
 

@@ -65,7 +65,7 @@ class Command(NamedTuple):
         return ["-m", "hvdtrain", *data, *intervals, *job, *self.words]
 
     def start(self, run: Path, env: Mapping[str, str] | None = None) -> Job:
-        return Job(self.size, self.argv(run), env={**ENV, **(env or {})})
+        return Job(self.size, self.argv(run), env={**ENV, **(env or {})}, is_warm=True)
 
     def up_to(self, steps: int) -> Command:
         """The command of a job of so many steps in all."""

@@ -36,11 +36,11 @@ def start(engine: str, size: int, argv: Sequence[str], stack: contextlib.ExitSta
     """mpi: one mpirun; torchdist: a process for each rank, which nothing ends when another one does."""
     if engine == "mpi":
         options = ["--with-ft", "ulfm"] if ulfm else []
-        return [stack.enter_context(Job(size, [*argv, "comm.engine=mpi"], env=ENV, options=options))]
+        return [stack.enter_context(Job(size, [*argv, "comm.engine=mpi"], env=ENV, options=options, is_warm=True))]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HVDTRAIN_SECRET": "of the test", **ENV}
     shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    return [stack.enter_context(Job(0, [*argv, "comm.engine=torchdist"], env=env)) for env in each]
+    return [stack.enter_context(Job(0, [*argv, "comm.engine=torchdist"], env=env, is_warm=True)) for env in each]
 
 
 def finish(engine: str, size: int, argv: Sequence[str], *, ulfm: bool = True) -> list[Result]:

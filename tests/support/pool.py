@@ -80,7 +80,7 @@ class WaitingRanks:
             listener.bind(address)
             listener.listen(size)
             listener.settimeout(0.2)
-            self._job = Job(0 if engine == "single" else size, program, timeout_s=24 * 3600, env=env)
+            self._job = Job(0 if engine == "single" else size, program, timeout_s=24 * 3600, env=env, is_warm=True)
             self._connections: dict[int, tuple[socket.socket, Any]] = {}  # with the file that its answers are read from
             try:
                 self._accept(listener, size)

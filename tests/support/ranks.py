@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
+import warm
 from record import note
 
 from hvdtrain.comm.placement import placement
@@ -79,15 +80,23 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**inherited, **_SMALL_MACHINE, "PYTHONPATH": path, **(env or {})}
 
 
-def mpirun(size: int, argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Result:
+def mpirun(
+    size: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float = HANG_S,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    is_warm: bool = True,
+) -> Result:
     """`mpirun -np SIZE python ARGV`, to its end; 124 is the exit status of a job that ran past timeout_s."""
-    with Job(size, argv, timeout_s=timeout_s, env=env, cwd=cwd) as job:
+    with Job(size, argv, timeout_s=timeout_s, env=env, cwd=cwd, is_warm=is_warm) as job:
         return job.wait()
 
 
-def python(argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None) -> Result:
+def python(argv: Sequence[str], *, timeout_s: float = HANG_S, env: Mapping[str, str] | None = None, is_warm: bool = True) -> Result:
     """`python ARGV` without a launcher, to its end; `env` may have the variables of one."""
-    with Job(0, argv, timeout_s=timeout_s, env=env) as job:
+    with Job(0, argv, timeout_s=timeout_s, env=env, is_warm=is_warm) as job:
         return job.wait()
 
 
@@ -103,12 +112,17 @@ class Job:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         options: Sequence[str] = (),
+        is_warm: bool = False,
     ) -> None:
-        """options: of mpirun."""
+        """options: of mpirun; is_warm: its Pythons may begin with torch imported (warm.py)."""
         if size:
             note({"ranks": size})
         launcher = [mpirun_path() or "mpirun", *options, "-np", str(size)] if size else []
-        command = ["timeout", "-k", "5", str(timeout_s), *launcher, sys.executable, *argv]
+        env = environment(env)
+        if is_warm:
+            warm.start(environment())
+        pythons = warm.command(argv, env) if is_warm else [sys.executable, *argv]
+        command = ["timeout", "-k", "5", str(timeout_s), *launcher, *pythons]
         self._stdout, self._stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         # A killed mpirun does not remove the folder of its session; another mpirun with the same process number would fail to start there.
         self._sessions = tempfile.mkdtemp(prefix="hvd")
@@ -118,7 +132,7 @@ class Job:
             stdout=self._stdout,
             stderr=self._stderr,
             stdin=subprocess.DEVNULL,
-            env=environment({"TMPDIR": self._sessions, **(env or {})}),
+            env={"TMPDIR": self._sessions, **env},
             cwd=cwd,
             process_group=0,  # Linux gives a session a whole share of the cores, also where its ranks only wait (sched(7), autogroup)
         )
@@ -144,11 +158,13 @@ class Job:
     def pids(self) -> dict[int, int]:
         """{rank: pid} of the ranks that have started."""
         ranks: dict[int, int] = {}
-        for pid in self.processes():
+        pids = self.processes()
+        fork_of = {client: fork for fork, client in warm.forks().items()}
+        for pid in pids:
             with contextlib.suppress(OSError, UserError):
                 place = placement(_environ(pid))
                 if place.launcher != "none":
-                    ranks[place.rank] = pid
+                    ranks[place.rank] = fork_of.get(pid, pid)
         return ranks
 
     def is_running(self) -> bool:
@@ -176,7 +192,9 @@ def _text(stream: IO[str]) -> str:
 
 def _below(root: int) -> set[int]:
     """The descendants of a process."""
-    parents = {int(path.name): parent for path in Path("/proc").iterdir() if path.name.isdigit() and (parent := _parent(path))}
+    parents = {
+        int(path.name): parent for path in Path("/proc").iterdir() if path.name.isdigit() and (parent := _parent(path))
+    } | warm.forks()
     below = {root}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more

@@ -319,7 +319,7 @@ def test_a_log_on_a_full_disk_is_no_reason_to_stop(tmp_path: Path) -> None:
 def _cut_off_while_it_is_read(words: list[str], folder: Path) -> Result:
     run = folder / f"run-{len(list(folder.iterdir()))}"
     events = run / "events.jsonl"
-    with Job(0, [*words, "epochs=1000000", f"run={run}"], env=ENV) as job:
+    with Job(0, [*words, "epochs=1000000", f"run={run}"], env=ENV, is_warm=True) as job:
         wait_for(job, lambda: events.exists() and '"epoch"' in events.read_text())
         for path in folder.glob("cache/*/images.npy"):
             os.truncate(path, 0)

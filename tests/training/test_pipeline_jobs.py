@@ -328,7 +328,7 @@ def test_a_rank_in_a_pass_is_named_with_its_place(tmp_path: Path, hang: bool) ->
 @in_full_rounds
 def test_a_killed_rank_of_a_pipeline_ends_all(tmp_path: Path, engine: str) -> None:
     words = ["-m", "hvdtrain", "model.name=mlp", "parallel.pipeline=2", "epochs=1000000", "log.every_s=0.5"]
-    with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"]) as job:
+    with Job(2, [*words, f"comm.engine={engine}", f"run={tmp_path / 'run'}"], is_warm=True) as job:
         wait_until(lambda: job.output().count("\n") > 12, "it trains")
         os.kill(job.pids()[0], signal.SIGKILL)
         result = job.wait()

@@ -261,7 +261,7 @@ def test_check_reports_who_has_the_folder(run: Path, holder: Holder, level: str,
 
 
 def start(run: Path, *words: str) -> Job:
-    return Job(0, [*JOB, f"run={run}", *words])
+    return Job(0, [*JOB, f"run={run}", *words], is_warm=True)
 
 
 def is_one_job(run: Path) -> bool:

@@ -108,7 +108,7 @@ def test_two_ranks_draw_what_one_draws_and_stop_meanwhile(tmp_path: Path) -> Non
     run = tmp_path / "stopped"
     long = [*IMAGES, "data.side=8", "model.layers=12", "model.width=64", "log.samples=1024", "batch.evaluate=1024", "comm.engine=mpi"]
     long += ["log.per_rank=true"]
-    with Job(2, ["-m", "hvdtrain", *long, f"run={run}"]) as job:
+    with Job(2, ["-m", "hvdtrain", *long, f"run={run}"], is_warm=True) as job:
         log = run / "ranks" / "rank-00001.log"  # whose first line is written just before the first samples are drawn
         wait_until(lambda: log.exists() and log.read_text(), "rank 1 trains")
         time.sleep(1.0)  # before that the job would stop, too

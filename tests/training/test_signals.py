@@ -203,14 +203,14 @@ sys.exit(program.main())
 
 def test_a_signal_before_the_job_can_listen_is_handed_over(tmp_path: Path) -> None:
     """It ends a start that takes long; a short one goes on to the first sync point, which saves."""
-    result = python(["-c", EARLY, "framework=numpy", "model.name=linear", f"run={tmp_path / 'run'}"])
+    result = python(["-c", EARLY, "framework=numpy", "model.name=linear", f"run={tmp_path / 'run'}"], is_warm=False)
     assert result.returncode == REQUEUE, result
     of_start = f"hvdtrain: rank 0 on {HOST}: SIGUSR2 during the start .*: nothing to save; the same command starts again\n"
     assert re.fullmatch(of_start, result.stderr) or ("SIGUSR2" in result.stdout and list(tmp_path.glob("run/checkpoints/step-*"))), result
 
 
 def test_a_command_that_saves_nothing_is_killed_as_ever() -> None:
-    assert python(["-c", EARLY, "list"]).returncode == -signal.SIGUSR2
+    assert python(["-c", EARLY, "list"], is_warm=False).returncode == -signal.SIGUSR2
 
 
 def test_what_is_imported_before_the_first_signal_can_be_remembered_is_light() -> None:
@@ -232,5 +232,5 @@ sys.exit(main())
 def test_a_signal_after_the_end_kills_nothing(tmp_path: Path) -> None:
     """SLURM's signal before the time limit may find a job that is just over: its code stays 0."""
     words = ["framework=numpy", "model.name=linear", "max_steps=2", f"run={tmp_path / 'run'}"]
-    result = python(["-c", LATE, *words])
+    result = python(["-c", LATE, *words], is_warm=False)
     assert result.returncode == 0 and "run folder: " in result.stdout, result

@@ -142,19 +142,19 @@ gc.callbacks.append(lambda phase, info: frozen.append(gc.get_freeze_count()))
 assert not train({[*JOB, f"run={tmp_path}"]!r})
 assert gc.isenabled() and frozen and min(frozen) > 50_000, frozen
 """
-    done = ranks.python(["-c", program])
+    done = ranks.python(["-c", program], is_warm=False)
     assert done.returncode == 0, done
 
 
 def test_the_end_of_a_command_searches_nothing_for_garbage() -> None:
     program = "import gc, sys; from hvdtrain.__main__ import main; sys.argv[1:] = ['--version']; main(); print(len(gc.get_objects()))"
-    done = ranks.python(["-c", program])
+    done = ranks.python(["-c", program], is_warm=False)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) < 100, done  # of some 30,000
 
 
 @needs_mpirun
 def test_a_job_reports_its_start_once(tmp_path: Path) -> None:
-    result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"])
+    result = ranks.mpirun(2, ["-m", "hvdtrain", *JOB, "comm.engine=mpi", "log.every_steps=1", f"run={tmp_path}"], is_warm=False)
     assert result.returncode == 0, result.stderr
     (event,) = [line for line in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines()) if line["kind"] == "started"]
     assert list(event["start_s"])[:2] == ["launcher", "Python"] and sum(event["start_s"].values()) < result.seconds + 0.5
@@ -166,5 +166,5 @@ def test_nothing_is_imported_that_the_job_does_not_use(tmp_path: Path) -> None:
     heavy = "sympy", "torch._dynamo", "torch._inductor", "torchvision", "jax", "mpi4py", "horovod", "matplotlib", "sklearn", "scipy", "PIL"
     code = f"import sys; from hvdtrain.__main__ import main; code = main({[*JOB, f'run={tmp_path}']!r}); assert code == 0, code\n"
     code += f"print('loaded', [name for name in {heavy} if name in sys.modules])"
-    result = ranks.python(["-c", code])
+    result = ranks.python(["-c", code], is_warm=False)
     assert result.stdout.splitlines()[-1] == "loaded []", result.stdout[-500:] + result.stderr
