@@ -1,4 +1,4 @@
-"""Ten jobs at fixed seeds: the sha256 of their weights and the losses of every step and epoch, to compare two checkouts to the last bit.
+"""Jobs at fixed seeds: the sha256 of their weights and the losses of every step and epoch, to compare two checkouts to the last bit.
 
 python tests/support/same_bits.py OUT.json [--old-keys]             runs the jobs with the checkout that this file lies in
 python tests/support/same_bits.py --compare BEFORE.json AFTER.json  prints a table; exit status 1 where anything differs
@@ -18,7 +18,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lost_ranks
 import safetensors.numpy
+from pool import alone
 from ranks import ROOT, mpirun, python
 
 OLD_KEYS = {
@@ -38,6 +40,12 @@ SYNTHETIC = "data.name=synthetic data.samples=157 data.val_samples=61 data.class
 DIGITS = "data.name=digits batch.size=96 epochs=2"
 GROWTH = "recipe.growth=milestones recipe.grow_at=[1.2,2.3] recipe.grow_to=[62,93]"
 RESNET = f"{SYNTHETIC} model.name=wide_resnet model.widths=[4,4,8,8] log.every_steps=3 optim.base_lr=0.05"
+GPT = "task.name=language data.name=image_tokens data.colours=16 model.name=gpt model.layers=4 model.heads=2 model.width=8 batch.size=16 "
+GPT += "data.source=synthetic data.source_options={'shape':[4,4,1],'samples':61,'val_samples':23} epochs=2 log.every_steps=2 "
+GPT += "comm.engine=mpi framework=torch"
+DENSE = (
+    f"{SYNTHETIC} model.name=convnet model.widths=[3,4] model.dense=[7] model.norm=false comm.engine=mpi framework=torch log.every_steps=3"
+)
 MLP = f"{SYNTHETIC} model.name=mlp model.widths=[24,16] log.every_steps=3 optim.base_lr=0.05"
 
 
@@ -48,6 +56,8 @@ class Job(NamedTuple):
     ranks: int = 2
     stop: int = 0  # where not 0 the job is stopped after so many steps, and resumed
     resume_ranks: int = 0
+    kill: str = ""  # a plan of killed_ranks.py: the others go on
+    is_own_loop: bool = False  # own_loop_on_ranks.py, instead of hvdtrain's loop
 
 
 JOBS = {
@@ -88,26 +98,82 @@ JOBS = {
     "mpi torch: stopped on 2 ranks, resumed on 3, fp16, digits": Job(
         f"{DIGITS} model.name=mlp comm.engine=mpi framework=torch speed.precision=fp16 log.every_steps=5", stop=17, resume_ranks=3
     ),
+    "mpi torch: stage 1, adamw, EMA, noise scale, growth": Job(
+        f"{MLP} comm.engine=mpi framework=torch shard.stage=1 optim.name=adamw optim.base_lr=0.003 optim.ema=0.9 log.noise_scale=true "
+        f"{GROWTH}"
+    ),
+    "mpi torch: EMA and noise scale with buckets, on 3 ranks": Job(
+        f"{RESNET} comm.engine=mpi framework=torch optim.ema=0.9 log.noise_scale=true comm.bucket_mb=0.001", ranks=3
+    ),
+    "mpi torch: stage 2, lamb, clipping, micro-batches, resumed on 3 with stage 0": Job(
+        f"{MLP} comm.engine=mpi framework=torch shard.stage=2 optim.name=lamb optim.clip_norm=1 batch.micro=5", stop=8, resume_ranks=3
+    ),
+    "mpi torch: stage 3, momentum, gradient noise": Job(
+        f"{MLP} comm.engine=mpi framework=torch shard.stage=3 optim.momentum=0.9 recipe.gradient_noise=0.01 optim.clip_norm=1"
+    ),
+    "torchdist torch: stage 3, bf16, adam": Job(
+        f"{RESNET} comm.engine=torchdist framework=torch shard.stage=3 speed.precision=bf16 optim.name=adam optim.base_lr=0.003"
+    ),
+    "mpi jax: stage 2, adam": Job(f"{MLP} comm.engine=mpi framework=jax shard.stage=2 optim.name=adam optim.base_lr=0.003"),
+    "mpi torch: tensor x data, dropout": Job(
+        f"{MLP} comm.engine=mpi framework=torch parallel.tensor=2 model.dropout=0.2 optim.momentum=0.9", ranks=4
+    ),
+    "mpi torch: image gpt, tensor, sequence": Job(f"{GPT} parallel.tensor=2 parallel.sequence=true"),
+    "mpi torch: pipeline, 1f1b, adam": Job(
+        f"{MLP} comm.engine=mpi framework=torch parallel.pipeline=2 optim.name=adam optim.base_lr=0.003 batch.micro=8"
+    ),
+    "mpi torch: image gpt, pipeline of 2 x stage 1, recomputed": Job(
+        f"{GPT} parallel.pipeline=2 shard.stage=1 model.recompute=all optim.name=adam optim.base_lr=0.003", ranks=4
+    ),
+    "mpi torch: dense scheme b, one update": Job(f"{DENSE} parallel.dense=b optim.momentum=0.9 optim.clip_norm=1"),
+    "mpi torch: dense scheme c, two updates": Job(f"{DENSE} parallel.dense=c parallel.dense_updates=2 optim.name=adam optim.base_lr=0.003"),
+    "mpi torch: a server and a worker, damped": Job(
+        f"{MLP} comm.engine=mpi framework=torch servers.count=1 servers.bound=2 servers.correct=scale optim.name=lamb comm.bucket_mb=0.004"
+    ),
+    "mpi torch: two servers and a worker, synchronous": Job(
+        f"{MLP} comm.engine=mpi framework=torch servers.count=2 servers.bound=0 optim.momentum=0.9 comm.bucket_mb=0.004", ranks=3
+    ),
+    "mpi torch: local steps with EMA, resumed on 3": Job(
+        f"{MLP} comm.engine=mpi framework=torch comm.local_steps=3 optim.ema=0.9", stop=9, resume_ranks=3
+    ),
+    "mpi torch: shrinks to 2 ranks": Job(
+        f"{MLP} comm.engine=mpi framework=torch guard.lost=shrink optim.momentum=0.9 log.every_steps=2", ranks=3, kill="1 learner.py:step 5"
+    ),
+    "torchdist numpy: shrinks to 1 rank": Job(
+        f"{SYNTHETIC} framework=numpy model.name=linear guard.lost=shrink comm.engine=torchdist log.every_steps=2", kill="1 accumulate 9"
+    ),
+    "mpi torch: a loop of one's own": Job("comm.engine=mpi log.every_steps=1", ranks=3, is_own_loop=True),
+    "torchdist torch: a loop of one's own, stage 2": Job("comm.engine=torchdist shard.stage=2 log.every_steps=1", is_own_loop=True),
 }
 
 
 def run(job: Job, folder: Path, old_keys: bool) -> dict[str, Any]:
     """Trains a job to its end; its weights and losses."""
     words = f"{job.options} run={folder}".split()
-    start(job.ranks, [*words, f"max_steps={job.stop}"] if job.stop else words, old_keys)
+    start(job, job.ranks, [*words, f"max_steps={job.stop}"] if job.stop else words, old_keys)
     if job.stop:
-        start(job.resume_ranks, words, old_keys)
+        start(job, job.resume_ranks, words, old_keys)
     return {"weights": weights(sorted((folder / "checkpoints").glob("step-*"))[-1]), "losses": losses(folder / "events.jsonl")}
 
 
-def start(ranks: int, words: list[str], old_keys: bool) -> None:
+def start(job: Job, ranks: int, words: list[str], old_keys: bool) -> None:
     """Trains until the ranks have ended; the script ends here where they failed."""
     for new, old in OLD_KEYS.items() if old_keys else ():
         words = [old + word.removeprefix(new) if word.startswith(new) else word for word in words]
-    argv = ["-m", "hvdtrain", *words]
-    result = mpirun(ranks, argv, timeout_s=120) if ranks > 1 else python(argv, timeout_s=120)
-    if result.returncode:
-        sys.exit(f"exit status {result.returncode} on {ranks} ranks: {' '.join(words)}\n{result.stdout}\n{result.stderr}")
+    if job.kill:
+        engine = next(word.removeprefix("comm.engine=") for word in words if word.startswith("comm.engine="))
+        results = lost_ranks.finish(engine, ranks, [lost_ranks.KILLED_RANKS, job.kill, *words])
+        has_failed = any("done (" in result.stdout for result in results) is False
+    else:
+        with tempfile.NamedTemporaryFile() as out:
+            argv = alone("own_loop_on_ranks:main", out.name, *words) if job.is_own_loop else ["-m", "hvdtrain", *words]
+            results = [mpirun(ranks, argv, env=lost_ranks.ENV) if ranks > 1 else python(argv)]
+        has_failed = any(result.returncode for result in results)
+    if has_failed:
+        sys.exit(
+            f"failed on {ranks} ranks: {' '.join(words)}\n"
+            + "\n".join(f"{result.returncode} {result.stdout}\n{result.stderr}" for result in results)
+        )
 
 
 def weights(checkpoint: Path) -> str:
@@ -125,11 +191,13 @@ def losses(events: Path) -> list[list[Any]]:
     return [[e["kind"], e["step"], *(e.get(name) for name in KINDS[e["kind"]])] for e in rows if e["kind"] in KINDS]
 
 
-def run_all(old_keys: bool) -> dict[str, dict[str, Any]]:
+def run_all(old_keys: bool, only: str = "") -> dict[str, dict[str, Any]]:
     """Every job, one after the other, in a folder that is removed."""
     left = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, job) in enumerate(JOBS.items()):
+            if only not in name:
+                continue
             left[name] = run(job, Path(folder) / f"job-{number}", old_keys)
             print(f"{left[name]['weights'][:12]}  {len(left[name]['losses']):3} rows  {name}", flush=True)
     return left
@@ -151,6 +219,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="JSON")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--only", default="", help="jobs whose name has these words")
     parser.add_argument("--old-keys", action="store_true", help=f"write {' '.join(OLD_KEYS.values())}")
     args = parser.parse_args()
     if len(args.files) != 1 + args.compare:
@@ -158,7 +227,7 @@ def main() -> int:
     if args.compare:
         return 0 if compare(*(json.loads(file.read_text()) for file in args.files)) else 1
     print(f"checkout {ROOT}")
-    args.files[0].write_text(json.dumps(run_all(args.old_keys), indent=1) + "\n")
+    args.files[0].write_text(json.dumps(run_all(args.old_keys, args.only), indent=1) + "\n")
     return 0
 
 
