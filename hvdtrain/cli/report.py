@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.program import command_line
@@ -76,14 +76,9 @@ class Progress:
             print_stderr(line)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, _COMMAND_LINE, _SYNTAX)
-
-
 def _parse(arguments: Sequence[str]) -> _Options:
     """Raises UserError where the command line is not as USAGE says."""
-    parser = _Parser(prog="hvdtrain report", add_help=False, allow_abbrev=False)
+    parser = CommandParser("report", _SYNTAX)
     parser.add_argument("runs", nargs="*")
     parser.add_argument("--to")
     parsed, unknown = parser.parse_known_intermixed_args(arguments)

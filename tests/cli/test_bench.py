@@ -26,10 +26,10 @@ from hvdtrain.cli.bench.allreduce_report import (
 from hvdtrain.cli.bench.arguments import read_rank_counts, read_sizes
 from hvdtrain.cli.bench.command import bench
 from hvdtrain.cli.bench.cost_model import Cluster, Link, StepModel
-from hvdtrain.cli.bench.formatting import format_bytes, format_seconds
 from hvdtrain.cli.bench.scaling import link_points, plan_jobs, step_seconds
 from hvdtrain.cli.bench.scaling_report import Study, Trial, curves, efficiency, predictions
 from hvdtrain.cli.bench.timing import median_speedup, quartiles
+from hvdtrain.cli.formatting import format_bytes, format_seconds
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures.scaling_curve import draw

@@ -27,9 +27,9 @@ from hvdtrain.cli.bench.allreduce_report import (
     to_text,
 )
 from hvdtrain.cli.bench.arguments import BenchParser, read_sizes
-from hvdtrain.cli.bench.formatting import format_bytes, plural
 from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.check.speed import plain_mpi
+from hvdtrain.cli.formatting import format_bytes, plural
 from hvdtrain.cli.json_output import print_result
 from hvdtrain.comm.communicator import Communicator, part_of
 from hvdtrain.comm.placement import Placement, placement

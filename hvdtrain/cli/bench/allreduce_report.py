@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.cli.bench.formatting import align_columns, format_bytes, format_seconds, plural
 from hvdtrain.cli.bench.timing import median_speedup, quartiles
+from hvdtrain.cli.formatting import align, format_bytes, format_seconds, plural
 
 MPI = "plain MPI_Allreduce"
 COPY = "copy of memory"
@@ -81,7 +81,7 @@ def to_text(result: AllreduceResult) -> list[str]:
         "; ".join(f"{host.name}: {plural(host.ranks, 'rank')}, {host.cores} cores" for host in result.hosts),
         *oversubscription_warning(result.hosts),
         "",
-        *align_columns([_COLUMNS, *_rows(result)]),
+        *align([_COLUMNS, *_rows(result)], left=(0, 1)),
         "",
         *_NOTES,
         *_compared_with_grouped(result.payloads),

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from typing import NoReturn
 
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.errors import UserError, short
 
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class BenchParser(argparse.ArgumentParser):
+class BenchParser(CommandParser):
     """The options that all benches have. What it does not know belongs to the configuration: use parse_known_args()."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(prog=f"bench {name}", add_help=False, allow_abbrev=False)
+        super().__init__(f"bench {name}", "hvdtrain bench --help")
         self.add_argument("--config")
         self.add_argument("--json")
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError: the message, and how to see the help."""
-        raise UserError(message, f"command line of {self.prog}", "hvdtrain bench --help")
 
 
 def two_or_more(text: str) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cli.bench.arguments import BenchParser, two_or_more
-from hvdtrain.cli.bench.formatting import align_columns, plural
 from hvdtrain.cli.bench.on_ranks import run_on_ranks
 from hvdtrain.cli.bench.timing import quartiles
 from hvdtrain.cli.bench.trainer import Trainer
+from hvdtrain.cli.formatting import align, plural
 from hvdtrain.cli.json_output import print_result
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.read import configure
@@ -145,6 +145,6 @@ def to_text(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{result['samples']:,} samples of {shape}, {plural(result['ranks'], 'rank')} with {result['batch_of_a_rank']} a step each, "
         f"{result['prefetch']}; prepared in {result['prepared_s']:.1f} s",
-        *align_columns(rows),
+        *align(rows, left=(0, 1)),
         f"of one rank, median and quartiles of {result['rounds']} rounds; prefetching reads, augments and copies to the device",
     ]

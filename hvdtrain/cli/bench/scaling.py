@@ -27,9 +27,9 @@ from hvdtrain.cli.bench.cost_model import (
     split_buckets,
     step_errors,
 )
-from hvdtrain.cli.bench.formatting import plural
 from hvdtrain.cli.bench.scaling_report import SCALING_KINDS, Study, Trial, curves, to_json, to_text
 from hvdtrain.cli.bench.timing import quartiles
+from hvdtrain.cli.formatting import plural
 from hvdtrain.cli.json_output import print_result
 from hvdtrain.cli.launch.launcher_commands import LaunchRequest, MpiKind, mpirun_command
 from hvdtrain.cli.launch.machine import available_cores, find_launcher, mpi_library_version

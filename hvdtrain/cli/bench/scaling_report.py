@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.cli.bench.cost_model import ALGORITHMS, Cluster, Link, StepModel, comm_s, step_s
-from hvdtrain.cli.bench.formatting import align_columns, format_bytes, format_seconds, plural
 from hvdtrain.cli.bench.timing import quartiles
+from hvdtrain.cli.formatting import align, format_bytes, format_seconds, plural
 from hvdtrain.report.figures.scaling_curve import EfficiencyLine
 
 SCALING_KINDS = ("weak", "strong")
@@ -116,7 +116,7 @@ def _measurements(study: Study) -> list[str]:
         f"hvdtrain bench scaling: real jobs, {study.cores} cores here, OMP_NUM_THREADS={study.threads}; "
         "median over the intervals between sync points",
         "",
-        *align_columns(rows),
+        *align(rows, left=(0, 1)),
         *_oversubscription_warning(study),
     ]
 
@@ -175,7 +175,7 @@ def _prediction_tables(study: Study) -> list[str]:
             ]
             if cells:
                 rows.append(("", str(ranks), *cells))
-        lines += ["", *align_columns(rows)]
+        lines += ["", *align(rows, left=(0, 1))]
     return lines
 
 

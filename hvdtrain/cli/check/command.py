@@ -6,13 +6,12 @@ Its ranks are RankFacts, of rank_facts.py. What is not known is null.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from hvdtrain.cli.check.findings import describe_rank, finding_of_error
 from hvdtrain.cli.check.inspection import RankInspection, compare_ranks, connected_facts, inspect_job
@@ -22,6 +21,7 @@ from hvdtrain.cli.check.shared_resources import find_shortages
 from hvdtrain.cli.check.speed import no_speeds
 from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import LAUNCHERS, SRUN, SUBMITIT, LauncherMismatch, Placement, placement
 from hvdtrain.config.plugins import check_names
@@ -143,16 +143,9 @@ def _print(options: Options, report: Report) -> int:
     return report.exit_code
 
 
-class _Parser(argparse.ArgumentParser):
-    """Its errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of check", USAGE.partition("\n")[0])
-
-
 def _parse(arguments: Sequence[str]) -> Options:
     """The options of check; everything else belongs to the configuration."""
-    parser = _Parser(prog="hvdtrain check", add_help=False, allow_abbrev=False)
+    parser = CommandParser("check", USAGE.partition("\n")[0])
     parser.add_argument("--config")
     parser.add_argument("--json")
     parser.add_argument("--limit", type=float, default=180.0)

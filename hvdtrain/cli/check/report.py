@@ -10,6 +10,7 @@ from hvdtrain.cli.check.dry_run import RunFolderFacts
 from hvdtrain.cli.check.findings import Finding, count_by_level, group_ranks, number_ranges
 from hvdtrain.cli.check.rank_facts import RankFacts
 from hvdtrain.cli.check.speed import AllreduceSpeed, Speeds
+from hvdtrain.cli.formatting import align
 from hvdtrain.errors import DONE, USER
 
 _MOST_ROWS = 128
@@ -62,8 +63,7 @@ def _title(report: Report) -> str:
 
 def _rank_table(ranks: Sequence[RankFacts]) -> list[str]:
     rows = [_COLUMNS, *(_row(facts, _threads(facts, ranks)) for facts in ranks[:_MOST_ROWS])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = align(rows, left=range(len(_COLUMNS)))
     if len(ranks) > _MOST_ROWS:
         lines.append(f"... and {len(ranks) - _MOST_ROWS} more; --json has all of them")
     return lines

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from hvdtrain.cli.drill.pauses import Pause, pause, pause_lines
 from hvdtrain.cli.drill.victims import KINDS, Rank, choose, find_ranks, send
 from hvdtrain.cli.drill.watch import lines_of, wait
 from hvdtrain.cli.json_output import print_result, with_json_value
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.duration import parse_duration
 from hvdtrain.config.read import expand
 from hvdtrain.errors import DONE, LOST, UserError, nearest
@@ -138,13 +139,8 @@ def _is_over(run: Path) -> bool:
     return last == "end"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, _COMMAND_LINE, "hvdtrain drill --help shows its options")
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="hvdtrain drill", add_help=False, allow_abbrev=False)
+    parser = CommandParser("drill")
     parser.add_argument("run")
     parser.add_argument("--kill", default="rank")
     parser.add_argument("--pause")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import Assignment, read_argument, read_resumed
 from hvdtrain.errors import UserError, nearest, short
 
@@ -38,18 +38,9 @@ class Arguments(NamedTuple):
         return [f"resume={self.run}", *self.overrides, "batch.per_rank=1"]
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, command: str, usage: str) -> None:
-        super().__init__(prog=f"hvdtrain {command}", add_help=False, allow_abbrev=False)
-        self._where, self._fix = f"command line of {command}", usage.partition("\n")[0]
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, self._where, self._fix)
-
-
 def parse(command: str, usage: str, arguments: Sequence[str], options: Mapping[str, str | None], flags: Sequence[str] = ()) -> Arguments:
     """options: {"--name": its default}; flags have no value. Raises UserError where the command line is not as `usage` says."""
-    parser = _Parser(command, usage)
+    parser = CommandParser(command, usage.partition("\n")[0])
     for name, default in options.items():
         parser.add_argument(name, default=default)
     for flag in flags:

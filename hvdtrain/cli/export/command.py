@@ -8,9 +8,9 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hvdtrain.cli.export.read import has_averages, metadata, model_state, read_checkpoint, with_averages
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.config.read import expand
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.core.folder import Folder
@@ -53,14 +53,9 @@ def export(arguments: Sequence[str]) -> int:
     return DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of export", _SYNTAX)
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Raises UserError where the command line is not as USAGE says."""
-    parser = _Parser(prog="hvdtrain export", add_help=False, allow_abbrev=False)
+    parser = CommandParser("export", _SYNTAX)
     parser.add_argument("run", nargs="?")
     parser.add_argument("--to")
     parser.add_argument("--checkpoint", default="")

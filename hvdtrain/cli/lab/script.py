@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.errors import DONE, UserError, short
 
 STAMP = "lab.json"  # in the folder of a lab: which one, and with which options
 _PLACES = ("out", "data_root")  # options that say where something is, not what is trained
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CommandParser):
     """The options of one lab."""
 
     def __init__(self, script: str, about: str | None, quick: str) -> None:
@@ -27,16 +28,13 @@ class Parser(argparse.ArgumentParser):
         more = f"{command} --notebook FILE.ipynb\n  writes the page as a Jupyter notebook, which runs the lab; trains nothing"
         formatter = argparse.RawDescriptionHelpFormatter
         about = (about or "").partition("\n")[0]
-        super().__init__(prog=command, description=about, epilog=more, allow_abbrev=False, formatter_class=formatter)
+        super().__init__(f"lab {self.number}", add_help=True, description=about, epilog=more, formatter_class=formatter)
         self.add_argument("--quick", action="store_true", help=quick)
         folders = f"{self.folder(quick=False)}, with --quick {self.folder(quick=True)}"
         self.add_argument("--out", type=Path, metavar="FOLDER", help=f"for figures, tables and run folders (default: {folders})")
 
     def folder(self, quick: bool) -> Path:
         return Path(f"lab-{self.number}{'-quick' if quick else ''}")
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, f"command line of lab {self.number}", f"{self.prog} --help shows its options")
 
 
 def run_lab(main: Callable[[argparse.Namespace], None], parser: Parser) -> NoReturn:

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from hvdtrain.cli.launch import elastic
 from hvdtrain.cli.launch.job_words import value_of
@@ -38,6 +37,7 @@ from hvdtrain.cli.launch.machine import (
 from hvdtrain.cli.launch.other_machine import MPIS, command_for
 from hvdtrain.cli.launch.program import Program, check_exists, read_program
 from hvdtrain.cli.launch.run import LauncherRun
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.comm.placement import placement
 from hvdtrain.comm.rendezvous import SECRET, new_secret
 from hvdtrain.config.read import expand
@@ -244,13 +244,8 @@ def _ranks(options: argparse.Namespace, hosts: Sequence[Host], environ: Mapping[
     return ranks
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, _COMMAND_LINE, "launch --help lists its options")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="hvdtrain launch", add_help=False, allow_abbrev=False)
+def _parser() -> CommandParser:
+    parser = CommandParser("launch")
     parser.add_argument("-np", "-n", dest="ranks")
     parser.add_argument("-H", "--hosts", dest="hosts")
     for option in ("--hostfile", "--container", "--mpi", "--logs"):
@@ -268,8 +263,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
         belongs_to_job = "=" in unknown[0] or not unknown[0].startswith("-")
-        fix = f"arguments of the job come after --: launch ... -- {short(unknown[0])}" if belongs_to_job else nearest(unknown[0], known)
+        fix = (
+            f"arguments of the job come after --: launch ... -- {short(unknown[0])}"
+            if belongs_to_job
+            else nearest(unknown[0], parser.names())
+        )
         raise UserError(f"unknown argument '{short(unknown[0])}'", _COMMAND_LINE, fix)
     return options

@@ -7,9 +7,10 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from hvdtrain.cli.json_output import STANDARD_OUTPUT, print_result, with_json_value
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.plan.faults import fault_lines, faults_json, goodputs, read_fault_times, with_faults_value
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, find_conflict, forecast, group_by_recipe
 from hvdtrain.cli.plan.json_object import to_json
@@ -152,14 +153,9 @@ def _plan_parallel(options: argparse.Namespace, config: Config) -> int:
     return DONE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, "command line of plan", "hvdtrain plan --help shows its options")
-
-
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of plan, and the other arguments, which belong to the configuration."""
-    parser = _Parser(prog="hvdtrain plan", add_help=False, allow_abbrev=False)
+    parser = CommandParser("plan")
     parser.add_argument("--config")
     parser.add_argument("--ranks", type=_read_ranks, default=None)
     parser.add_argument("--memory")

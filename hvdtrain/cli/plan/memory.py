@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hvdtrain.cli.formatting import align
 from hvdtrain.cli.plan.forecast import Forecast
 from hvdtrain.comm.features import Feature, features_of
 from hvdtrain.comm.select_engine import possible_engines
@@ -159,8 +160,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     ]
     cells = [_cells(row, plan) for row in plan.rows]
     header = [*_HEADER[:-1], _HEADER[-1] if limit else ""]
-    widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
-    lines += [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *cells]]
+    lines += align([header, *cells], left=(), gap=" ")
     lines += [
         "  state: of the optimizer; on its way: between ranks; other: buffers, workspace, samples, copies (checkpoint, guard.lost)",
         f"  peak: of tensors and copies; a rank needs {MARGIN:g} times that, and its libraries and data"

@@ -6,6 +6,7 @@ import math
 import textwrap
 from typing import Any
 
+from hvdtrain.cli.formatting import align
 from hvdtrain.cli.plan.meshes import MeshPlan, Row
 from hvdtrain.training.memory.forecast import MARGIN, gib
 
@@ -22,8 +23,7 @@ def mesh_lines(plan: MeshPlan) -> list[str]:
         "",
     ]
     cells = [_HEADER, *(_cells(row) for row in plan.rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
-    lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    lines += align(cells)
     lines += [
         "  ms/step: predicted; compute, comm: of the busiest rank, ms; some comm may hide behind compute; bubble: waiting for other stages",
         f"  MB sent: of the rank that sends most, in a step; memory: of the rank that needs most, {MARGIN:g} x its tensors",

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
+from hvdtrain.cli.formatting import align
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.torch.parallel.pipeline.cuts import balanced_cuts, given_cuts
@@ -123,7 +124,7 @@ def _units(units: Sequence[UnitCost]) -> list[str]:
         for unit in units
     ]
     return [
-        *_aligned([["unit", "forward ms", "backward ms", "% of time", "% of operations"], *rows]),
+        *align([["unit", "forward ms", "backward ms", "% of time", "% of operations"], *rows]),
         "  the fastest of 5 passes of a micro-batch in this process, without the loss; operations: of the forward pass's matrix products",
     ]
 
@@ -137,7 +138,7 @@ def _stages(plan: PipelinePlan, cut: Cut) -> list[str]:
         [f"  {number}", _names(plan.units[start:stop]), f"{100 * each / sum(seconds):.1f} %", "#" * round(_BAR * each / max(seconds))]
         for number, ((start, stop), each) in enumerate(zip(_ranges(cut, len(plan.units)), seconds, strict=True))
     ]
-    return [f"{head}: {_counts(plan, cut)} units{', as this job' if is_of_job else ''}", *_aligned(rows, left=(0, 1, 3))]
+    return [f"{head}: {_counts(plan, cut)} units{', as this job' if is_of_job else ''}", *align(rows, left=(0, 1, 3))]
 
 
 def _ranges(cut: Cut, units: int) -> list[tuple[int, int]]:
@@ -164,7 +165,7 @@ def _shares(plan: PipelinePlan) -> list[str]:
         rows.append([f"{schedule}{'*' * is_of_job}", by, *cells])
     return [
         "share of a step in which a rank waits, %: of equal stages by the formula > with the times above; m: micro-batches of a step",
-        *_aligned(rows, left=(0, 1)),
+        *align(rows, left=(0, 1)),
         "  *: of this job",
     ]
 
@@ -180,16 +181,6 @@ def _advice(plan: PipelinePlan) -> str:
         f"parallel.balance={own.by}, as this job, has a slowest stage of {ratio:.2f} times the time of that of "
         f"parallel.balance={_counts(plan, best)}, cut by {best.by}"
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:

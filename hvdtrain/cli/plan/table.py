@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from hvdtrain.cli.formatting import align
 from hvdtrain.cli.plan.forecast import Forecast, Infeasible, Shapes, group_by_recipe, memory
 from hvdtrain.cli.plan.memory import MemoryPlan, memory_lines
 from hvdtrain.config.schema import Config
@@ -100,16 +101,19 @@ def _recipes(plan: Plan, feasible: list[Forecast]) -> list[str]:
 def _table(forecasts: Sequence[Forecast | Infeasible]) -> list[str]:
     """A line for each number of ranks, or why the job cannot run on it."""
     rows = {one.ranks: _cells(one) for one in forecasts if isinstance(one, Forecast)}
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows.values(), strict=True)]
-    widths[0] = max(widths[0], *(len(str(one.ranks)) for one in forecasts))
-    lines = [_aligned(_HEADER, widths)]
+    first = max(len(_HEADER[0]), *(len(str(one.ranks)) for one in forecasts))
+    lines = align([_HEADER, *rows.values()], left=(), least=(first,))
+    if len(lines[0]) > _WIDTH:
+        lines = align([_HEADER, *rows.values()], left=(), gap=" ", least=(first,))
+    of_ranks = dict(zip(rows, lines[1:], strict=True))
+    table = lines[:1]
     for one in forecasts:
         if isinstance(one, Forecast):
-            lines.append(_aligned(rows[one.ranks], widths))
+            table.append(of_ranks[one.ranks])
         else:
-            start = f"{one.ranks:>{widths[0]}}  impossible: "
-            lines += textwrap.wrap(one_line(one.error), _WIDTH, initial_indent=start, subsequent_indent=" " * (widths[0] + 2))
-    return lines
+            start = f"{one.ranks:>{first}}  impossible: "
+            table += textwrap.wrap(one_line(one.error), _WIDTH, initial_indent=start, subsequent_indent=" " * (first + 2))
+    return table
 
 
 def _cells(forecast: Forecast) -> list[str]:
@@ -240,11 +244,6 @@ def _count(shapes: Shapes) -> str:
 
 def _from_to(first: str, last: str) -> str:
     return first if first == last else f"{first}>{last}"
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    gap = "  " if sum(widths) + 2 * len(widths) <= _WIDTH + 2 else " "
-    return gap.join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
 def _labelled(label: str, text: str) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from hvdtrain.cli.json_output import with_json_value
+from hvdtrain.cli.options import CommandParser
 from hvdtrain.cli.sweep import optuna_study
 from hvdtrain.cli.sweep.record import Sweep
 from hvdtrain.cli.sweep.space import GRID_EXAMPLE, MOST_TRIALS, Point, Space, grid_points, probes, random_points, read_space
@@ -60,13 +60,8 @@ class Options(NamedTuple):
         return [*(["--config", self.config] if self.config is not None else []), *self.shared]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, _COMMAND_LINE, "hvdtrain sweep --help shows its options")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="hvdtrain sweep", add_help=False, allow_abbrev=False)
+def _parser() -> CommandParser:
+    parser = CommandParser("sweep")
     for option in ("--config", "--sampler", "--trials", "--out", "--json"):
         parser.add_argument(option)
     for option in ("--seed", "--at-once", "--ranks-per-trial"):
@@ -80,7 +75,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
     """The options, and the sweep that they make. Raises UserError for what no trial could start with."""
     parser = _parser()
     parsed, shared = parser.parse_known_args(with_json_value(arguments))
-    _refuse_unknown(shared, [option for action in parser._actions for option in action.option_strings])
+    _refuse_unknown(shared, parser.names())
     if not parsed.out:
         raise UserError("where do the trials go?", _COMMAND_LINE, "--out FOLDER, as in --out sweeps/rates")
     sampler = parsed.sampler or ("random" if parsed.random else "grid")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from hvdtrain.cli.formatting import align
 from hvdtrain.cli.sweep.space import SEED, Point
 from hvdtrain.cli.sweep.trial import Result, Trial
 from hvdtrain.report.objective import ACCURACY, RunMetric
@@ -77,7 +78,7 @@ def table_lines(rows: Sequence[Row], metric: RunMetric) -> list[str]:
         values = [row.values.get(key, "") for key in keys]
         measured = [metric.shown(row.mean), metric.shown(row.sd), str(row.done), metric.shown(row.best)]
         cells.append([str(number), *values, *measured, _shown(row.epochs, 2), _shown(row.seconds, 1), _numbers(row), row.states])
-    return [line.rstrip() for line in _aligned(cells)]
+    return align(cells, left=(len(cells[0]) - 1,))
 
 
 def _shown(value: float, digits: int) -> str:
@@ -86,17 +87,6 @@ def _shown(value: float, digits: int) -> str:
 
 def _numbers(row: Row) -> str:
     return ",".join(str(trial.number) for trial in row.trials)
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.ljust(width) if index == last else cell.rjust(width) for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
 
 
 def to_json(rows: Sequence[Row], results: Results, metric: RunMetric) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def format_seconds(seconds: float) -> str:
@@ -29,13 +29,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line for each row; the first two columns are aligned to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = []
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.ljust(width) if column < 2 else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), gap: str = "  ", least: Sequence[int] = ()) -> list[str]:
+    """One line for each row, whose cells are as wide as their column.
+
+    left: the columns that are aligned to the left, all others to the right; least: the smallest widths of the first columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[: len(least)] = map(max, widths, least)
+    sides = [str.ljust if column in left else str.rjust for column in range(len(widths))]
+    return [gap.join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
