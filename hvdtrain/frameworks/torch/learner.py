@@ -46,7 +46,7 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.losses import go_on_fro
 from hvdtrain.frameworks.torch.parallel.parameter_server.select_role import server_or_worker
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import Server
 from hvdtrain.frameworks.torch.parallel.parameter_server.worker import Worker
-from hvdtrain.frameworks.torch.parallel.strategy import ChangesWithSteps, DividesAnew, OnePass, PutsTogether, Shard, SharesSteps, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy
 from hvdtrain.frameworks.torch.parallel.tensor.split_logits import whole_logits
 from hvdtrain.frameworks.torch.precision import loss_scale
 from hvdtrain.frameworks.torch.profiler import profile
@@ -109,7 +109,6 @@ class TorchLearner:
         if isinstance(self.strategy, Server | Worker):
             self._take_another_role(self.strategy)
         else:
-            assert isinstance(self.strategy, DividesAnew), type(self.strategy)
             self.optimizer = self.strategy.divide_anew()
         self._take_shards()
         self._hold_state()
@@ -139,10 +138,10 @@ class TorchLearner:
         self.strategy.go_on(how, kept, self.mesh.role)
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        return self.strategy.own_steps(steps) if isinstance(self.strategy, SharesSteps) else steps
+        return self.strategy.own_steps(steps)
 
     def read_updates(self) -> list[Update]:
-        return self.strategy.read_updates() if isinstance(self.strategy, SharesSteps) else []
+        return self.strategy.read_updates()
 
     def cache_on_device(self, source: Source) -> bool:
         return self.forward.inputs.cache_on_device(source, self.config.data.resident)
@@ -160,8 +159,7 @@ class TorchLearner:
         if self.skips_nonfinite or self.scale.tensors:
             self.buffers.save()
 
-        if isinstance(self.strategy, ChangesWithSteps):
-            self.strategy.begin_step(hyper)
+        self.strategy.begin_step(hyper)
         divisor = self._divisor(micro, hyper.batch)
         with no_such_kernel(self.config):
             sums = self.strategy.run(micro, divisor, self._passes(hyper)) or zero_sums(self.forward.task.sums)
@@ -280,10 +278,7 @@ class TorchLearner:
         def average_of(p: torch.nn.Parameter) -> torch.Tensor:
             return rule_optimizer.average(self.optimizer, p)
 
-        if isinstance(self.strategy, PutsTogether):
-            found = self.strategy.put_together(average_of)
-        else:
-            found = {p: average_of(p) for p in self.parameters}
+        found = self.strategy.put_together(average_of, self.parameters)
         weights = {p: p.data for p in found}
         try:
             for p, average in found.items():

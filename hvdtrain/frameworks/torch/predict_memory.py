@@ -29,7 +29,6 @@ from hvdtrain.frameworks.torch.live_storages import LiveStorages
 from hvdtrain.frameworks.torch.model import example, normed_model
 from hvdtrain.frameworks.torch.norm.copied_buffers import copied_buffers
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.strategy import HoldsGradients
 from hvdtrain.frameworks.torch.parallel.timed import timed
 from hvdtrain.frameworks.torch.planned_communicator import planned_mesh
 from hvdtrain.frameworks.torch.precision import Precision, pick_precision
@@ -223,10 +222,9 @@ def mark(learner: TorchLearner, live: LiveStorages) -> None:
     live.mark(learner.model.buffers(), "buffers")
     states = [learner.optimizer.state[p] for p in learner.updated if p in learner.optimizer.state]
     live.mark([t for state in states for t in state.values() if isinstance(t, torch.Tensor)], "optimizer_state")
-    if isinstance(learner.strategy, HoldsGradients):
-        held = learner.strategy.held()
-        live.mark(held.gradients, "gradients")
-        live.mark(held.in_transit, "communication")
+    held = learner.strategy.held()
+    live.mark(held.gradients, "gradients")
+    live.mark(held.in_transit, "communication")
 
 
 def state_bytes(learner: TorchLearner) -> int:

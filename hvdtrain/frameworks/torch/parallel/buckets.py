@@ -14,8 +14,7 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
     Held,
     NamedParameters,
     OnePass,
-    Replicated,
-    Wrapped,
+    Strategy,
     reduction_device,
     run_passes,
 )
@@ -23,7 +22,7 @@ from hvdtrain.frameworks.torch.parallel.strategy import (
 COMPRESSED_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # comm.compression -> number type of the buffers
 
 
-class Buckets(Replicated):
+class Buckets(Strategy):
     """Flat buffers of about `bucket_bytes`, filled from the last layer to the first, each with one named allreduce.
 
     In the last pass of a step a gradient is copied into its buffer as soon as backward has computed it, still in the cache. Bucket k
@@ -33,8 +32,6 @@ class Buckets(Replicated):
     With op="adasum" every rank's gradient is the mean over its own samples (Maleki et al. 2020, arXiv:2006.02924), in one bucket for each
     tensor where bucket_bytes is 0. The phase of `stopwatch` is "communication" while buckets start inside backward: that may wait.
     """
-
-    waits_in_passes = False
 
     def __init__(
         self,
@@ -62,9 +59,6 @@ class Buckets(Replicated):
     def equal_ranks(self) -> int:
         return self._communicator.size
 
-    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        return Wrapped(forward, optimizer)
-
     def weights_changed(self) -> None:
         self._order.cut_off()
         for bucket in self._buckets:
@@ -77,12 +71,6 @@ class Buckets(Replicated):
         self._order.end()
         for bucket in self._buckets:
             bucket.unpack()
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
 
     def held(self) -> Held:
         in_place = [bucket.memory for bucket in self._buckets if bucket.optimizer_reads_buffer]

@@ -14,22 +14,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.core.metrics import Sums
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Replicated, Wrapped, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy, Wrapped, run_passes
 
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # of torch 2.13
 
 
-class Ddp(Replicated):
+class Ddp(Strategy):
     """The hooks of DistributedDataParallel start the allreduces of its buckets, and its backward waits for them."""
 
     summary = "gradients by DDP"
-    local_mean = False
     waits_in_passes = True
 
     def __init__(self, named: NamedParameters, bucket_mb: float) -> None:
         self._named, self._bucket_mb = named, bucket_mb
-        self.equal_ranks = dist.get_world_size()
         self._is_called = False  # DDP's module, since the last step: that of inside would reduce nothing
+
+    @property
+    def equal_ranks(self) -> int:
+        return dist.get_world_size()
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         no_buffers: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}  # sync_buffers() does that
@@ -70,9 +72,3 @@ class Ddp(Replicated):
                 f"the loss does not depend on {missing[0]}{more}: DDP would wait for the gradient", "comm.reduce=ddp", "comm.reduce=auto"
             )
         torch._foreach_mul_([p.grad for _, p in self._named if p.grad is not None], self.equal_ranks)
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass

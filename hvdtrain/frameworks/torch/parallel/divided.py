@@ -17,7 +17,7 @@ import torch
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import WHOLE, Cut
-from hvdtrain.frameworks.torch.parallel.strategy import Held, HoldsGradients, OnePass, Shard, Strategy, Wrapped, reduction_device
+from hvdtrain.frameworks.torch.parallel.strategy import Around, OnePass, Shard, Strategy, Wrapped, reduction_device
 from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
 
 
@@ -39,10 +39,8 @@ class Stages(Protocol):
         """Makes these copies equal to the one that is updated. A collective."""
 
 
-class Divided:
+class Divided(Around):
     """`within` reduces the gradients of the parameters that this rank's stage updates over mesh.data."""
-
-    local_mean = False
 
     def __init__(
         self,
@@ -57,16 +55,20 @@ class Divided:
         parallel.pipeline; the parameters of other stages lose their memory. sequence: a rank's gradients of the whole ones are those of
         its positions.
         """
-        self._within, self._mesh, self._cuts, self._pipelined = within, mesh, cuts, pipelined
+        super().__init__(within)
+        self._mesh, self._cuts, self._pipelined = mesh, cuts, pipelined
         self._of_stage = {p for p in parameters if pipelined is None or pipelined.updates(p)}
         self._absent = pipelined.free_absent(cuts) if pipelined else {}
         self._shards = {p: self._owned(p) for p in parameters}
         self._copied = [p for p in parameters if p in self._of_stage and p not in cuts and mesh.tensor.size > 1]
         self._summed = [p for p in parameters if p not in cuts] if sequence and mesh.tensor.size > 1 else []
-        self.equal_ranks = mesh.world.size
         self.waits_in_passes = within.waits_in_passes or (mesh.tensor.size > 1 and any(p.is_cuda for p in parameters))  # parallel/timed.py
         stages = f"{pipelined.summary}, " if pipelined else ""
         self.summary = f"{mesh.summary()} ranks, {'with parts of the positions, ' * bool(self._summed)}{stages}{within.summary}"
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._mesh.world.size
 
     def _updates(self, p: torch.nn.Parameter) -> bool:
         return p in self._of_stage and (p in self._cuts or self._mesh.tensor.rank == 0)
@@ -98,9 +100,6 @@ class Divided:
             is_first = is_first and self._pipelined.updates(p)
             found = found._replace(is_everywhere=False)
         return found._replace(cut=self._cuts.get(p, found.cut), is_mine=found.is_mine and is_first)
-
-    def held(self) -> Held:
-        return self._within.held() if isinstance(self._within, HoldsGradients) else Held([], [])
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.parts, x)
@@ -169,12 +168,6 @@ class Divided:
         for each, new in zip(held, flat.split([each.numel() for each in held]), strict=True):
             each.copy_(new.view(each.shape))
         self._within.weights_changed()
-
-    def weights_changed(self) -> None:
-        self._within.weights_changed()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        self._within.sync(optimizer)
 
 
 def _gradient(shard: Shard) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,12 +22,11 @@ from hvdtrain.comm.mesh import Mesh
 from hvdtrain.comm.process_group import start_process_group
 from hvdtrain.comm.same_order import SameOrder
 from hvdtrain.config.schema import Config
-from hvdtrain.core.metrics import Sums
 from hvdtrain.core.pieces import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.torch.parallel.deferred import Deferred, make_deferred
 from hvdtrain.frameworks.torch.parallel.gathered_types import REDUCES_UNREACHED, gather_in_16_bits, group_of, reduce_all_of
-from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.tensor.collectives import in_backward
 from hvdtrain.frameworks.torch.parallel.tensor.plan import CutLayers, order_of_layers, plan_of
 from hvdtrain.frameworks.torch.parallel.timed import Communicating
@@ -308,14 +307,13 @@ def _after_forward(
             module.reshard()
 
 
-class Fsdp:
+class Fsdp(Strategy):
     """Forward and backward gather the weights of each unit when they need them; backward leaves each rank the sum over ranks of its rows.
 
     With P bytes of weights and N ranks, Adam takes 4 P / N, and the whole weights and gradients of the largest unit; under autocast
     whole weights have 16 bits where layers compute in 16 bits (gathered_types.py).
     """
 
-    local_mean = False
     waits_in_passes = True
 
     def __init__(self, sharded: ShardedModel, on_host: bool) -> None:
@@ -324,8 +322,11 @@ class Fsdp:
         mesh = sharded.mesh
         self._parts = {p: _held(p, mesh) for p in sharded.model.parameters()}
         self._shards = {p: _on_host(held) if on_host else held for p, held in self._parts.items() if p.requires_grad}
-        self.equal_ranks = mesh.world.size
         self.summary = f"weights sharded over {shard_summary(mesh)} {sharded.summary} (ZeRO stage 3)"
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._mesh.world.size
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
@@ -333,20 +334,15 @@ class Fsdp:
     def part(self, p: torch.nn.Parameter) -> Shard:
         return self._parts[p]
 
-    def held(self) -> Held:
-        return Held([], [])  # gradients are those of the shards
-
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._mesh.shard, x)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total, self._mesh.shard.rank, self._mesh.shard.size))
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        return run_passes(micro, divisor, one_pass)  # each backward adds the sum over ranks to p.grad
-
     @torch.no_grad()
     def reduce(self) -> None:
+        """Each backward has added the sum over ranks to p.grad."""
         for p, shard in self._shards.items():
             updated = shard.parameter
             updated.grad = torch.zeros_like(updated) if p.grad is None else _local(p.grad).to(updated.device)
@@ -358,9 +354,6 @@ class Fsdp:
 
     def weights_changed(self) -> None:
         self._copy(self._parts, self._shards)
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
 
     @torch.no_grad()
     def _copy(self, source: dict[torch.nn.Parameter, Shard], target: dict[torch.nn.Parameter, Shard]) -> None:

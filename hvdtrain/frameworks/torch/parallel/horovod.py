@@ -10,19 +10,21 @@ import torch
 
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.core.metrics import Sums
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Replicated, Wrapped, fill_missing, run_passes
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, OnePass, Strategy, Wrapped, fill_missing, run_passes
 
 
-class HorovodOptimizer(Replicated):
+class HorovodOptimizer(Strategy):
     """hvd.DistributedOptimizer: its hooks start the allreduces, its synchronize() waits for them."""
 
     summary = "gradients by hvd.DistributedOptimizer"
-    local_mean = False
-    waits_in_passes = False
 
     def __init__(self, named: NamedParameters, communicator: Communicator) -> None:
         self._named, self._passes = named, 1
-        self.equal_ranks = communicator.size
+        self._communicator = communicator
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._communicator.size
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         self._optimizer = wrap_optimizer(optimizer, self._named)
@@ -41,9 +43,6 @@ class HorovodOptimizer(Replicated):
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         with self._optimizer.skip_synchronize():
             optimizer.step()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Any:

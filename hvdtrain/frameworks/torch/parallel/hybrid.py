@@ -6,27 +6,23 @@ buckets give it. So norms over parameters, noise and checkpoints count everythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
 from typing import Literal
 
 import torch
 
 from hvdtrain.comm.mesh import Mesh
 from hvdtrain.config.schema import Config
-from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.dense.hybrid import HybridModel
-from hvdtrain.frameworks.torch.parallel.strategy import Held, NamedParameters, OnePass, Shard, Wrapped, fill_missing
+from hvdtrain.frameworks.torch.parallel.strategy import Around, NamedParameters, Shard, Wrapped, fill_missing
 from hvdtrain.frameworks.torch.parallel.zero import Zero, of_shards, total_over
 
 
-class Hybrid:
+class Hybrid(Around):
     """The gradients of the dense layers are complete behind backward; those of all other parameters are ZeRO's, of stage 1 or 2.
 
     A reduction to the owners and the spreading of their weights send what an allreduce does.
     """
-
-    local_mean = False
 
     def __init__(self, config: Config, mesh: Mesh, named: NamedParameters, model: HybridModel, stopwatch: Stopwatch) -> None:
         self._world, self._cuts = mesh.world, model.cuts()
@@ -34,18 +30,17 @@ class Hybrid:
         self._reduced = [p for _, p in named if p in self._cuts and updates == 1]  # else they have no gradient behind the last turn
         stage: Literal[1, 2] = 2 if config.shard.stage == 2 else 1
         others = [(name, p) for name, p in named if p not in self._cuts]
-        self._others = Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False)
-        self._shards = {p: self.part(p) if p in self._cuts else self._others.shard(p) for _, p in named}
-        self.equal_ranks = mesh.world.size
+        super().__init__(Zero(others, mesh, stage, int(config.comm.bucket_mb * 2**20), stopwatch, on_host=False))
+        self._shards = {p: self.part(p) if p in self._cuts else self._within.shard(p) for _, p in named}
         self.waits_in_passes = any(p.is_cuda for _, p in named)  # parallel/timed.py
         often = f"; updated {updates} times a step" * (updates > 1)
-        self.summary = f"{model.summary(config.batch.size)}{often}; of the others {self._others.summary}"
+        self.summary = f"{model.summary(config.batch.size)}{often}; of the others {self._within.summary}"
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
 
     def part(self, p: torch.nn.Parameter) -> Shard:
-        return Shard(p, p, 0, p.numel(), self._cuts[p]) if p in self._cuts else self._others.part(p)
+        return Shard(p, p, 0, p.numel(), self._cuts[p]) if p in self._cuts else self._within.part(p)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         return total_over(self._world, x)
@@ -53,21 +48,6 @@ class Hybrid:
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        return self._others.run(micro, divisor, one_pass)
-
     def reduce(self) -> None:
-        self._others.reduce()
+        super().reduce()
         fill_missing(self._reduced)
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._others.optimizer_step(optimizer)
-
-    def weights_changed(self) -> None:
-        self._others.weights_changed()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        self._others.sync(optimizer)
-
-    def held(self) -> Held:
-        return self._others.held()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-
 import torch
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.core.metrics import Sums
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import group
 from hvdtrain.frameworks.torch.parallel.strategy import (
     NamedParameters,
-    OnePass,
-    Replicated,
-    Wrapped,
-    fill_missing,
+    Strategy,
     reduction_device,
-    run_passes,
 )
 
 
-class LocalSGD(Replicated):
+class LocalSGD(Strategy):
     """Local SGD (Stich 2019, arXiv:1805.09767, alg. 1) for every optimizer: its floating-point state is averaged with the weights.
 
     A rank learns from the mean over its own samples of a step. The ranks average after `local_steps` steps, and at every sync point:
@@ -29,26 +22,15 @@ class LocalSGD(Replicated):
     """
 
     local_mean = True
-    equal_ranks = 1
-    waits_in_passes = False
 
     def __init__(
         self, named: NamedParameters, communicator: Communicator, local_steps: int, bucket_bytes: int, stopwatch: Stopwatch
     ) -> None:
+        super().__init__(named)
         self._communicator, self._local_steps, self._bucket_bytes = communicator, local_steps, bucket_bytes
         self._stopwatch = stopwatch
-        self._parameters = [p for _, p in named]
         self._steps = 0  # since the ranks were equal
         self.summary = f"{local_steps} local steps between averages"
-
-    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        return Wrapped(forward, optimizer)
-
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        return run_passes(micro, divisor, one_pass)
-
-    def reduce(self) -> None:
-        fill_missing(self._parameters)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -76,8 +58,8 @@ class LocalSGD(Replicated):
 
     def _averaged_tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Weights, then the floating-point state of each, by its sorted keys; steps are equal on all ranks."""
-        found: list[torch.Tensor] = list(self._parameters)
-        for p in self._parameters:
+        found: list[torch.Tensor] = list(self._trained)
+        for p in self._trained:
             entries = sorted(optimizer.state.get(p, {}).items())
             found += [t for key, t in entries if key != "step" and torch.is_tensor(t) and t.is_floating_point()]
         return found

@@ -14,7 +14,7 @@ from hvdtrain.frameworks.torch.parallel.buckets import COMPRESSED_TYPES, Buckets
 from hvdtrain.frameworks.torch.parallel.horovod import HorovodOptimizer, fits_horovod
 from hvdtrain.frameworks.torch.parallel.local_sgd import LocalSGD
 from hvdtrain.frameworks.torch.parallel.post_local_sgd import PostLocalSGD
-from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, SingleProcess, Strategy
+from hvdtrain.frameworks.torch.parallel.strategy import NamedParameters, Strategy
 from hvdtrain.frameworks.torch.parallel.tune_buckets import fastest_bucket_bytes
 from hvdtrain.frameworks.torch.parallel.zero import Zero
 from hvdtrain.recipe.clock import epoch_multiplier
@@ -46,7 +46,7 @@ def select_strategy(
 
         return Ddp(named, comm.bucket_mb)
     if communicator.size == 1 and comm.reduce == "auto":
-        return SingleProcess(named)
+        return Strategy(named)
     if comm.local_steps > 1:
         return _local_steps(config, named, communicator, stopwatch)
     if "horovod_api" in communicator.features and comm.reduce != "bucket" and not unfit and not needs_buckets and mesh.tensor.size == 1:

@@ -1,9 +1,9 @@
-"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on it; and the strategy of one process."""
+"""Strategy: how the gradients of the ranks become one, and everything in a step that depends on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,53 +57,6 @@ def whole_shard(p: torch.nn.Parameter) -> Shard:
     return Shard(p, p, 0, p.numel())
 
 
-class Strategy(Protocol):
-    """Makes p.grad the sum over ranks, for every parameter or this rank's shard of it, between a step's last backward and its update.
-
-    The losses of a step are divided by the weight of the global batch before backward, so that sum is the mean over it. A parameter that
-    no loss reaches has a gradient of zero, on one rank as on many. Every method is called on every rank, in this order: wrap() once,
-    then for each step run(), reduce() and optimizer_step(), and sync() at each sync point.
-    """
-
-    summary: str  # for the line that describes the learner: "gradients in 3 overlapped buckets"
-    local_mean: bool  # a rank learns from the mean over its own samples, not over those of all ranks
-    waits_in_passes: bool  # forward or backward wait for other ranks, so that the time of a pass is not this rank's own work
-
-    @property
-    def equal_ranks(self) -> int:
-        """Ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its own."""
-
-    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        """Before the optimizer has any state. May be a collective."""
-
-    def shard(self, p: torch.nn.Parameter) -> Shard:
-        """Which part of a trained parameter this rank updates."""
-
-    def part(self, p: torch.nn.Parameter) -> Shard:
-        """Which part of any parameter's memory this rank has."""
-
-    def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that update different parts: x itself where every rank updates everything. A collective, else."""
-
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it returns.
-
-        Reductions may start in the last pass.
-        """
-
-    def reduce(self) -> None:
-        """Waits until p.grad is the sum over ranks. A collective."""
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it out, or none."""
-
-    def weights_changed(self) -> None:
-        """The model's weights were loaded: copies of them follow, and what a step that was cut off has left is void."""
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes weights and optimizer state equal on all ranks, where they are not. A collective."""
-
-
 class Held(NamedTuple):
     """Memory of a strategy's own, between two steps."""
 
@@ -111,44 +64,134 @@ class Held(NamedTuple):
     in_transit: list[torch.Tensor]
 
 
-@runtime_checkable
-class HoldsGradients(Protocol):
-    """A strategy that has memory of its own."""
+class Strategy:
+    """Makes p.grad the sum over ranks, for every parameter or this rank's shard of it, between a step's last backward and its update.
 
-    def held(self) -> Held:
-        """For those who count it."""
+    The losses of a step are divided by the weight of the global batch before backward, so that sum is the mean over it. A parameter that
+    no loss reaches has a gradient of zero, on one rank as on many. Every method is called on every rank, in this order: wrap() once,
+    then for each step begin_step(), run(), reduce() and optimizer_step(), and sync() at each sync point.
 
+    This class is the strategy of one process, whose gradient is the sum over ranks; all others say what they do differently.
+    """
 
-@runtime_checkable
-class DividesAnew(Protocol):
-    """A strategy whose parts can become those of other ranks; as Learner has it."""
+    summary: str = "no reduction"  # for the line that describes the learner: "gradients in 3 overlapped buckets"
+    local_mean: bool = False  # a rank learns from the mean over its own samples, not over those of all ranks
+    waits_in_passes: bool = False  # forward or backward wait for other ranks, so that the time of a pass is not this rank's own work
 
-    def divide_anew(self) -> torch.optim.Optimizer:
-        """After ranks were lost: the optimizer of the parts that this rank has now, without state; shard() has them, too."""
+    def __init__(self, named: NamedParameters) -> None:
+        """named: the trained parameters."""
+        self._trained = [p for _, p in named]
 
+    @property
+    def equal_ranks(self) -> int:
+        """Ranks that have the same p.grad after reduce(): all of them, or 1 where each keeps its own."""
+        return 1
 
-@runtime_checkable
-class PutsTogether(Protocol):
-    """A strategy in which ranks update parts of the weights, and each has all of them."""
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        """Before the optimizer has any state. May be a collective."""
+        return Wrapped(forward, optimizer)
 
-    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Tensors of the weights' shapes, of which each rank gives its parts: of(parameter of a Shard). A collective."""
+    def shard(self, p: torch.nn.Parameter) -> Shard:
+        """Which part of a trained parameter this rank updates."""
+        return whole_shard(p)
 
+    def part(self, p: torch.nn.Parameter) -> Shard:
+        """Which part of any parameter's memory this rank has."""
+        return whole_shard(p)
 
-@runtime_checkable
-class ChangesWithSteps(Protocol):
-    """A strategy that is another one in some steps."""
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that update different parts: x itself where every rank updates everything. A collective, else."""
+        return x
+
+    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
+        """Of these, those that this rank makes; as Learner has it."""
+        return steps
+
+    def read_updates(self) -> list[Update]:
+        """Of asynchronous steps, since it was last called; as Learner has it."""
+        return []
 
     def begin_step(self, hyper: Hyper) -> None:
         """Before anything else is asked of it in a step. The same on all ranks."""
 
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        """Calls one_pass with the divisor for each micro-batch, in order, and adds up what it returns.
 
-@runtime_checkable
-class SharesSteps(Protocol):
-    """A strategy in which not every rank makes every step; as Learner has it."""
+        Reductions may start in the last pass.
+        """
+        return run_passes(micro, divisor, one_pass)
 
-    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]: ...
-    def read_updates(self) -> list[Update]: ...
+    def reduce(self) -> None:
+        """Waits until p.grad is the sum over ranks. A collective."""
+        fill_missing(self._trained)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, from p.grad as it is now. May be a collective: every rank leaves it out, or none."""
+        optimizer.step()
+
+    def weights_changed(self) -> None:
+        """The model's weights were loaded: copies of them follow, and what a step that was cut off has left is void."""
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes weights and optimizer state equal on all ranks, where they are not. A collective."""
+
+    def held(self) -> Held:
+        """The memory of its own, for those who count it."""
+        return Held([], [])
+
+    def put_together(
+        self, of: Callable[[torch.nn.Parameter], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Tensors of the shapes of the trained parameters, of which each rank gives its parts: of(parameter of a Shard). A collective."""
+        return {p: of(p) for p in trained}
+
+    def divide_anew(self) -> torch.optim.Optimizer:
+        """After ranks were lost: the optimizer of the parts that this rank has now, without state; shard() has them, too."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided among other ranks")
+
+
+class Around(Strategy):
+    """A strategy that does what another one does, but for what its own methods do."""
+
+    def __init__(self, within: Strategy) -> None:
+        self._within = within
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._within.equal_ranks
+
+    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
+        return self._within.wrap(forward, optimizer)
+
+    def shard(self, p: torch.nn.Parameter) -> Shard:
+        return self._within.shard(p)
+
+    def part(self, p: torch.nn.Parameter) -> Shard:
+        return self._within.part(p)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return self._within.total(x)
+
+    def begin_step(self, hyper: Hyper) -> None:
+        self._within.begin_step(hyper)
+
+    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
+        return self._within.run(micro, divisor, one_pass)
+
+    def reduce(self) -> None:
+        self._within.reduce()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._within.optimizer_step(optimizer)
+
+    def weights_changed(self) -> None:
+        self._within.weights_changed()
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        self._within.sync(optimizer)
+
+    def held(self) -> Held:
+        return self._within.held()
 
 
 def run_passes(micro: Sequence[Any], divisor: int, one_pass: OnePass, before_last: Callable[[], None] = lambda: None) -> Sums:
@@ -168,49 +211,6 @@ def fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-
-
-class Replicated:
-    """A part of a Strategy in which every rank updates everything."""
-
-    def shard(self, p: torch.nn.Parameter) -> Shard:
-        return whole_shard(p)
-
-    def part(self, p: torch.nn.Parameter) -> Shard:
-        return whole_shard(p)
-
-    def total(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def weights_changed(self) -> None:
-        pass
-
-
-class SingleProcess(Replicated):
-    """One rank: the sum over ranks is its own gradient."""
-
-    summary = "no reduction"
-    local_mean = False
-    equal_ranks = 1
-    waits_in_passes = False
-
-    def __init__(self, named: NamedParameters) -> None:
-        self._parameters = [p for _, p in named]
-
-    def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
-        return Wrapped(forward, optimizer)
-
-    def run(self, micro: Sequence[Sized], divisor: int, one_pass: OnePass) -> Sums:
-        return run_passes(micro, divisor, one_pass)
-
-    def reduce(self) -> None:
-        fill_missing(self._parameters)
-
-    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
 
 
 def reduction_device(device: torch.device, communicator: Communicator) -> torch.device:

@@ -18,10 +18,18 @@ from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.optim.rule_optimizer import RuleOptimizer
 from hvdtrain.frameworks.torch.parallel.buckets import InOrder, group
 from hvdtrain.frameworks.torch.parallel.sharded_ops import ShardedOps, Total
-from hvdtrain.frameworks.torch.parallel.strategy import Held, NamedParameters, OnePass, Shard, Wrapped, reduction_device, whole_shard
+from hvdtrain.frameworks.torch.parallel.strategy import (
+    Held,
+    NamedParameters,
+    OnePass,
+    Shard,
+    Strategy,
+    Wrapped,
+    reduction_device,
+)
 
 
-class Zero:
+class Zero(Strategy):
     """Flat buckets of weights, from the last layer to the first, each cut into one part for each rank.
 
     A gradient is copied into a buffer of its bucket as soon as backward has computed it, and freed; each rank gets the sum over ranks of
@@ -33,9 +41,6 @@ class Zero:
 
     Where a mesh has replicas, parts are those of its ranks of `shard`, and their sums are added up over its ranks of `replicas`.
     """
-
-    local_mean = False
-    waits_in_passes = False
 
     def __init__(
         self, named: NamedParameters, mesh: Mesh, stage: Literal[1, 2], bucket_bytes: int, stopwatch: Stopwatch, on_host: bool
@@ -58,9 +63,6 @@ class Zero:
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
-
-    def part(self, p: torch.nn.Parameter) -> Shard:
-        return whole_shard(p)
 
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         self._of_wholes = optimizer
@@ -108,11 +110,10 @@ class Zero:
             spread()
         self._stopwatch.enter("update")
 
-    def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def put_together(
+        self, of: Callable[[torch.nn.Parameter], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
         return {p: whole for bucket in self._buckets for p, whole in bucket.put_together(of).items()}
-
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
 
     def held(self) -> Held:
         return Held([bucket.gradient for bucket in self._buckets], self._buffers.free)

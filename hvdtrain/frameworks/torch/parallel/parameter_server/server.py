@@ -17,11 +17,11 @@ from hvdtrain.frameworks.torch.parallel.parameter_server.agreement import Agreem
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import GRADIENT, WEIGHTS, AsynchronousTurns, Turns, end_all
-from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Wrapped, whole_shard
+from hvdtrain.frameworks.torch.parallel.strategy import Held, OnePass, Shard, Strategy, Wrapped
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
 
-class Server:
+class Server(Strategy):
     """In each step: sends weights to the workers whose turn it is, waits for the gradients of the next update, and updates its range.
 
     The range, its optimizer state and all messages are in host memory. For each worker there is room for the gradient that it will send,
@@ -30,7 +30,6 @@ class Server:
     """
 
     local_mean = True  # of no samples: nothing is asked of the workers
-    waits_in_passes = False
 
     def __init__(
         self,
@@ -55,8 +54,11 @@ class Server:
         self._sent_again: list[_Inbox] = []  # whose gradients come without a new reading of the weights
         self._chosen: Sequence[int] = []  # the workers of whose gradients the next update is made
         self._staleness = 0  # of the gradient that is applied
-        self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._ranges.servers
 
     def own_steps(self, steps: Sequence[Progress]) -> Sequence[Progress]:
         """All of them: each is an update. After the loss of a worker those that are left."""
@@ -79,9 +81,6 @@ class Server:
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
-
-    def part(self, p: torch.nn.Parameter) -> Shard:
-        return whole_shard(p)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """Added in the order of ranks, so that a replay has the same bits."""

@@ -11,18 +11,18 @@ from hvdtrain.comm.communicator import Communicator, Handle, PointToPoint
 from hvdtrain.config.schema import ServersConfig
 from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
-from hvdtrain.core.updates import GoOn, Update
+from hvdtrain.core.updates import GoOn
 from hvdtrain.frameworks.stopwatch import Stopwatch
 from hvdtrain.frameworks.torch.parallel.buckets import InOrder
 from hvdtrain.frameworks.torch.parallel.parameter_server.losses import Report, SyncPoints
 from hvdtrain.frameworks.torch.parallel.parameter_server.ranges import Ranges, Weights, broadcast_numbers
 from hvdtrain.frameworks.torch.parallel.parameter_server.server import summary_of
 from hvdtrain.frameworks.torch.parallel.parameter_server.turns import DONE, GRADIENT, LEADER, NO_TICKET, TICKET, WEIGHTS, end_all
-from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Wrapped, run_passes, whole_shard
+from hvdtrain.frameworks.torch.parallel.strategy import OnePass, Shard, Strategy, Wrapped, run_passes
 from hvdtrain.frameworks.torch.parallel.zero import of_shards
 
 
-class Worker:
+class Worker(Strategy):
     """In each step that it gets: waits for weights, and sends each bucket of gradients as soon as backward has computed it.
 
     The weights arrive while the samples are read, and a gradient may still be under way then. The worker updates nothing: it has 0
@@ -31,9 +31,6 @@ class Worker:
 
     Where a message fails during a pass, the pass comes to its end first: its gradient may be sent again.
     """
-
-    local_mean = False
-    waits_in_passes = False
 
     def __init__(self, config: ServersConfig, ranges: Ranges, world: PointToPoint, stopwatch: Stopwatch) -> None:
         self._config, self._ranges, self._world, self._stopwatch = config, ranges, world, stopwatch
@@ -50,8 +47,11 @@ class Worker:
         self._held: int | None = None  # the same, once the buckets have all of its gradient
         self._sends_again = False
         self._failure: Exception | None = None  # of a message in this step
-        self.equal_ranks = ranges.servers
         self.summary = summary_of(config, world.size)
+
+    @property
+    def equal_ranks(self) -> int:
+        return self._ranges.servers
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterator[Progress]:
         """Those of the tickets that the first server gives; all of them with servers.bound=0."""
@@ -88,21 +88,12 @@ class Worker:
             host = part if part.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
             self._arriving.append((self._world.start_recv(host, server, "weights", WEIGHTS), part))
 
-    def read_updates(self) -> list[Update]:
-        return []
-
     def wrap(self, forward: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         self.of_wholes = optimizer
         return Wrapped(forward, of_shards(optimizer, self._shards, self.total))
 
     def shard(self, p: torch.nn.Parameter) -> Shard:
         return self._shards[p]
-
-    def part(self, p: torch.nn.Parameter) -> Shard:
-        return whole_shard(p)
-
-    def total(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     @torch.no_grad()
     def _finish_fetching(self) -> None:
