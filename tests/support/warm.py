@@ -144,6 +144,8 @@ class Server:
         """Until the standard input ends, which ends all forks; in a fork, what it is to run."""
         while True:
             for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is not key:  # it was closed since
+                    continue
                 if key.fileobj == 0:
                     for fork in self._forks.values():
                         os.kill(fork.pid, signal.SIGKILL)
@@ -153,7 +155,7 @@ class Server:
                         return request
                 elif key.fd in self._forks:
                     self._tell_that_it_ended(key.fd)
-                elif key.fd in self._selector.get_map():
+                else:
                     self._end_fork_of(key)
 
     def _fork(self) -> Request | None:
