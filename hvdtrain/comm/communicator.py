@@ -79,6 +79,9 @@ class Communicator(Protocol):
     def allgather_object(self, thing: Any) -> list[Any]:
         """One small object of each rank, in rank order: plain values, arrays, paths and value classes of hvdtrain (comm/signed/)."""
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        """An object of rank `root`, as allgather_object() takes, on every rank; those that other ranks give are not sent."""
+
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Gathers a message of each rank on rank 0, from any thread, also while main threads hang in a collective.
 
@@ -227,6 +230,9 @@ class SingleProcessCommunicator:
 
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing]
+
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        return self.allgather_object(thing)[root]
 
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return [message]

@@ -189,6 +189,14 @@ class HorovodCommunicator:
         parts = np.split(self.allgather(packed, "exchange"), np.cumsum(lengths)[:-1])
         return [unpack(part.tobytes(), "") for part in parts]
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        if not self._is_group:
+            return self._hvd.broadcast_object(thing, root, name="exchange.of_one")
+        packed = np.frombuffer(pack(thing, ""), np.uint8) if self.rank == root else np.zeros(0, np.uint8)
+        length = self.broadcast(np.array([len(packed)]), "exchange.length", root)
+        content = packed.copy() if self.rank == root else np.zeros(int(length[0]), np.uint8)
+        return unpack(self.broadcast(content, "exchange.of_one", root).tobytes(), "")
+
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         """Over MPI, where Horovod runs on it and mpi4py is installed for the same MPI."""
         if self._side_channel is None and not self._is_group and self._hvd.mpi_enabled() and (mpi := _mpi4py()):

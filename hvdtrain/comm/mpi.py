@@ -250,6 +250,9 @@ class MpiCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         return self._comm.allgather(thing)
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        return self._comm.bcast(thing, root)
+
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         bits = _as_unsigned(self._checked(x, "send", name)).reshape(-1)
         return PendingMessage([self._comm.Isend(piece, to, tag) for piece in _pieces(bits)], x)

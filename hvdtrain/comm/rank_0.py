@@ -20,7 +20,10 @@ def on_rank_0(communicator: Communicator, work: Callable[[], T]) -> T:
 
     Raises on every rank the UserError that work() raises.
     """
-    return communicator.allgather_object(on_rank_0_only(communicator, work))[0]
+    result, failure = communicator.broadcast_object(_tried(communicator, work))
+    if failure:
+        raise failure
+    return result
 
 
 def on_rank_0_only(communicator: Communicator, work: Callable[[], T]) -> T | None:
@@ -28,17 +31,21 @@ def on_rank_0_only(communicator: Communicator, work: Callable[[], T]) -> T | Non
 
     Raises on every rank the UserError that work() raises.
     """
-    result: T | None = None
-    failure: UserError | None = None
-    if communicator.rank == 0:
-        try:
-            result = work()
-        except UserError as error:
-            failure = error
-    failure = communicator.allgather_object(failure)[0]
+    result, failure = _tried(communicator, work)
+    failure = communicator.broadcast_object(failure)
     if failure:
         raise failure
     return result
+
+
+def _tried(communicator: Communicator, work: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """On rank 0 the result, or the failure in its place."""
+    if communicator.rank:
+        return None, None
+    try:
+        return work(), None
+    except UserError as error:
+        return None, error
 
 
 def long_on_rank_0(communicator: Communicator, work: Callable[[Callable[[], None]], T], go_on: Callable[[], None] = lambda: None) -> T:

@@ -59,6 +59,9 @@ class ThreadCommunicator:
         self._ranks.barrier.wait()
         return found
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        return self.allgather_object(thing)[root]
+
     def allgather(self, x: Buffer, name: str) -> Buffer:
         parts = self.allgather_object(_array(x).copy())
         return _like(x, np.concatenate(parts))

@@ -97,7 +97,7 @@ def _rendezvous_over_mpi(communicator: Communicator) -> Rendezvous:
                 result = Rendezvous(address, probe.getsockname()[1], secret=new_secret())
         except UserError as error:
             result = error
-    result = communicator.allgather_object(result)[0]
+    result = communicator.broadcast_object(result)
     if isinstance(result, UserError):
         raise result
     assert result is not None
@@ -282,6 +282,16 @@ class TorchDistCommunicator:
                 raise not_of_this_job(f"a message of rank {rank}") from None
             start = end
         return things
+
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        """As allgather_object()."""
+        packed = pack(thing, self._secret, str(root)) if self.rank == root else b""
+        length = self.broadcast(np.array([len(packed)]), "object.length", root)
+        content = np.frombuffer(packed, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        try:
+            return unpack(self.broadcast(content, "object", root).tobytes(), self._secret, str(root))
+        except Forged:
+            raise not_of_this_job(f"a message of rank {root}") from None
 
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         x, tensor = self._on_host(x, "send", name)

@@ -90,7 +90,7 @@ def restore(
 
 def _broadcast(communicator: Communicator, arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Rank 0's, by name. A collective."""
-    schema = communicator.allgather_object([(name, list(array.shape), array.dtype.str) for name, array in arrays.items()])[0]
+    schema = communicator.broadcast_object([(name, list(array.shape), array.dtype.str) for name, array in arrays.items()])
     found: Arrays = {}
     for name, shape, dtype in schema:
         own = np.require(arrays[name], requirements=["C", "W"]) if communicator.rank == 0 else np.zeros(shape, dtype)

@@ -26,7 +26,7 @@ MOST_WARNINGS = 1000  # different ones of Python that a rank shows
 class Ranks(Protocol):
     """What exchange() needs of a communicator."""
 
-    def allgather_object(self, thing: Any, /) -> list[Any]: ...
+    def broadcast_object(self, thing: Any, /) -> Any: ...
 
 
 class RankWarnings(logging.Handler):
@@ -68,7 +68,7 @@ class RankWarnings(logging.Handler):
         if self._size > 1:
             with self.lock or contextlib.nullcontext():
                 shown, self._shown_by_rank_0 = self._shown_by_rank_0, []
-            self._show_held(communicator.allgather_object(shown)[0])
+            self._show_held(communicator.broadcast_object(shown))
 
     def close(self) -> None:
         self._show_held([])

@@ -31,7 +31,7 @@ class CommonCodebook:
 
     def _of_rank_0(self, make: Callable[[], Codebook]) -> Codebook:
         made = on_rank_0_only(self._communicator, make)
-        shape = self._communicator.allgather_object(None if made is None else made.colours.shape)[0]
+        shape = self._communicator.broadcast_object(None if made is None else made.colours.shape)
         colours = np.zeros(shape, np.uint8) if made is None else made.colours
         return Codebook(self._communicator.broadcast(colours, "codebook"))
 

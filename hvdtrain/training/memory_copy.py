@@ -124,7 +124,7 @@ class MemoryCopy:
         arrays = [Array(name, array.shape, array.dtype.str) for name, array in self._arrays.items()]
         own = (self.now, arrays, parts.arrays if parts else [])
         now: TrainState
-        now, arrays, in_parts = communicator.allgather_object(own if rank == source else None)[source]
+        now, arrays, in_parts = communicator.broadcast_object(own, source)
         givers = {owner: holder for holder in reversed(range(len(tables))) for owner in _owners(tables[holder], number)}
         given = [part for owner, part in parts.parts.items() if givers[owner] == rank] if parts else []
         is_everywhere = all(held.number == number for held in tables)

@@ -183,6 +183,13 @@ def allgather_object(communicator: Communicator, name: str) -> Claims:
     yield np.array(same), "numpy", np.ones(3), "bool"
 
 
+def broadcast_object(communicator: Communicator, name: str) -> Claims:
+    """Objects of uneven length, None, arrays, of each rank in turn: on all ranks that of the root."""
+    things = [{"rank": rank, "text": "x" * 3000 * rank, "nothing": None, "array": np.arange(rank)} for rank in range(communicator.size)]
+    found = [str(communicator.broadcast_object(things[communicator.rank], root)) for root in range(communicator.size)]
+    yield np.array([found == [str(thing) for thing in things], communicator.broadcast_object(None) is None]), "numpy", np.ones(2), "bool"
+
+
 def side_channel(communicator: Communicator, name: str) -> Claims:
     """Messages of every rank, large ones too, reach rank 0 by a second thread, while the main threads of the others are in a collective
     that rank 0 enters later."""
@@ -297,6 +304,7 @@ def groups(communicator: Communicator, name: str) -> Claims:
         yield np.array(placed), "numpy", np.array([members.index(rank), len(members)] * 2), "int64"
         yield group.allgather(np.array([rank]), f"{name} {turn} ranks"), "numpy", np.array(members), "int64"
         same = group.allgather_object({"rank": rank}) == [{"rank": member} for member in members]
+        same = same and group.broadcast_object([rank], len(members) - 1) == [members[-1]]
         yield np.array([same, group.side_channel_gather("x", 0.1) is None or group is communicator]), "numpy", np.ones(2), "bool"
         for check in (partial(allreduce, "max", "float32", "torch"), partial(start_allreduce, "float64", "numpy")):
             yield from check(group, f"{name} {turn} reduced")
@@ -363,6 +371,7 @@ def _table() -> dict[str, Check]:
         "places": places,
         "features": features,
         "allgather_object": allgather_object,
+        "broadcast_object": broadcast_object,
         "many_steps": many_steps,
         "kept_inputs": kept_inputs,
         "groups": groups,

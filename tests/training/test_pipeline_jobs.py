@@ -214,9 +214,9 @@ def test_measured_seconds_are_those_of_rank_0() -> None:
 
         rank = 1
 
-        def allgather_object(self, x: object) -> list:
+        def broadcast_object(self, x: object, root: int = 0) -> object:
             gathered.append(x)
-            return [from_rank_0.pop(0), x]
+            return from_rank_0.pop(0)
 
     calls: list[tuple] = []
     units = units_of(nn.Sequential(Recorder(4, 4)).eval(), "test")
@@ -224,16 +224,16 @@ def test_measured_seconds_are_those_of_rank_0() -> None:
     x = torch.ones(samples_of_pass(config, 2), 4)
     found = agreed_seconds(units, x, lambda device: torch.autocast("cpu", torch.bfloat16), SingleProcessCommunicator())
     assert len(found) == 1 and min(found[0]) > 0 and set(calls) == {(4, True, True)}
-    from_rank_0: list[object] = [None, [(1.0, 2.0)]]  # no failure, and the seconds
-    gathered: list[object] = []
+    from_rank_0: list[object] = [([(1.0, 2.0)], None)]  # the seconds, and no failure
+    gathered: list = []
     assert agreed_seconds(units, x, lambda device: nullcontext(), Second()) == [Seconds(1.0, 2.0)] and len(set(calls)) == 1
-    from_rank_0[:] = [UserError("it fails there", "parallel.balance")]
+    from_rank_0[:] = [(None, UserError("it fails there", "parallel.balance"))]
     with pytest.raises(UserError, match="it fails there"):
         agreed_seconds(units, x, lambda device: nullcontext(), Second())
-    First = type("First", (Second,), {"rank": 0, "allgather_object": lambda self, x: [gathered.append(x) or x, None]})
+    First = type("First", (Second,), {"rank": 0, "broadcast_object": lambda self, x: gathered.append(x) or x})
     with pytest.raises(UserError, match="unit 0 fails while it is timed"):
         agreed_seconds(units, x[:, :3], lambda device: nullcontext(), First())
-    assert isinstance(gathered[-1], UserError), "rank 0 sends it"
+    assert isinstance(gathered[-1][1], UserError), "rank 0 sends it"
     assert samples_of_pass(configure(None, ["parallel.pipeline=2", "batch.size=30", "batch.micro=7"]), 1) == 7
 
 

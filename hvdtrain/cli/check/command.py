@@ -83,7 +83,7 @@ def check(arguments: Sequence[str]) -> int:
         exit_code = _print(options, report) if communicator.rank == 0 else report.exit_code
         if exit_code and communicator.rank == 0 and communicator.size > 1:
             time.sleep(PASS_ON_S)
-        exit_code = int(communicator.allgather_object(exit_code)[0])
+        exit_code = int(communicator.broadcast_object(exit_code))
         time_limit.cancel()
         communicator.close()
         return exit_code
@@ -106,7 +106,7 @@ def _resolve_on_all_ranks(options: Options, rank: RankInspection, communicator: 
     read_by_rank_0: list[Assignment] | None = None
     if communicator.rank == 0:
         read_by_rank_0 = rank.attempt(lambda: read_resumed(assignments(options.config_path, options.overrides)))
-    resumed: list[Assignment] = communicator.allgather_object(read_by_rank_0)[0] or []
+    resumed: list[Assignment] = communicator.broadcast_object(read_by_rank_0) or []
     return rank.attempt(lambda: resolve_batch_size(configure(options.config_path, options.overrides, resumed), communicator.size))
 
 

@@ -57,6 +57,9 @@ class PlannedCommunicator:
     def allgather_object(self, thing: Any) -> list[Any]:
         return [thing] * self.size
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        return thing
+
     def start_send(self, x: Buffer, to: int, name: str, tag: int = 0) -> Handle:
         return CompletedHandle(x)
 

@@ -36,7 +36,7 @@ def broadcast_state(
         state, is_partial = dict(whole_arrays(learner.pieces())), learner.is_sharded
     assert state is not None
     own = (is_partial, [(n, a.shape, a.dtype.str) for n, a in state.items()]) if communicator.rank == 0 else None
-    is_partial, schema = communicator.allgather_object(own)[0]  # only rank 0 knows whether what comes is all
+    is_partial, schema = communicator.broadcast_object(own)  # only rank 0 knows whether what comes is all
     loads_its_own = restored is None and communicator.rank == 0
     stream = ArrayStream({name: tuple(shape) for name, shape, _ in schema}, _broadcast(communicator, schema, state, on_array), is_partial)
     if loads_its_own:

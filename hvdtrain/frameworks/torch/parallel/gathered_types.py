@@ -31,7 +31,7 @@ def gather_in_16_bits(model: torch.nn.Module, x: torch.Tensor, dtype: torch.dtyp
     x: inputs of the model, of which a pass is made in training, which may change buffers, and in evaluation. Rank 0 decides for all.
     """
     groups = [group for module in model.modules() if isinstance(module, FSDPModule) and (group := group_of(module))]
-    cast = world.allgather_object(_cast_alone(model, groups, x, dtype))[0]
+    cast = world.broadcast_object(_cast_alone(model, groups, x, dtype))
     for group, flags in zip(groups, cast, strict=True):
         for each in (each for each, is_cast in zip(group.fsdp_params, flags, strict=True) if is_cast):
             each.init_dtype_attrs(MixedPrecisionPolicy(dtype, reduce_dtype=each.orig_dtype))

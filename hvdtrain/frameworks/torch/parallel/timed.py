@@ -77,6 +77,10 @@ class _Timed:
         with self._communicating():
             return self._within.allgather_object(thing)
 
+    def broadcast_object(self, thing: Any, root: int = 0) -> Any:
+        with self._communicating():
+            return self._within.broadcast_object(thing, root)
+
     def side_channel_gather(self, message: str, wait_s: float) -> list[str | None] | None:
         return self._within.side_channel_gather(message, wait_s)
 
