@@ -110,12 +110,12 @@ class Neighbours:
 
 def distance(hosts: Sequence[int]) -> int:
     """Between a rank and the one that keeps its copy: the least with which most ranks have theirs on another host."""
-    ranks = range(len(hosts))
+    of_ranks = np.array(hosts)
 
-    def apart(away: int) -> int:
-        return sum(hosts[rank] != hosts[(rank + away) % len(hosts)] for rank in ranks)
+    def apart(away: int) -> int:  # by numpy: 67 million pairs of 8,192 ranks
+        return int(np.count_nonzero(of_ranks != np.roll(of_ranks, -away)))
 
-    return max(ranks[1:], key=apart, default=0)
+    return max(range(1, len(hosts)), key=apart, default=0)
 
 
 def wholes(communicator: Communicator, arrays: Sequence[Array], parts: Sequence[Part]) -> Iterator[tuple[str, np.ndarray]]:
