@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import os
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_ranks_are_grouped_by_the_loss_of_most() -> None:
     assert group_close([math.nan, math.inf], 1e-3) == [0, 0]
     assert group_close([math.nan, 1.0, math.nan], 1e-3)[1] != 0 == group_close([math.nan, 1.0, math.nan], 1e-3)[0]
     assert group_close([0.0, 0.0], 1e-3) == [0, 0]
+    assert len(set(group_close([1.0, math.inf], 1e-3))) == 2, "no finite loss is close to infinity"
+
+
+def test_losses_of_8192_ranks_take_no_memory_of_pairs() -> None:
+    """With an array of all pairs 1.1 GB on each rank."""
+    losses = [1 + rank / 8192 / 250 for rank in range(8192)]  # from 1 to 1.004: half of them are within 1e-3 of one in the middle
+    tracemalloc.start()
+    groups = group_close(losses, 1e-3)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 10e6
+    assert groups.count(0) == pytest.approx(4096, rel=0.01) and len(set(groups)) == 8193 - groups.count(0)
 
 
 def test_the_batch_is_the_same_everywhere_and_bounded() -> None:
