@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 

@@ -1,0 +1,56 @@
+"""Jobs of many ranks: 64 real ones on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import Job, mpirun, needs_mpirun
+from waiting import wait_until
+
+from hvdtrain.__main__ import main
+from hvdtrain.errors import DONE, REQUEUE
+from hvdtrain.training.checkpoint.array_file import map_arrays
+
+WORDS = ["framework=numpy", "model.name=linear", "speed.precision=fp64", "batch.size=192", "recipe.schedule=constant", "epochs=100000"]
+WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
+
+
+@pytest.mark.slow
+@needs_mpirun
+def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
+    """The last of them gets the signal; the weights are those of one process that was never stopped."""
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    with Job(64, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}"]) as job:
+        wait_until(lambda: steps(run) >= 10 or not job.is_running(), "64 ranks train", 600)
+        assert job.is_running(), job.errors()
+        os.kill(job.pids()[63], signal.SIGTERM)
+        stopped = job.wait()
+    assert stopped.returncode == REQUEUE and "stopped (a signal on another rank) at step" in stopped.stdout, stopped
+    end = steps(run) + 10
+    again = mpirun(48, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}", f"stop.steps={end}"])
+    assert again.returncode == DONE, again
+    assert main([*WORDS, f"run={alone}", f"stop.steps={end}"]) == DONE
+    assert [event["ranks"] for event in events(run) if event["kind"] == "start"] == [64, 48]
+    of_many, of_one = weights(run, end), weights(alone, end)
+    assert of_many.keys() == of_one.keys() and of_one
+    for name, values in of_one.items():
+        np.testing.assert_allclose(of_many[name], values, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def events(run: Path) -> list[dict]:
+    path = run / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+
+
+def steps(run: Path) -> int:
+    return max((event["step"] for event in events(run)), default=0)
+
+
+def weights(run: Path, step: int) -> dict[str, np.ndarray]:
+    with (run / "checkpoints" / f"step-{step:08d}" / "weights.safetensors").open("rb") as file:
+        return {name: np.array(values) for name, values in map_arrays(file).items()}
