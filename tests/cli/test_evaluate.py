@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from safetensors.numpy import load_file
 from hvdtrain.__main__ import main
 from hvdtrain.cli.evaluate.arguments import read_former_run
 from hvdtrain.cli.evaluate.command import USAGE, evaluate
+from hvdtrain.cli.export.read import read_checkpoint
+from hvdtrain.comm import rank_0
 from hvdtrain.comm.communicator import SingleProcessCommunicator
 from hvdtrain.config.read import Assignment, configure, read_argument, read_file
 from hvdtrain.config.schema import Config
@@ -380,7 +383,7 @@ def test_ranks_with_parts_of_the_weights_evaluate_what_one_with_all_does(in_part
 
 
 def test_without_memory_for_the_whole_model_parts_are_advised() -> None:
-    def read(mapped: bool) -> Any:
+    def read(mapped: bool, on_piece: Callable[[], None]) -> Any:
         assert not mapped, "of one process"
         raise MemoryError
 
@@ -388,6 +391,20 @@ def test_without_memory_for_the_whole_model_parts_are_advised() -> None:
         load_trained_model(configure(None, ["shard.stage=3"]), SingleProcessCommunicator(), read)
     (note,) = caught.value.__notes__
     assert note.startswith("hvdtrain: the model is whole on each rank; on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi")
+
+
+def test_no_time_limit_ends_a_rank_while_a_checkpoint_is_read_and_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece that is read, and each array that has travelled, counts as progress on every rank."""
+    beats, pieces = list[int](), list[int]()
+
+    def read(mapped: bool, on_piece: Callable[[], None]) -> Any:
+        found = read_checkpoint(run, "newest", mapped=mapped, on_piece=lambda: (pieces.append(1), on_piece()))
+        assert len(beats) == len(pieces) > 0
+        return found
+
+    monkeypatch.setattr(rank_0, "MEET_S", 0.0)
+    load_trained_model(configure(None, [*TRAIN, "framework=numpy"]), SingleProcessCommunicator(), read, go_on=lambda: beats.append(1))
+    assert len(beats) == len(pieces) + 2, "a weight and a bias"
 
 
 def test_of_the_stages_of_a_run_the_third_remains(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hvdtrain.events.writers import append_event, finite
 from hvdtrain.tasks.classification.build import Classification
 from hvdtrain.tasks.classification.labels import classes_of
 from hvdtrain.tasks.task import Task
+from hvdtrain.training.build_task import restore_task
 from hvdtrain.training.common_codebook import CommonCodebook
 from hvdtrain.training.datasets import build_source, digests, unstaged
 from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
@@ -89,8 +90,19 @@ def _evaluate(rank: Rank, parsed: Arguments) -> int:
 def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
     """The model of the run with the weights of --checkpoint, on every rank or in parts. Every rank calls it. Raises UserError."""
     rank.heartbeat.beat("reading the checkpoint", 0, 0)
-    run, which = run_folder(rank), parsed.options["checkpoint"]
-    return load_trained_model(unstaged(rank.config), rank.communicator, lambda mapped: read_checkpoint(run, which, mapped=mapped))
+    return load_checkpoint(rank, parsed.options["checkpoint"])
+
+
+def load_checkpoint(rank: Rank, which: str, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> TrainedModel:
+    """The same of checkpoint `which`; restore: as load_trained_model()."""
+    run = run_folder(rank)
+    return load_trained_model(
+        unstaged(rank.config),
+        rank.communicator,
+        lambda mapped, on_piece: read_checkpoint(run, which, mapped=mapped, on_piece=on_piece),
+        restore,
+        rank.heartbeat.go_on,
+    )
 
 
 def run_folder(rank: Rank) -> Path:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.cli.evaluate.command import run_folder
-from hvdtrain.cli.export.read import read_checkpoint
+from hvdtrain.cli.evaluate.command import load_checkpoint
 from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config import plugins
 from hvdtrain.config.given import Given, is_object
@@ -24,7 +23,7 @@ from hvdtrain.training.evaluation.asked import asked_source
 from hvdtrain.training.evaluation.evaluate import evaluate as evaluate_samples
 from hvdtrain.training.evaluation.evaluate import predict as predict_samples
 from hvdtrain.training.evaluation.only_inputs import OnlyInputs
-from hvdtrain.training.evaluation.trained_model import TrainedModel, load_trained_model
+from hvdtrain.training.evaluation.trained_model import TrainedModel
 from hvdtrain.training.replicas.same_job import check_same_facts, facts
 from hvdtrain.training.run_rank import Rank
 
@@ -47,7 +46,7 @@ def predict_data(
     Every rank calls it. Raises UserError where the data do not fit the model.
     """
     config, communicator = unstaged(rank.config), rank.communicator
-    model = load_trained_model(config, communicator, lambda mapped: read_checkpoint(run_folder(rank), which, mapped=mapped), _inputs_alone)
+    model = load_checkpoint(rank, which, _inputs_alone)
     source = _asked(rank, data, model.task)
     found = [
         of(predictions.outputs, model) for _, predictions in predict_samples(config, model.learner, source, communicator, rank.heartbeat)
@@ -62,7 +61,7 @@ def evaluate_data(rank: Rank, data: AskedData, which: str) -> dict[str, float]:
     def restore(config: Config, of_checkpoint: dict[str, Any]) -> Task:
         return _task_of_script(config, of_checkpoint, lambda task: _asked(rank, data, task))
 
-    model = load_trained_model(config, communicator, lambda mapped: read_checkpoint(run_folder(rank), which, mapped=mapped), restore)
+    model = load_checkpoint(rank, which, restore)
     source = _asked(rank, data, model.task)
     return evaluate_samples(config, model.learner, source, model.task, communicator, rank.heartbeat).metrics
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,12 +38,13 @@ class Metadata(NamedTuple):
     notes: list[str]  # for people: what is not known
 
 
-def read_checkpoint(run: Path, which: str, *, mapped: bool = False) -> LoadedCheckpoint:
+def read_checkpoint(run: Path, which: str, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None) -> LoadedCheckpoint:
     """Reads the checkpoint `which` of a run: newest, best, or its name; empty: the one whose weights are the result of the run.
 
     For newest and best damaged ones are skipped.
 
     mapped: its weights alone, where they lie on the disk: then the checkpoint may have more bytes than this machine has memory.
+    on_piece: as files.read_arrays().
     Raises UserError where there is none, Damaged where the one that is named is damaged.
     """
     folders = files.finished(run)
@@ -52,20 +53,20 @@ def read_checkpoint(run: Path, which: str, *, mapped: bool = False) -> LoadedChe
     if not which:
         which = "best" if _is_set(run, "stop.restore_best") and files.best(folders, 1) else "newest"
     if which == "newest":
-        return _first_undamaged(run, reversed(folders), [], mapped)
+        return _first_undamaged(run, reversed(folders), [], mapped, on_piece)
     if which == "best":
         best_first, notes = _best_first(run, folders)
-        return _first_undamaged(run, best_first, notes, mapped)
+        return _first_undamaged(run, best_first, notes, mapped, on_piece)
     for folder in folders:
         if folder.name == which:
-            return _load(folder, [], mapped)
+            return _load(folder, [], mapped, on_piece)
     raise UserError(f"{run} has no checkpoint {which}", "--checkpoint", nearest(which, ["newest", "best", *(f.name for f in folders)]))
 
 
-def _first_undamaged(run: Path, folders: Iterable[Path], notes: list[str], mapped: bool) -> LoadedCheckpoint:
+def _first_undamaged(run: Path, folders: Iterable[Path], notes: list[str], mapped: bool, on_piece: Callable[[], None]) -> LoadedCheckpoint:
     for folder in folders:
         try:
-            return _load(folder, notes, mapped)
+            return _load(folder, notes, mapped, on_piece)
         except Damaged as error:
             notes.append(_skipped(folder, error))
     what = f"no checkpoint of {run} is good: {notes[0]}"
@@ -91,11 +92,11 @@ def _skipped(folder: Path, error: Damaged) -> str:
     return f"damaged {folder.name} is skipped: {error.what.removeprefix('the checkpoint is damaged: ')}"
 
 
-def _load(folder: Path, notes: list[str], mapped: bool) -> LoadedCheckpoint:
+def _load(folder: Path, notes: list[str], mapped: bool, on_piece: Callable[[], None]) -> LoadedCheckpoint:
     """Every file is compared with its checksum, that of the optimizer's state too. Raises Damaged, UserError."""
     checkpoint = files.read_numbers(folder)
     if mapped:
-        return LoadedCheckpoint(checkpoint, files.read_arrays(folder, sys.maxsize, files.ARRAYS[:1], mapped=True), notes)
+        return LoadedCheckpoint(checkpoint, files.read_arrays(folder, sys.maxsize, files.ARRAYS[:1], mapped=True, on_piece=on_piece), notes)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed_bytes = 0
     with contextlib.suppress(OSError):  # reported by read_arrays()
@@ -103,7 +104,7 @@ def _load(folder: Path, notes: list[str], mapped: bool) -> LoadedCheckpoint:
     if needed_bytes > memory_bytes:
         what = f"the checkpoint has {needed_bytes:,} bytes, this machine {memory_bytes:,} bytes of memory"
         raise UserError(what, str(folder), "export it on a machine with more memory")
-    return LoadedCheckpoint(checkpoint, files.read_arrays(folder, memory_bytes), notes)
+    return LoadedCheckpoint(checkpoint, files.read_arrays(folder, memory_bytes, on_piece=on_piece), notes)
 
 
 def model_state(arrays: Arrays, checkpoint: Checkpoint) -> Arrays:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hvdtrain.comm.communicator import Communicator
-from hvdtrain.comm.rank_0 import on_rank_0
+from hvdtrain.comm.rank_0 import long_on_rank_0, on_rank_0
 from hvdtrain.config.schema import Config, ParallelConfig, ShardConfig
 from hvdtrain.core.arrays import Arrays
 from hvdtrain.errors import MEMORY, UserError, exit_code_of
@@ -34,12 +34,14 @@ class TrainedModel(NamedTuple):
 def load_trained_model(
     config: Config,
     communicator: Communicator,
-    read: Callable[[bool], tuple[Checkpoint, Arrays, list[str]]],
+    read: Callable[[bool, Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
     restore: Callable[[Config, dict[str, Any]], Task] = restore_task,
+    go_on: Callable[[], None] = lambda: None,
 ) -> TrainedModel:
-    """Builds the model of the configuration, and loads the weights that read(mapped) returns on rank 0. Every rank calls it.
+    """Builds the model of the configuration, and loads the weights that read(mapped, on_piece) returns on rank 0. Every rank calls it.
 
-    restore: the task, of the Task.facts() of the checkpoint.
+    restore: the task, of the Task.facts() of the checkpoint. go_on: called on every rank while rank 0 reads or sends, so that its time
+    counts for no limit.
 
     With shard.stage=3 on several ranks each of them keeps its parts of the weights, which rank 0 sends one by one from where they lie on
     the disk (mapped): no rank has them all. Raises UserError on all ranks where read() does, or the weights do not fit the model.
@@ -51,7 +53,7 @@ def load_trained_model(
     if not in_parts:  # stages 1 and 2 divide what only training has
         config = config.replace(shard=ShardConfig())
     try:
-        return _load(config, communicator, lambda: read(in_parts), restore)
+        return _load(config, communicator, lambda on_piece: read(in_parts, on_piece), restore, go_on)
     except Exception as error:
         if exit_code_of(error) == MEMORY and not in_parts and config.framework == "torch":
             error.add_note(f"hvdtrain: the model is whole on each rank; {IN_PARTS}")
@@ -61,25 +63,26 @@ def load_trained_model(
 def _load(
     config: Config,
     communicator: Communicator,
-    read: Callable[[], tuple[Checkpoint, Arrays, list[str]]],
+    read: Callable[[Callable[[], None]], tuple[Checkpoint, Arrays, list[str]]],
     restore: Callable[[Config, dict[str, Any]], Task],
+    go_on: Callable[[], None],
 ) -> TrainedModel:
     weights: Arrays = {}
 
-    def read_on_rank_0() -> tuple[Checkpoint, list[str]]:
+    def read_on_rank_0(moved: Callable[[], None]) -> tuple[Checkpoint, list[str]]:
         nonlocal weights
-        checkpoint, arrays, notes = read()
+        checkpoint, arrays, notes = read(moved)
         weights = {name: array for name, array in arrays.items() if not name.startswith("s.")}
         if config.optim.ema is not None and checkpoint.train_state.progress.step:
             weights |= averages(arrays)
         return checkpoint, notes
 
-    checkpoint, notes = on_rank_0(communicator, read_on_rank_0)
+    checkpoint, notes = long_on_rank_0(communicator, read_on_rank_0, go_on)
     task = task_of(config, checkpoint, restore)
     learner = build_learner(config.replace(parallel=ParallelConfig()), task, communicator)
     shapes = {piece.name: piece.shape for piece in learner.pieces() if not piece.name.startswith("s.")}
     on_rank_0(communicator, lambda: check_fit(shapes, {name: array.shape for name, array in weights.items()}))
-    broadcast_state(communicator, learner, weights, only_weights=True)
+    broadcast_state(communicator, learner, weights, only_weights=True, on_array=go_on)
     return TrainedModel(learner, task, checkpoint, notes)
 
 
