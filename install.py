@@ -213,7 +213,7 @@ def with_torch(version: str | None, wanted: Sequence[str], accepted: Sequence[st
         ):
             print(f"torchvision is left out: no release of it fits {torch}", flush=True)
             wanted = without_torchvision
-        return [*wanted, torch], [*accepted, *TORCH]
+        return [*wanted, torch], [*accepted, *TORCH, "setuptools"]  # some releases of torch want an older one than constraints.txt has
     there = of_site()
     if "torch" not in there:
         sys.exit(
@@ -274,7 +274,8 @@ def main() -> None:
         ]
         fill_wheelhouse(options.wheelhouse, wanted, accepted, options.without, target)
         return
-    install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])])
+    # those of a site stay as they are: its torch may want an older setuptools
+    install_locked(["pip", "setuptools", "wheel", *(["cython"] if options.source else [])], accepted if options.torch == SITE else ())
     install_locked(wanted, accepted, options.source)
     for horovod in options.house.glob("horovod-*.whl") if options.house is not None and "horovod" in options.extras else ():
         pip("install", "--no-deps", str(horovod))

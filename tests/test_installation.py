@@ -171,8 +171,8 @@ def test_another_torch_comes_with_what_its_builds_need(
     monkeypatch.setattr(install.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, fits[words[-2]]))
     wanted = ["torch>=2.9", "numpy>=1.26", "torchvision>=0.24"]
     assert install.with_torch(None, wanted, ["x"]) == (wanted, ["x"])
-    assert install.with_torch("2.14.1", wanted, ["x"]) == ([*wanted, "torch==2.14.1"], ["x", *install.TORCH])
-    assert install.with_torch("2.99.0", wanted, []) == (["torch>=2.9", "numpy>=1.26", "torch==2.99.0"], [*install.TORCH])
+    assert install.with_torch("2.14.1", wanted, ["x"]) == ([*wanted, "torch==2.14.1"], ["x", *install.TORCH, "setuptools"])
+    assert install.with_torch("2.99.0", wanted, []) == (["torch>=2.9", "numpy>=1.26", "torch==2.99.0"], [*install.TORCH, "setuptools"])
     assert capsys.readouterr().out == "torchvision is left out: no release of it fits torch==2.99.0\n"
     assert all(install.matches(name, install.TORCH) for name in ("torch", "triton", "nvidia-cublas-cu12", "cuda-bindings"))
     assert not install.matches("torchmetrics", install.TORCH)
@@ -223,6 +223,30 @@ def test_a_sites_packages_are_those_outside_of_the_environment(install: ModuleTy
     assert taken.startswith("(['torch>=2.9', 'numpy'], ['x', ") and "'torch'" in taken
     without = said()
     assert without.returncode == 1 and "this Python has no torch of a site's\n" in without.stderr, without
+
+
+def test_a_sites_torch_keeps_the_setuptools_that_it_wants(tmp_path: Path, install: ModuleType) -> None:
+    """torch 2.11 wants setuptools<82, and constraints.txt has a newer one."""
+    house, site, clone = tmp_path / "house", tmp_path / "site", tmp_path / "clone"
+    for folder in (house, site, clone):
+        folder.mkdir()
+    for name, wants, of in (("torch", "Requires-Dist: setuptools<82\n", "2.11.0"), ("setuptools", "", "81.0"), ("wheel", "", "0.45")):
+        wheel(site, name, wants, of)
+        zipfile.ZipFile(site / f"{name}-{of}-py3-none-any.whl").extractall(site)
+    for path in Path(sysconfig.get_paths()["purelib"]).glob("pip*"):
+        (site / path.name).symlink_to(path)
+    shutil.copy(ROOT / "install.py", clone)
+    (clone / "setup.cfg").write_text("[options]\ninstall_requires =\n    torch>=2.9\n    first\n[options.extras_require]\n")
+    lock = [install.Locked(f"{name}=={of}", (wheel(house, name, "", of),)) for name, of in (("first", "1.0"), ("setuptools", "84.0"))]
+    (clone / "constraints.txt").write_text(install.lock_text(lock))
+    venv.create(tmp_path / "python", symlinks=True)
+    (packages,) = (tmp_path / "python").glob("lib/*/site-packages")
+    (packages / "site.pth").write_text(str(site))
+    env = {"PATH": os.environ["PATH"], "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(house), "PIP_CONFIG_FILE": os.devnull}
+    words = [tmp_path / "python/bin/python", "install.py", "--packages-only", "--torch", "site"]
+    done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert (packages / "first.py").exists() and not (packages / "setuptools.py").exists()
 
 
 @pytest.mark.slow
