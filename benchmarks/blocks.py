@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,12 @@ class Trainer(BenchTrainer):
 
     def __init__(self, overrides: list[str], communicator: Communicator, signals: Signals) -> None:
         super().__init__(configure(None, [f"comm.engine={communicator.name}", *overrides]), communicator, signals)
+
+
+def mean_loss(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
+    """The mean over the samples, or tokens, between two sync points, by the sums that a trainer has at each (`trainer.now.sums`)."""
+    per = "tokens" if "tokens" in after else "count"
+    return float((after["loss"] - before["loss"]) / (after[per] - before[per]))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import yaml
+from step import device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "cifar10_speed.yaml"
@@ -197,7 +198,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("extra", nargs="*", help="key=value for each job of hvdtrain; such rows are not in the summary")
     options = parser.parse_intermixed_args()
     options.ranks = 1 if options.gpu else options.ranks
-    options.device = torch.cuda.get_device_name() if options.gpu else ""  # "": a CPU, as in rows without it
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options.device = device_name(device) if options.gpu else ""  # "": a CPU, as in rows without it
     options.data = "original" if (options.folder / "cifar-10-batches-bin").is_dir() else "folder"
     return options
 

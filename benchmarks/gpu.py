@@ -1,134 +1,111 @@
-"""All GPU measurements in one script, at most 8 minutes on an H200: step time, share of the peak, time to accuracy.
+"""All that is measured on a GPU, in parts of at most 8 minutes: first whether it computes what it should, then how fast.
 
-python benchmarks/gpu.py --root DIR --json FILE [--quick]
+python benchmarks/gpu.py [--part NAME ...] [--root DIR] [--json FILE] [--quick]
 
-DIR holds FashionMNIST/raw. Three measurements, as lines of JSON: step.py (textbook, by hand, hvdtrain, a row for each switch; losses are
-compared before anything is timed) with the full wide_resnet at batch 512; `bench step` (phases, share of the bf16 matmul peak), plain,
-compiled and as CUDA graphs; seconds to 85 % validation accuracy of the textbook's loop and of hvdtrain, each with its evaluations.
---quick: a tiny network, few steps and no `bench step`, to try the script anywhere.
+DIR holds FashionMNIST/raw, and cifar-10-batches-bin or a JPEG version of it in train/CLASS and test/CLASS; images made from counters stand
+in for a set that is not there, and `data` of a row says which it was. A line of JSON is appended to FILE (gpu-day.jsonl) for each
+measurement and for each part at its end; a table is the last output. A part that fails does not end the others: its error is in the
+table, and the exit code is 1. --quick: every part with the smallest sizes, on a CPU too, to try the script.
+
+docs/performance.md ("One GPU") says what each part does, and how a machine without a network gets what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
 import json
-import subprocess
+import platform
+import shutil
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from step import LR, MEAN, STD, Textbook, device_name
+from gpu_day import correctness, speed
+from gpu_day.part import Device, Failed, Part
+from step import device_name
 
-from hvdtrain.core.import_torchvision import import_torchvision
+from hvdtrain.version import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
-BENCH_STEP = {"plain": [], "compiled": ["speed.compile=default"], "graphs": ["speed.compile=reduce-overhead"]}
-
-
-class Scale(NamedTuple):
-    """How much is measured."""
-
-    widths: str  # of wide_resnet
-    batch: int
-    rounds: int
-    steps: int  # of a round
-    workers: int  # of the textbook's DataLoader
-    target: float  # validation accuracy
-    epochs: int  # at most, to the target
-
-
-QUICK = Scale("4,4,8,8", batch=20, rounds=2, steps=2, workers=0, target=0.0, epochs=1)
-FULL = Scale("16,160,320,640", batch=512, rounds=5, steps=10, workers=4, target=0.85, epochs=8)
+PARTS: dict[str, Callable[[Part], str]] = {  # in the order in which they run; each returns what the table says of it
+    "tests": correctness.tests,
+    "losses": correctness.losses,
+    "ranks": correctness.ranks,
+    "resume": correctness.resume,
+    "zero3": correctness.zero3,
+    "wide_resnet": speed.wide_resnet,
+    "accuracy": speed.accuracy,
+    "gpt12": functools.partial(speed.gpt, layers=12),
+    "gpt24": functools.partial(speed.gpt, layers=24),
+    "cifar10": speed.cifar10_speed,
+    "folder": speed.folder,
+    "energy": speed.energy,
+}
 
 
-def main() -> None:
+def main() -> int:
+    options = parse()
+    device = this_device()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "hvdtrain": __version__}
+    with options.json.open("a") as out:
+        out.write(json.dumps({"day": now, "device": device.name, **versions, "quick": options.quick}) + "\n")
+    ends = []
+    with tempfile.TemporaryDirectory(prefix="gpu-day-") as home:
+        for name in options.part or PARTS:
+            print(f"{name} ...", flush=True)
+            part = Part(name, device, options.root, options.quick, Path(home), options.json)
+            ends.append(end_of(part))
+            print("  ".join(ends[-1]), flush=True)
+    print("\n" + "\n".join(table(ends)) + f"\n\nrows: {options.json}")
+    return int(any(end[1] != "ok" for end in ends))
+
+
+def this_device() -> Device:
+    if not torch.cuda.is_available():
+        return Device(device_name(torch.device("cpu")), "")
+    return Device(torch.cuda.get_device_name(), f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+
+
+def end_of(part: Part) -> tuple[str, str, str, str]:
+    """Runs the part: its name, "ok" or "FAILED", its seconds, and what it found; also as its last row."""
+    began_s, result = time.monotonic(), "ok"
+    try:
+        found = PARTS[part.name](part)
+    except Failed as error:
+        result, found = "FAILED", str(error)
+    except Exception:  # whatever it is, the other parts run
+        result, found = "FAILED", traceback.format_exc()
+    shutil.rmtree(part.folder)
+    seconds = time.monotonic() - began_s
+    part.row(ended=result, seconds=round(seconds, 1), found=found)
+    return part.name, result, f"{seconds:.0f} s", found
+
+
+def table(ends: list[tuple[str, str, str, str]]) -> list[str]:
+    """A line for each part; of an error the first and the last line."""
+    lines = [f"{'part':12} {'result':7} {'time':>6}  found"]
+    for name, result, seconds, found in ends:
+        first, *others = found.strip().splitlines()
+        lines.append(f"{name:12} {result:7} {seconds:>6}  {first}" + (f" ... {others[-1]}" if others else ""))
+    return lines
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--part", nargs="+", choices=PARTS, metavar="NAME", help=f"{', '.join(PARTS)}; default: all, in this order")
+    parser.add_argument("--root", type=Path, help="folder of data sets")
+    parser.add_argument("--json", type=Path, default=Path("gpu-day.jsonl"))
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    scale = QUICK if options.quick else FULL
-    began = time.perf_counter()
-    rounds = ["--rounds", str(scale.rounds), "--steps", str(scale.steps)]
-    step_options = ["--root", str(options.root), "--widths", scale.widths, "--batch", str(scale.batch), "--workers", str(scale.workers)]
-    switches = [] if options.quick else ["--switches"]
-    run("benchmarks/step.py", *step_options, *rounds, *switches, "--json", str(options.json))
-    job = [
-        "data.name=fashion_mnist",
-        f"data.root={options.root}",
-        f"model.widths=[{scale.widths}]",
-        f"batch.size={scale.batch}",
-        "speed.precision=auto",
-    ]
-    if not options.quick:
-        for name, overrides in BENCH_STEP.items():
-            result = run("-m", "hvdtrain", "bench", "step", *job, *overrides, *rounds, "--json", "-")
-            append(options.json, {"bench step": name} | json.loads(result))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    textbook = textbook_seconds(options.root, scale, device)
-    hvdtrain = hvdtrain_seconds([*job, f"optim.base_lr={LR}", f"epochs={scale.epochs}"], scale.target)
-    row = {"seconds to accuracy": scale.target, "device": device_name(device), "textbook": textbook, "hvdtrain": hvdtrain}
-    append(options.json, row)
-    print(f"all measurements: {time.perf_counter() - began:.0f} s; {options.json}")
-
-
-def run(*arguments: str) -> str:
-    """The standard output of `python ARGUMENTS`; exits where it fails."""
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    print(done.stdout[-2000:], flush=True)
-    return done.stdout
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as out:
-        out.write(json.dumps(row) + "\n")
-
-
-def textbook_seconds(root: Path, scale: Scale, device: torch.device) -> dict[str, Any]:
-    """Seconds from the first step to the end of the epoch whose evaluation reaches the target; start-up is not counted on either side."""
-    widths = tuple(int(width) for width in scale.widths.split(","))
-    loop = Textbook(root, widths, scale.batch, device, 4 if device.type == "cuda" else 0)
-    vision = import_torchvision()
-    from torchvision import transforms
-
-    change = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
-    val = torch.utils.data.DataLoader(vision.datasets.FashionMNIST(str(root), train=False, transform=change), 500)
-    began = time.perf_counter()
-    accuracy = -1.0
-    epoch = 0
-    while epoch < scale.epochs and accuracy < scale.target:
-        epoch += 1
-        loop.block(len(loop.loader))
-        loop.model.eval()
-        with torch.no_grad():
-            right = sum((loop.model(x.to(device)).argmax(1) == y.to(device)).sum().item() for x, y in val)
-        accuracy = right / len(val.dataset)  # type: ignore[arg-type]
-    return {
-        "seconds": round(time.perf_counter() - began, 2),
-        "epochs": epoch,
-        "accuracy": accuracy,
-        "reached": accuracy >= scale.target,
-    }
-
-
-def hvdtrain_seconds(overrides: list[str], target: float) -> dict[str, Any]:
-    """The same for a job of hvdtrain, by the job's own clock."""
-    with tempfile.TemporaryDirectory() as folder:
-        run("-m", "hvdtrain", *overrides, f"stop.target={target}", f"run={folder}/run")
-        lines = [json.loads(line) for line in Path(folder, "run", "events.jsonl").read_text().splitlines()]
-    last = [line for line in lines if line["kind"] == "epoch"][-1]
-    return {
-        "seconds": last["seconds"],
-        "epochs": last["epoch"],
-        "accuracy": last["val_accuracy"],
-        "reached": last["val_accuracy"] >= target,
-    }
+    options.root = options.root and options.root.resolve()
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

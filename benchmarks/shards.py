@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from blocks import Trainer, in_turn, spread
+from blocks import Trainer, in_turn, mean_loss, spread
 from sharded_peers import PEERS, Feed
 from step import device_name
 
@@ -60,9 +60,7 @@ class Ours:
     def block(self, steps: int) -> float:
         before = self.trainer.now.sums
         seconds = self.trainer.block(steps)
-        after = self.trainer.now.sums
-        per = "tokens" if "tokens" in after else "count"
-        self.losses.append((after["loss"] - before["loss"]) / (after[per] - before[per]))  # type: ignore[operator]
+        self.losses.append(mean_loss(before, self.trainer.now.sums))
         return seconds
 
 

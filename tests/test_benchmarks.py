@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +37,60 @@ def test_every_script_has_a_docstring(path: Path) -> None:
     assert len(docstring.splitlines()[0]) > 30
 
 
+GPU_DAY = [["tests", "losses", "wide_resnet", "accuracy"], ["ranks", "resume", "zero3"], ["gpt12", "gpt24", "cifar10", "folder", "energy"]]
+
+
 @pytest.mark.slow
-def test_gpu_script_runs_without_a_gpu(fashion: Path, tmp_path: Path) -> None:
+@needs_mpirun
+@pytest.mark.parametrize("parts", GPU_DAY, ids=lambda parts: parts[0])
+def test_every_part_of_the_gpu_day_runs_without_a_gpu(fashion: Path, tmp_path: Path, parts: list[str]) -> None:
     out = tmp_path / "out.jsonl"
-    done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick"])
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps, times = (json.loads(line) for line in out.read_text().splitlines())
-    assert set(steps["rows"]) == {"textbook", "by hand", "hvdtrain"} and steps["rows"]["hvdtrain"]["to textbook"][0] > 0
-    assert times["textbook"]["reached"] and times["hvdtrain"]["reached"] and times["hvdtrain"]["seconds"] > 0
+    done = python(["benchmarks/gpu.py", "--root", str(fashion), "--json", str(out), "--quick", "--part", *parts])
+    assert (done.returncode, done.stderr) == (0, ""), done
+    day, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    assert day["quick"] and [(row["part"], row["ended"]) for row in rows if "ended" in row] == [(name, "ok") for name in parts]
+    of = {name: [row for row in rows if row["part"] == name] for name in parts}
+    if "tests" in parts:
+        assert of["tests"][0]["passed"] == 0 and "test_gpu::test_a_gpu_computes_what_a_cpu_does" in str(of["tests"][0]["skipped"])
+        assert set(of["wide_resnet"][0]["rows"]) == {"textbook", "by hand", "hvdtrain"} and of["wide_resnet"][0]["data"] == "Fashion-MNIST"
+        assert of["accuracy"][0]["textbook"]["reached"] and of["accuracy"][0]["hvdtrain"]["seconds"] > 0
+    if "zero3" in parts:
+        assert [row["stage"] for row in of["zero3"][:-1]] == ["stage 0", "stage 3, parameters offloaded"] and of["resume"][0]["same_bits"]
+    if "cifar10" in parts:
+        assert of["cifar10"][0]["name_of_data"] == of["folder"][0]["data"] == "synthetic"
+
+
+def test_a_part_of_the_gpu_day_that_fails_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its error is in the table and in the rows; one that takes too long ends with its program."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    assert sorted(gpu.PARTS) == sorted(name for some in GPU_DAY for name in some), "each is tried by a test"
+
+    def waits(part: gpu.Part) -> str:
+        monkeypatch.setattr(part, "_end_s", time.monotonic() + 2)
+        return part.python("-c", "import time; time.sleep(1000)")
+
+    fails = "print('half'); raise SystemExit('no such kernel')"
+    parts = {
+        "fails": lambda part: part.python("-c", fails),
+        "breaks": lambda part: str(1 // 0),
+        "waits": waits,
+        "works": lambda part: part.python("-c", "print('fine')"),
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--json", str(tmp_path / "out.jsonl")])
+    assert gpu.main() == 1
+    ends = [row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()) if "ended" in row]
+    assert {row["part"]: row["ended"] for row in ends} == {"fails": "FAILED", "breaks": "FAILED", "waits": "FAILED", "works": "ok"}
+    assert ends[0]["found"] == f"exit code 1 of python -c {fails}\nhalf\nno such kernel\n"
+    assert ends[2]["found"].startswith("more than 480 s with python -c ")
+    table = capsys.readouterr().out.partition("part         result")[2].splitlines()[1:5]
+    assert [line.split()[:2] for line in table] == [[row["part"], row["ended"]] for row in ends]
+    assert table[0].endswith(" ... no such kernel") and table[1].endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert table[3].endswith("fine")
 
 
 def test_watching_measures_every_part(tmp_path: Path) -> None:
