@@ -21,11 +21,12 @@ WORDS += ["log.every_steps=5", "guard.equal_steps=5"]
 
 
 @pytest.mark.slow
+@pytest.mark.clock  # so that it runs alone: 64 ranks take the cores from every other test
 @needs_mpirun
 def test_64_ranks_train_are_stopped_and_go_on_with_48(tmp_path: Path) -> None:
     """The last of them gets the signal; the weights are those of one process that was never stopped."""
     run, alone = tmp_path / "run", tmp_path / "alone"
-    with Job(64, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}"]) as job:
+    with Job(64, ["-m", "hvdtrain", *WORDS, "comm.engine=mpi", f"run={run}"], is_warm=True) as job:
         wait_until(lambda: steps(run) >= 10 or not job.is_running(), "64 ranks train", 600)
         assert job.is_running(), job.errors()
         os.kill(job.pids()[63], signal.SIGTERM)
