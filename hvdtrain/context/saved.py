@@ -32,11 +32,8 @@ class WithExtra:
 
     def __init__(self, learner: HasState) -> None:
         self._learner = learner
+        self.is_sharded = learner.is_sharded
         self.extra: Arrays = {}
-
-    @property
-    def is_sharded(self) -> bool:
-        return self._learner.is_sharded
 
     def state(self) -> Arrays:
         return self._learner.state() | self.extra

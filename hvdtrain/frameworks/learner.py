@@ -1,4 +1,4 @@
-"""Learner: the protocol between the trainer and a framework; each framework's build() returns one."""
+"""Learner: what the trainer needs of a framework; each framework's build() returns one."""
 
 from __future__ import annotations
 
@@ -83,102 +83,10 @@ class TimedPass(NamedTuple):
     waited_s: float  # of these, before the pass had what it takes
 
 
-@runtime_checkable
-class HasPipeline(Protocol):
-    """A learner whose model may have stages on several ranks."""
-
-    def read_waited(self) -> Waited | None:
-        """Since it was last called; None where every rank has all layers."""
-
-    def last_passes(self) -> list[TimedPass]:
-        """Of this rank in the last step, in order; none where every rank has all layers."""
-
-    def under_way(self) -> UnderWay | None:
-        """From any thread; None between steps."""
-
-
-@runtime_checkable
-class SharesSteps(Protocol):
-    """A learner whose ranks may have different parts in a step."""
-
-    @property
-    def readers(self) -> Communicator | None:
-        """The ranks that divide the samples of a step among them; None on a rank that reads none."""
-
-    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Of the steps up to the next sync point, those that this rank makes, in order: which is known only as they come.
-
-        Each step is made before the next one is asked for; then all ranks call sync_buffers().
-        """
-
-    def read_updates(self) -> list[Update]:
-        """Of asynchronous steps, in order, since it was last called; on rank 0 alone."""
-
-
-@runtime_checkable
-class BeginsWithSamples(Protocol):
-    """A learner whose model may compute some of its first weights from training samples."""
-
-    @property
-    def first_samples(self) -> int:
-        """How many; 0 of a model that does not. The same on all ranks."""
-
-    def begin_with(self, batch: Any) -> None:
-        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is sent to all."""
-
-
-@runtime_checkable
-class NeedsSamples(Protocol):
-    """A learner whose model may fail for a pass of one sample."""
-
-    def trains_one_sample(self) -> bool:
-        """Whether a forward pass in training takes one sample: tried. A collective where forward passes are."""
-
-
-@runtime_checkable
-class HasAverages(Protocol):
-    """A learner that may have averages of the weights: optim.ema."""
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside of it the weights are their averages, for evaluate() and for drawing; nothing else is called.
-
-        Does nothing where there are none. To enter it is a collective.
-        """
-
-
-def averaged(learner: Any) -> AbstractContextManager[None]:
-    """HasAverages.averaged() of any learner."""
-    return learner.averaged() if isinstance(learner, HasAverages) else nullcontext()
-
-
-@runtime_checkable
-class DividesAnew(Protocol):
-    """A learner whose ranks have parts of the state, which may become those of other ranks."""
-
-    def divide_anew(self) -> None:
-        """After ranks were lost: takes this rank's part among those that are left, without its numbers: load() brings them."""
-
-
-@runtime_checkable
-class OutlivesLosses(Protocol):
-    """A learner that may go on between two sync points when a rank is lost, with every update that was made."""
-
-    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
-        """After ranks were lost: None where all go back to a sync point. A collective; it may be called again after another loss.
-
-        former_rank: of this one, before. kept: the steps at the sync point that this rank would go back to.
-        """
-
-    def go_on(self, how: GoOn, kept: int) -> None:
-        """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
-
-
 class HasState(Protocol):
     """What a checkpoint, and the comparison of ranks, need of a learner."""
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank has only parts of some arrays of state()."""
+    is_sharded: bool  # this rank has only parts of some arrays of state()
 
     def state(self) -> Arrays:
         """A host copy of everything that a resume needs: "p.<name>" weights, "b.<name>" buffers, "s.<name>.<key>" optimizer state.
@@ -210,17 +118,10 @@ class Learner(HasState, Protocol):
     and their values are device scalars that float() takes, or vectors: converting one may wait for the device, adding them does not.
     """
 
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """The phases of a step: the trainer enters "data" before it takes a batch, the learner the others, and "" at the step's end."""
-
-    @property
-    def data(self) -> Communicator:
-        """The ranks that read different samples: all of them, but for those that have one model together, which read the same."""
-
-    @property
-    def waits_only_in_communication(self) -> bool:
-        """Whether all waiting for other ranks is in the phase "communication": the rest of a step is then this rank's own work."""
+    stopwatch: Stopwatch  # the phases of a step: the trainer enters "data" before it takes a batch, the learner the others, "" at its end
+    data: Communicator  # the ranks that read different samples: all of them, but for those that have one model together
+    readers: Communicator | None  # the ranks that divide the samples of a step among them: `data`, or None on a rank that reads none
+    waits_only_in_communication: bool  # all waiting for other ranks is in the phase "communication": the rest is this rank's own work
 
     def cache_on_device(self, source: Source) -> bool:
         """Copies the whole set to the device where data.resident and the device allow it; returns whether. Once, before the first step.
@@ -270,3 +171,63 @@ class Learner(HasState, Protocol):
 
         training/conflicts.py refuses profile.steps with a framework that has no profiler.
         """
+
+    # What follows a learner has where its job may need it; as it stands here it is that of a learner of one process.
+
+    @property
+    def first_samples(self) -> int:
+        """How many training samples the model computes some of its first weights from. The same on all ranks."""
+        return 0
+
+    def begin_with(self, batch: Any) -> None:
+        """Computes them from a DeviceBatch of so many. Rank 0 alone calls it, before its state is sent to all."""
+        assert not self.first_samples, "a learner that asks for samples takes them"
+
+    def trains_one_sample(self) -> bool:
+        """Whether a forward pass in training takes one sample: tried. A collective where forward passes are."""
+        return True
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside of it the weights are their averages (optim.ema), for evaluate() and for drawing; nothing else is called.
+
+        Does nothing where there are none. To enter it is a collective.
+        """
+        return nullcontext()
+
+    def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
+        """Of the steps up to the next sync point, those that this rank makes, in order: which is known only as they come.
+
+        Each step is made before the next one is asked for; then all ranks call sync_buffers().
+        """
+        return steps
+
+    def read_updates(self) -> list[Update]:
+        """Of asynchronous steps, in order, since it was last called; on rank 0 alone."""
+        return []
+
+    def read_waited(self) -> Waited | None:
+        """In a pipeline, since it was last called; None where every rank has all layers."""
+        return None
+
+    def last_passes(self) -> list[TimedPass]:
+        """Of this rank in the last step of a pipeline, in order; none where every rank has all layers."""
+        return []
+
+    def under_way(self) -> UnderWay | None:
+        """From any thread; None between steps, and where a rank waits for no other in its passes."""
+        return None
+
+    def divide_anew(self) -> None:
+        """After ranks were lost, where it is_sharded: takes this rank's part among those that are left. load() brings its numbers."""
+        raise TypeError(f"the parts of {type(self).__name__} cannot become those of other ranks")
+
+    def how_to_go_on(self, former_rank: int, kept: int) -> GoOn | None:
+        """After ranks were lost: None where all go back to a sync point. A collective; it may be called again after another loss.
+
+        former_rank: of this one, before. kept: the steps at the sync point that this rank would go back to.
+        """
+        return None
+
+    def go_on(self, how: GoOn, kept: int) -> None:
+        """Once all ranks know that they do: own_steps() of the same steps has those that are left."""
+        raise TypeError(f"{type(self).__name__} goes back to a sync point")

@@ -37,12 +37,12 @@ class DeviceBatch(NamedTuple):
     weight: int  # of Task.weight()
 
 
-class NumpyLearner:
+class NumpyLearner(Learner):
     """outputs = x W' + b from zero weights; names and shapes are those of torch/models/linear.py."""
 
     def __init__(self, config: Config, task: Task, rule: Rule, communicator: Communicator, dtype: np.dtype[Any]) -> None:
         self.config, self.task, self.communicator = config, task, communicator
-        self.data = communicator
+        self.data = self.readers = communicator
         self.skips_nonfinite = config.guard.nonfinite == "skip"
         self.dtype = dtype
         self.part: NumpyPart = part_of(task, "numpy", config, Place(dtype))

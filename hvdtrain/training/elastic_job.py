@@ -16,7 +16,6 @@ from hvdtrain.comm.split import ranks_summary
 from hvdtrain.config.schema import Config
 from hvdtrain.core.updates import GoOn
 from hvdtrain.errors import LOST, StateLost, UserError
-from hvdtrain.frameworks.learner import OutlivesLosses
 from hvdtrain.training.health.watchdog import Watchdog
 from hvdtrain.training.job import Job, on_other_ranks
 from hvdtrain.training.memory_copy import MemoryCopy, Restored
@@ -100,7 +99,7 @@ class ElasticJob:
             except Exception as error:
                 if not ranks.is_loss(error):
                     raise
-        if how and isinstance(job.learner, OutlivesLosses):
+        if how:
             job.learner.go_on(how, now.progress.step)
         else:
             self.job.unfinished = None
@@ -115,7 +114,7 @@ class ElasticJob:
         """None where all go back to a sync point. A collective."""
         learner, copy = self.job.learner, self.job.memory_copy
         assert copy is not None
-        return learner.how_to_go_on(former_rank, copy.now.progress.step) if isinstance(learner, OutlivesLosses) else None
+        return learner.how_to_go_on(former_rank, copy.now.progress.step)
 
     def _restore(self, ranks: Elastic, how: GoOn | None) -> Restored:
         """Everything that depends on which ranks there are. A collective."""

@@ -12,7 +12,6 @@ from hvdtrain.core.metrics import Sums, add_sums, zero_sums
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.core.seeds import fold
 from hvdtrain.data.sampler import evaluation_batches
-from hvdtrain.frameworks.learner import SharesSteps, averaged
 from hvdtrain.training.job import Job, Unfinished
 from hvdtrain.training.progress.event_fields import epoch_fields, step_fields, target_fields
 from hvdtrain.training.progress.targets import after_evaluation
@@ -57,7 +56,7 @@ def run_steps(job: Job, now: TrainState) -> Window:
     no_sums = zero_sums((*job.task.sums, "nonfinite"))  # the same names on a rank that makes no step
     began_s, sums = job.unfinished or Unfinished(time.perf_counter(), no_sums)
     steps, end = steps_to_sync_point(job.config, job.recipe, now)
-    for p in job.learner.own_steps(steps) if isinstance(job.learner, SharesSteps) else steps:
+    for p in job.learner.own_steps(steps):
         job.heartbeat.beat("reading samples", p.epoch, p.step)
         job.telemetry.before_step(p)
         hyper, micro_batches = job.prefetcher.take(p)
@@ -130,7 +129,7 @@ def evaluate(job: Job, now: TrainState) -> Sums | None:
     data = job.learner.data
     rows = evaluation_batches(len(job.val), job.config.batch.evaluate, data.rank, data.size)
     job.heartbeat.beat("evaluation", p.epoch, p.step)
-    with averaged(job.learner):
+    with job.learner.averaged():
         for index, batch in enumerate(job.prefetcher.evaluation(job.val, rows)):
             job.heartbeat.beat("evaluation", p.epoch, p.step)
             job.telemetry.energy.keep_up()

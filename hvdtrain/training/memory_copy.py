@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.comm.communicator import Elastic
 from hvdtrain.core.arrays import Arrays, ArrayStream
 from hvdtrain.core.pieces import Piece, whole_arrays
-from hvdtrain.frameworks.learner import DividesAnew, Learner
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.neighbours import Array, Copies, Neighbours, wholes
 from hvdtrain.training.progress.train_state import TrainState
 
@@ -102,7 +102,7 @@ class MemoryCopy:
         parts = [Kept(each.number, each.ranks, sorted({*each.parts, *each.empty})) for each in self._parts]
         tables: list[Held] = communicator.allgather_object(Held(self._number, self.now.evaluated, parts))
         number = newest(tables, learner.is_sharded)
-        if isinstance(learner, DividesAnew) and learner.is_sharded:
+        if learner.is_sharded:
             learner.divide_anew()
         if number is None:
             now = fall_back()

@@ -14,7 +14,7 @@ from hvdtrain.core.arrays import Arrays
 from hvdtrain.data.sampler import evaluated_samples
 from hvdtrain.data.tokens.images import codebook_of
 from hvdtrain.errors import UserError
-from hvdtrain.frameworks.learner import BeginsWithSamples, Learner
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.training.begin import begin
 from hvdtrain.training.checkpoint.array_file import HEADER_BYTES
 from hvdtrain.training.checkpoint.changes import Change
@@ -90,7 +90,7 @@ def start_or_resume(
 
     heartbeat.beat("reading the checkpoint", 0, 0)
     run, point, notes, goes_on, is_over, has_state = long_on_rank_0(communicator, find, heartbeat.go_on)
-    if isinstance(learner, BeginsWithSamples) and learner.first_samples and not has_state:
+    if learner.first_samples and not has_state:
         heartbeat.beat("computing the first weights, begin_with()", 0, 0)
         on_rank_0(communicator, lambda: _begin_with_samples(config, datasets, learner))
         heartbeat.beat("broadcasting the first weights", 0, 0)
@@ -113,7 +113,6 @@ def start_or_resume(
 
 def _begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
     """Of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
-    assert isinstance(learner, BeginsWithSamples)
     train = datasets.train
     batch = train.read(evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed))
     learner.begin_with(learner.to_device({name: array for name, array in batch.items() if name in datasets.task.fields}))

@@ -20,7 +20,7 @@ from hvdtrain.events.log import Log, Sink
 from hvdtrain.events.rank_log import LOGGER, RankWarnings, rank_log
 from hvdtrain.events.terminal import terminal_sink, warn
 from hvdtrain.events.writers import JsonLinesWriter
-from hvdtrain.frameworks.learner import HasPipeline, Learner, NeedsSamples
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.tasks.inputs.transform import Transform
 from hvdtrain.training import summary
 from hvdtrain.training.build import build_learner, build_recipe, load_libraries
@@ -84,8 +84,7 @@ def train_job(
     memory = MemoryMeter(forecast_of_job(config, datasets, communicator), room_of_rank(config, communicator))
     learner = build_learner(config, datasets.task, communicator)
     check_smallest_pass(config, datasets, learner, communicator.size)
-    if isinstance(learner, HasPipeline):
-        heartbeat.under_way = learner.under_way
+    heartbeat.under_way = learner.under_way
     start = start_or_resume(config, datasets, communicator, learner, lock, heartbeat)
     if communicator.size > 1:
         hosts = communicator.allgather_object(socket.gethostname())
@@ -138,7 +137,7 @@ def check_smallest_pass(config: Config, datasets: Datasets, learner: Learner, ra
     """Raises UserError, on every rank, where some rank has one sample in a pass, and the model a batch norm that needs two."""
     growth, readers = build_recipe(config, len(datasets.train), datasets.task.sizes.get("context")).batch, config.readers(ranks)
     batch = next((batch for batch in (growth.first, *growth.to) if fewest_samples(config, batch, growth.first, readers) == 1), None)
-    if batch is None or not isinstance(learner, NeedsSamples) or learner.trains_one_sample():
+    if batch is None or learner.trains_one_sample():
         return
     micro = f" in passes of batch.micro={config.batch.micro}" if config.batch.micro else ""
     on = f"{readers} rank{'s' * (readers > 1)}{micro}"

@@ -99,6 +99,12 @@ class TwoSteps:
     def gpu(self) -> None:
         return None
 
+    def read_waited(self) -> None:
+        return None
+
+    def read_updates(self) -> list[Any]:
+        return []
+
 
 def phases_of(**ms: float) -> list[float]:
     return [ms.get(phase, 0.0) / 1e3 for phase in PHASES]

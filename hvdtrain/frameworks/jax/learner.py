@@ -26,7 +26,7 @@ from hvdtrain.frameworks.jax.step import DeviceBatch, Formulas
 from hvdtrain.frameworks.jax.strategy import Replicated, Strategy
 from hvdtrain.frameworks.jax.update import Optimizer
 from hvdtrain.frameworks.jax.zero import Zero
-from hvdtrain.frameworks.learner import Gpu, Predictions
+from hvdtrain.frameworks.learner import Gpu, Learner, Predictions
 from hvdtrain.frameworks.state import check_fit, gather, plain_names
 from hvdtrain.frameworks.stopwatch import HostStopwatch, Stopwatch
 from hvdtrain.optim.rule import Rule
@@ -34,12 +34,12 @@ from hvdtrain.recipe.noise_scale import noise_scale_sums
 from hvdtrain.tasks.task import Place, Task, part_of
 
 
-class JaxLearner:
+class JaxLearner(Learner):
     """A JAX model of samples (n, ...), each sample by itself: batches are padded with copies."""
 
     def __init__(self, config: Config, model: Model, rule: Rule, task: Task, communicator: Communicator, target: Target) -> None:
         self.task, self.communicator, self.target = task, communicator, target
-        self.data = communicator
+        self.data = self.readers = communicator
         self.model = model._replace(start=[])  # whose memory is free after the first step
         self.notes = model.notes  # lines for the header
         micro = config.batch.micro if isinstance(config.batch.micro, int) else None  # auto is refused before

@@ -26,7 +26,7 @@ from hvdtrain.core.updates import GoOn, Update
 from hvdtrain.data.source import Source
 from hvdtrain.errors import UserError
 from hvdtrain.frameworks.global_weight import global_weight
-from hvdtrain.frameworks.learner import Gpu, Predictions, TimedPass, UnderWay, Waited
+from hvdtrain.frameworks.learner import Gpu, Learner, Predictions, TimedPass, UnderWay, Waited
 from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # torch.distributed.pipelining: half a second
 
 
 @dataclass(eq=False)
-class TorchLearner:
+class TorchLearner(Learner):
     """A torch model, its optimizer, and how the ranks' gradients become one."""
 
     config: Config

@@ -15,7 +15,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.config.schema import Config, DataConfig
 from hvdtrain.core.progress import Hyper, Progress
 from hvdtrain.data.source import Source, reads_from_memory, reads_in_process
-from hvdtrain.frameworks.learner import Learner, SharesSteps
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.recipe.recipe import Recipe
 from hvdtrain.training.input.micro_batches import read_batch, split_step
 
@@ -85,7 +85,7 @@ class Prefetcher:
         """Reads the step that follows `progress`, on the calling thread."""
         hyper = self._recipe.at(progress)
         micro_batches: list[Any] = []
-        readers = self._learner.readers if isinstance(self._learner, SharesSteps) else self._learner.data
+        readers = self._learner.readers
         if readers is None:
             return StepInput(hyper, micro_batches)
         for positions in split_step(self._config, progress, hyper.batch, self._recipe.batch.first, readers):

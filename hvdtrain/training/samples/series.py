@@ -22,7 +22,7 @@ from hvdtrain.data.tokens.text import decode, read_tokenizer
 from hvdtrain.errors import UserError
 from hvdtrain.events.log import Log
 from hvdtrain.events.terminal import warn
-from hvdtrain.frameworks.learner import Learner, Sampler, averaged
+from hvdtrain.frameworks.learner import Learner, Sampler
 from hvdtrain.tasks.language.build import Language
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.checkpoint.files import OpenFolder
@@ -68,7 +68,7 @@ class SampleSeries:
         began_s = time.perf_counter()
         codebook = codebook_of(self.val)
         try:
-            with averaged(self.learner):
+            with self.learner.averaged():
                 drawn = draw_on_all_ranks(
                     self.learner.data,  # the ranks of a tensor group draw the same sequences together
                     self.learner,

@@ -18,7 +18,7 @@ from hvdtrain.core.metrics import Sums
 from hvdtrain.core.progress import Progress
 from hvdtrain.events.log import Log
 from hvdtrain.events.rank_log import LOGGER
-from hvdtrain.frameworks.learner import HasPipeline, Learner, SharesSteps
+from hvdtrain.frameworks.learner import Learner
 from hvdtrain.frameworks.stopwatch import PHASES, PhaseTimes, total
 from hvdtrain.training.progress.event_fields import energy_fields
 from hvdtrain.training.progress.train_state import TrainState
@@ -113,7 +113,7 @@ class Telemetry:
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()
-        waited = self._learner.read_waited() if isinstance(self._learner, HasPipeline) else None
+        waited = self._learner.read_waited()
         of_mesh = {"rank.passes": waited.seconds, "rank.waiting": waited.waiting} if waited else {}
         if self._parallel.cuts:
             of_mesh["rank.communication"] = phases.get("communication", 0.0)
@@ -148,7 +148,7 @@ class Telemetry:
             **self._slowest(1e3 * sums["rank.work"] / steps),
             **_memory_mb(sums),
             **self.pipeline.fields(sums, steps),
-            **self.staleness.fields(self._learner.read_updates() if isinstance(self._learner, SharesSteps) else []),
+            **self.staleness.fields(self._learner.read_updates()),
             **({} if math.isnan(watts) else {"watts": watts}),
         }
         if LOGGER.isEnabledFor(logging.INFO):
@@ -203,7 +203,7 @@ class Telemetry:
 
     def emit_passes(self, step: int) -> None:
         """The event "passes", of the last step of the pipeline that reads the first samples. Every rank calls it."""
-        if self._parallel.pipeline > 1 and isinstance(self._learner, HasPipeline):
+        if self._parallel.pipeline > 1:
             passes = gather_passes(self._communicator, self._learner.last_passes(), self._communicator.size // self._parallel.pipeline)
             if passes:
                 self.log.emit("passes", step, **passes)

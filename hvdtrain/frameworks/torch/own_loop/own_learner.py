@@ -84,6 +84,7 @@ class OwnLearner:
         self, config: Config, mesh: Mesh, model: torch.nn.Module, optimizer: torch.optim.Optimizer, on_step: Callable[[], None]
     ) -> None:
         self.config, self.mesh, self.data, self._on_step = config, mesh, mesh.data, on_step
+        self.readers = mesh.data
         self.device = device_of_rank(config, mesh.world)
         take_optimizer(model, optimizer)
         on = {p.device.type for p in model.parameters()}
