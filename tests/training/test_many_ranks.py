@@ -1,15 +1,17 @@
-"""Jobs of many ranks: 64 real ones on this machine."""
+"""Jobs of many ranks: 64 real ones on this machine, and rank 0 of 8,192 of which the others do not exist."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ranks import Job, mpirun, needs_mpirun
+from stand_in import phases_of
 from waiting import wait_until
 
 from hvdtrain.__main__ import main
@@ -55,3 +57,15 @@ def steps(run: Path) -> int:
 def weights(run: Path, step: int) -> dict[str, np.ndarray]:
     with (run / "checkpoints" / f"step-{step:08d}" / "weights.safetensors").open("rb") as file:
         return {name: np.array(values) for name, values in map_arrays(file).items()}
+
+
+def test_what_rank_0_does_grows_by_a_packet_a_rank(tmp_path: Path) -> None:
+    """With 8,191 ranks that do not exist: as many collectives as with 63, and below 512 bytes of each rank in a phase."""
+    few = phases_of(64, tmp_path / "few")
+    tracemalloc.start()
+    many = phases_of(8192, tmp_path / "many")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert {phase: counts.collectives for phase, counts in many.items()} == {phase: counts.collectives for phase, counts in few.items()}
+    assert max(counts.received_bytes for counts in many.values()) < 512 * 8192
+    assert sum(counts.collectives for counts in many.values()) > 20 and peak_bytes < 20e6, "7 MB; 1.1 GB with an array of all pairs"
