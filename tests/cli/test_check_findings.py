@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rank_threads import ThreadRank, in_threads
 
 from hvdtrain.cli.check.differences import differing_code, find_differences
 from hvdtrain.cli.check.findings import Finding, describe_ranks, finding_of_error, most_severe_first, number_ranges
-from hvdtrain.cli.check.inspection import RankInspection
+from hvdtrain.cli.check.inspection import RankInspection, _of_each_kind
 from hvdtrain.cli.check.rank_facts import RankFacts, container, launcher_mpi
 from hvdtrain.cli.check.report import network_lines
-from hvdtrain.cli.check.shared_resources import find_shortages
+from hvdtrain.cli.check.shared_resources import find_shortages, full_mesh
 from hvdtrain.cli.check.speed import AllreduceSpeed, slow_engine
 from hvdtrain.comm.rendezvous import interfaces
+from hvdtrain.comm.threads import ThreadRanks
 from hvdtrain.errors import UserError
 
 MIB = 2**20
@@ -186,6 +188,36 @@ def test_an_engine_slower_than_half_of_mpi() -> None:
     expect(slow_engine("horovod", {"engine": slow, "mpi": fast}), "warning", what, where, "give Horovod's thread a core")
     assert slow_engine("horovod", {"engine": fast, "mpi": slow}) == []
     assert slow_engine("mpi", {"engine": slow, "mpi": None}) == slow_engine("single", {"engine": None, "mpi": None}) == []
+
+
+def test_gloos_full_mesh_is_said_where_there_are_many_ranks() -> None:
+    what = "Gloo connects each of 8,192 ranks with each: 33,550,336 connections, 8,191 of each rank, for each group"
+    expect(full_mesh("torchdist", 8192), "note", what, "comm.engine=torchdist", "comm.engine=mpi or horovod")
+    assert full_mesh("torchdist", 1023) == full_mesh("mpi", 8192) == []
+
+
+class CountsSent(ThreadRank):
+    """Notes what this rank gives."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        super().__init__(ranks, rank)
+        self.sent = list[Any]()
+
+    def allgather_object(self, thing: Any) -> list[Any]:
+        self.sent.append(thing)
+        return super().allgather_object(thing)
+
+
+def test_the_first_rank_of_each_kind_alone_sends_what_it_has() -> None:
+    digests = ["a", "b", "a", "b", "c"]
+
+    def of_rank(rank: ThreadRank) -> tuple[list[dict[str, str]], list[Any]]:
+        communicator = CountsSent(rank._ranks, rank.rank)
+        return _of_each_kind(communicator, digests, {"file": digests[rank.rank]}), communicator.sent
+
+    found = in_threads(5, of_rank)
+    assert [of_all for of_all, _ in found] == [[{"file": digest} for digest in digests]] * 5
+    assert [sent for _, sent in found] == [[{"file": "a"}], [{"file": "b"}], [None], [None], [{"file": "c"}]]
 
 
 def test_code_that_differs_is_named_by_file() -> None:

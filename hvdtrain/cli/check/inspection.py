@@ -13,7 +13,7 @@ from hvdtrain.cli.check.dry_run import RunFolderFacts
 from hvdtrain.cli.check.findings import Finding, count_by_level, describe_rank, finding_of_error, most_severe_first
 from hvdtrain.cli.check.rank_facts import RankFacts, local_facts, network_variables
 from hvdtrain.cli.check.report import Report
-from hvdtrain.cli.check.shared_resources import find_shortages
+from hvdtrain.cli.check.shared_resources import find_shortages, full_mesh
 from hvdtrain.cli.check.speed import measure_speeds, read_clocks, slow_engine
 from hvdtrain.cli.check.time_limit import TimeLimit
 from hvdtrain.comm.communicator import Communicator
@@ -97,6 +97,7 @@ def compare_ranks(
     findings = [Finding(*finding) for _, rank_findings in gathered for finding in rank_findings]
     findings += _compare_code_and_configuration(communicator, config, ranks)
     findings += [*find_differences(ranks), *find_shortages(ranks), *slow_engine(communicator.name, speeds)]
+    findings += full_mesh(communicator.name, communicator.size)
     if communicator.size > 1 and not count_by_level(findings)["error"]:
         time_limit.start_work("comparing the outputs of the model")
         findings += _compare_outputs(communicator, config, ranks)
@@ -107,10 +108,19 @@ def _compare_code_and_configuration(communicator: Communicator, config: Config, 
     """File by file and key by key, but only where the digests differ. Every rank calls it, with the same `ranks`."""
     findings: list[Finding] = []
     if len({facts["code"] for facts in ranks}) > 1:
-        findings += differing_code(ranks, communicator.allgather_object(code_digests()))
+        digests = [facts["code"] for facts in ranks]
+        findings += differing_code(ranks, _of_each_kind(communicator, digests, code_digests()))
     if len({facts["config"] for facts in ranks}) > 1:
-        findings += differing_configuration(ranks, communicator.allgather_object(values_by_key(config)))
+        digests = [facts["config"] for facts in ranks]
+        findings += differing_configuration(ranks, _of_each_kind(communicator, digests, values_by_key(config)))
     return findings
+
+
+def _of_each_kind(communicator: Communicator, digests: Sequence[str], own: dict[str, str]) -> list[dict[str, str]]:
+    """What each rank has, of which the first rank with each digest alone sends: 27 kB of the code of each rank are 221 MB of 8,192."""
+    firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    sent = communicator.allgather_object(own if firsts[digests[communicator.rank]] == communicator.rank else None)
+    return [sent[firsts[digest]] for digest in digests]
 
 
 def _compare_outputs(communicator: Communicator, config: Config, ranks: Sequence[RankFacts]) -> list[Finding]:

@@ -9,6 +9,7 @@ from hvdtrain.cli.check.rank_facts import DeviceFacts, RankFacts
 from hvdtrain.comm.rendezvous import files_needed
 
 SHARED_BYTES = 64 * 2**20  # of /dev/shm for each rank of a host: MPI's and NCCL's memory between ranks, and data loaders
+MANY_RANKS = 1024  # from which on a full mesh is said
 _FIX_BINDING = "mpirun --bind-to none, or --map-by slot:PE=N for N cores each; srun --cpus-per-task=N"
 
 
@@ -20,6 +21,16 @@ def find_shortages(ranks: Sequence[RankFacts]) -> list[Finding]:
     for on_host in group_ranks(ranks, lambda facts: facts["host"]).values():  # containers of one machine have limits of their own
         found += [*_shared_memory(on_host), *_locked_memory(on_host), *_open_files(on_host, len(ranks))]
     return [*found, *_nccl(ranks)]
+
+
+def full_mesh(engine: str, ranks: int) -> list[Finding]:
+    """A note where Gloo, which connects each rank with each, makes very many connections; hvdtrain cannot have it make fewer."""
+    if engine != "torchdist" or ranks < MANY_RANKS:
+        return []
+    connections = f"{ranks * (ranks - 1) // 2:,} connections, {ranks - 1:,} of each rank, for each group"
+    what = f"Gloo connects each of {ranks:,} ranks with each: {connections}"
+    fix = "comm.engine=mpi or horovod, which connect ranks that have something to send; or one rank for each GPU, not for each core"
+    return [Finding("note", what, "comm.engine=torchdist", fix)]
 
 
 def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
