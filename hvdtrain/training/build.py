@@ -9,6 +9,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.comm.select_engine import EngineChoice, installed_here, needed_features, select_engine
+from hvdtrain.comm.visible_devices import take_part_of_gpu
 from hvdtrain.config import plugins
 from hvdtrain.config.schema import Config
 from hvdtrain.frameworks.build_rule import momentum
@@ -31,6 +32,7 @@ def connect(config: Config, place: Placement) -> tuple[Communicator, str]:
         # torch.distributed warns of each connection from an address without a host name; read when torch is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     allow_open_files(place.size)
+    take_part_of_gpu(place, os.environ)
     name, reason = engine_of(config, place)
     may_need_groups = config.resume not in ("auto", "no")  # by the configuration of that run, which is read later
     if may_need_groups or config.parallel.ranks > 1 or (config.shard.stage and config.shard.group == "node"):

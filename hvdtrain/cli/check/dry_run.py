@@ -59,14 +59,15 @@ def pick_device(config: Config, communicator: Communicator) -> DeviceFacts:
         name = "cpu" if config.framework == "numpy" else "as JAX chooses"
         return {"name": name, "model": "", "id": "", "bytes": 0, "visible": 0}
     device = plugins.load("frameworks", "torch", config.where("framework")).pick_device(config, communicator)
-    cuda: Any = sys.modules["torch"].cuda
+    torch: Any = sys.modules["torch"]
+    cuda = torch.cuda
     if device.type != "cuda":
         return {"name": str(device), "model": "", "id": "", "bytes": 0, "visible": cuda.device_count()}
     properties = cuda.get_device_properties(device)
     identity = str(getattr(properties, "uuid", "")) or str(device)  # older torch has no uuid
     return {
         "name": str(device),
-        "model": properties.name,
+        "model": properties.name + (f" (ROCm {torch.version.hip})" if torch.version.hip else ""),
         "id": identity,
         "bytes": properties.total_memory,
         "visible": cuda.device_count(),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.cli.launch.launcher_commands import MPI_NAMES, MpiKind, identify_mpi, is_compatible
+from hvdtrain.comm.visible_devices import listed_devices
 from hvdtrain.errors import UserError
 
 _LAUNCHERS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")  # Debian installs several under the later names
@@ -67,14 +68,13 @@ def output_of(command: Sequence[str]) -> str:
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """How many GPUs CUDA_VISIBLE_DEVICES lists; without it how many this machine has."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return nvidia_devices()
-    return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
+    listed = listed_devices(environ)
+    return nvidia_devices() if listed is None else len(listed)
 
 
-def nvidia_devices() -> int:
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def nvidia_devices(folder: Path = Path("/dev")) -> int:
+    """How many there are: a container may see nvidia4 and nvidia5 alone, which CUDA numbers from 0."""
+    return len(list(folder.glob("nvidia[0-9]*")))
 
 
 def available_cores() -> int:

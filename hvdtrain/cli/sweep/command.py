@@ -21,6 +21,7 @@ from hvdtrain.cli.sweep.space import Point
 from hvdtrain.cli.sweep.table import Row, metric_of, rows_of, table_lines, to_json
 from hvdtrain.cli.sweep.trial import KEPT, Result, State, Trial, error_line, read_result, state_of
 from hvdtrain.comm.placement import placement
+from hvdtrain.comm.visible_devices import listed_devices
 from hvdtrain.core.folder import Folder
 from hvdtrain.core.program import command_line, path_argument
 from hvdtrain.errors import BUG, DIVERGED, DONE, REQUEUE, UserError
@@ -179,7 +180,7 @@ def shares(environ: Mapping[str, str], slot: int, at_once: int, ranks: int) -> d
     found = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(max(1, available_cores() // (at_once * ranks)))}
     gpus = visible_gpus(environ)
     if gpus >= at_once * ranks:
-        names = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+        names = listed_devices(environ) or [str(number) for number in range(gpus)]
         found["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * ranks : (slot + 1) * ranks])
     return found
 

@@ -55,10 +55,22 @@ def gpu(device: torch.device) -> Gpu | None:
     """The device as NVML and the trainer know it; None for the CPU."""
     if device.type != "cuda":
         return None
-    known = torch.cuda.get_device_properties(device)
-    uuid = str(getattr(known, "uuid", ""))
+    name, uuid = torch.cuda.get_device_properties(device).name, _uuid(device)
     why = "" if uuid else "this torch does not report the identity of the GPU"
-    return Gpu(f"GPU-{uuid}" * bool(uuid), why, known.name, lambda: torch.cuda.max_memory_allocated(device))
+    if torch.version.hip:
+        uuid, why = "", "NVML counts GPUs of NVIDIA, and this one is AMD's"
+    kind = "MIG" if " MIG " in name else "GPU"  # of a part of a GPU: NVIDIA A100-SXM4-40GB MIG 1g.5gb
+    return Gpu(f"{kind}-{uuid}" * bool(uuid), why, name, lambda: torch.cuda.max_memory_allocated(device))
+
+
+def _uuid(device: torch.device) -> str:
+    """Of a GPU, or of the part of one that this process sees; "" where torch does not know it."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def describe_device(device: torch.device) -> str:
+    """cpu; cuda:0; cuda:0 (ROCm 6.4), as torch calls a GPU of AMD."""
+    return f"{device} (ROCm {torch.version.hip})" if device.type == "cuda" and torch.version.hip else str(device)
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
@@ -72,7 +84,7 @@ class RankGpu(NamedTuple):
     """What a rank computes on."""
 
     host: str
-    gpu: str | None  # its identity; None: a CPU
+    gpu: str | None  # its identity; None: a CPU, or not known
     uses_nccl: bool
 
 
@@ -80,7 +92,7 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
     """Raises UserError on every rank where NCCL, which refuses that, would reduce for two ranks on one GPU. A collective."""
     if communicator.size == 1:
         return
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    gpu = (_uuid(device) or None) if device.type == "cuda" else None
     ranks = communicator.allgather_object(RankGpu(socket.gethostname(), gpu, "nccl" in communicator.features))
     shared = shared_gpu([(rank.host, rank.gpu) for rank in ranks])
     if shared and any(rank.uses_nccl for rank in ranks):

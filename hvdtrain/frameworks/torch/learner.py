@@ -32,7 +32,7 @@ from hvdtrain.frameworks.stopwatch import ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.compile import compile_summary, keep_gradients
 from hvdtrain.frameworks.torch.dense_updates import DenseUpdates
-from hvdtrain.frameworks.torch.device import gpu, no_such_kernel, seed_dropout
+from hvdtrain.frameworks.torch.device import describe_device, gpu, no_such_kernel, seed_dropout
 from hvdtrain.frameworks.torch.forward import ONE_VALUE, Forward, first_of
 from hvdtrain.frameworks.torch.gradients import Meter, NoMeter, add_noise_, clip_
 from hvdtrain.frameworks.torch.inputs import DeviceBatch, split_batch
@@ -366,7 +366,7 @@ class TorchLearner(Learner):
         if self.config.shard.stage == 3:  # fully_shard() has made a class of the model's own
             name = name.removeprefix("FSDP")
         count = sum(math.prod(self.strategy.part(p).shape) for p in self.model.parameters())
-        how = f"torch {self.forward.precision.summary} on {self.device}{compile_summary(self.config.speed.compile)}"
+        how = f"torch {self.forward.precision.summary} on {describe_device(self.device)}{compile_summary(self.config.speed.compile)}"
         return f"{name}, {count:,} parameters, {how}, {self.strategy.summary}"
 
     def read_waited(self) -> Waited | None:

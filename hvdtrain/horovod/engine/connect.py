@@ -10,6 +10,7 @@ from hvdtrain.comm.communicator import Communicator
 from hvdtrain.comm.placement import Placement, placement
 from hvdtrain.comm.rendezvous import allow_open_files
 from hvdtrain.comm.select_engine import Installed, select_engine
+from hvdtrain.comm.visible_devices import take_part_of_gpu
 from hvdtrain.config import plugins
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.horovod.engine.engine import Engine
@@ -25,6 +26,7 @@ def connect(comm: Any) -> Engine:
     """comm: None, or of Horovod's init(): a list of ranks of MPI, or an mpi4py communicator. A collective."""
     place, settings = placement(os.environ), settings_of(os.environ)
     allow_open_files(place.size)
+    take_part_of_gpu(place, os.environ)
     name = engine_name(os.environ, place)
     if _means_some(comm, place):
         if name != "mpi":

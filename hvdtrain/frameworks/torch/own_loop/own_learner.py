@@ -25,7 +25,7 @@ from hvdtrain.frameworks.state import gather
 from hvdtrain.frameworks.stopwatch import HostStopwatch, ReplaceableStopwatch
 from hvdtrain.frameworks.torch.buffers import Buffers
 from hvdtrain.frameworks.torch.build import device_of_rank
-from hvdtrain.frameworks.torch.device import seed_dropout
+from hvdtrain.frameworks.torch.device import describe_device, seed_dropout
 from hvdtrain.frameworks.torch.gradients import clip_
 from hvdtrain.frameworks.torch.nonfinite import any_nonfinite, one_or_nan
 from hvdtrain.frameworks.torch.optim.user_optimizer import check_elementwise, set_mode
@@ -267,7 +267,7 @@ class OwnLearner:
         count = sum(p.numel() for _, p in self._named)
         precision = str(self.dtype).removeprefix("torch.")
         name = type(self.model).__name__.removeprefix("FSDP" if self.config.shard.stage == 3 else "")  # fully_shard() has made a class
-        return f"{name}, {count:,} parameters, {precision} on {self.device}, {self.strategy.summary}"
+        return f"{name}, {count:,} parameters, {precision} on {describe_device(self.device)}, {self.strategy.summary}"
 
 
 def uncompiled(model: Any) -> Any:
