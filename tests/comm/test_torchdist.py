@@ -541,3 +541,12 @@ print(limits)
 """
     result = python(["-c", code], is_warm=False)
     assert result.stdout == "[(300, 900), (300, 900), (300, 900), (768, 900), (900, 900), (900, 900)]\n", result
+
+
+@needs_mpirun
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_go_in_one_call_as_on_nccl(size: int) -> None:
+    """Rows that do not split evenly and ranks without a part too, of a type that NCCL lacks; ZeRO's weights are those of an allreduce."""
+    assert min(on_ranks("torchdist", size, "one_call_on_ranks:conforms")) > 40
+    for stage in (1, 2):
+        assert max(on_ranks("torchdist", size, "one_call_on_ranks:farthest_weight", stage)) < 1e-15

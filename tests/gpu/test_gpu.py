@@ -58,6 +58,10 @@ def test_nccl_refuses_two_ranks_on_one_gpu_and_the_error_says_what_to_do(tmp_pat
     assert "ranks 0, 1 on" in result.stderr and "train on one GPU" in result.stderr and "comm.engine=mpi" in result.stderr
 
 
+def test_parts_are_reduced_and_gathered_by_nccl() -> None:
+    assert on_ranks("torchdist", 1, "one_call_on_ranks:on_gpu", env=GPU) == [True]
+
+
 @pytest.mark.parametrize(("engine", "size"), [("mpi", 2), ("mpi", 4), ("torchdist", 1), ("single", 0)])
 def test_horovods_calls_take_tensors_of_a_gpu(tmp_path: Path, engine: str, size: int) -> None:
     out = tmp_path / "out.json"

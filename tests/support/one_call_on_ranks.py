@@ -1,0 +1,66 @@
+"""Reductions to owners and gathers as NCCL makes them, by Gloo; those that go rank by rank raise meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from conformance import allgather, expect, reduce_scatter, sharded
+from strategies_on_ranks import learner, train, weights
+
+from hvdtrain.comm.communicator import part_of
+
+
+def conforms(communicator: Any) -> int:
+    """How many results are as expected."""
+    right = 0
+    with _in_one_call(communicator):
+        for check, dtype in product((sharded, reduce_scatter, allgather), ("int16", "uint8", "float32")):
+            for claim in check(dtype, "torch", communicator, f"{check.__name__} {dtype}"):
+                expect(*claim)
+                right += 1
+    return right
+
+
+def farthest_weight(communicator: Any, stage: int) -> float:
+    """From stage 0, relative to the largest, after three steps of SGD; of the two buckets one does not split evenly over 2 or 3 ranks."""
+    words = ("optim.name=sgd", "speed.precision=fp64", "comm.bucket_mb=0.01")
+    sizes = [5 + 3 * rank for rank in range(communicator.size)]
+    whole, parts = learner(communicator, *words), learner(communicator, f"shard.stage={stage}", *words)
+    train(whole, communicator, 3, sizes)
+    with _in_one_call(communicator):
+        train(parts, communicator, 3, sizes)
+    expected, found = weights(whole.state()), weights(parts.state())
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def on_gpu(communicator: Any) -> bool:
+    """Whether sums and gathers of 1, 6 and 70,001 rows in a GPU's memory are as worked out here, by NCCL."""
+    right = []
+    for rows in (1, 6, 70_001):
+        numbers, own = torch.arange(float(rows), device="cuda"), part_of(rows, communicator.rank, communicator.size)
+        with mock.patch.object(dist, "reduce", None):
+            found = communicator.start_reduce_scatter(numbers * (communicator.rank + 1), f"{rows} reduced").wait()
+        ranks = communicator.size * (communicator.size + 1) // 2
+        right.append(found.is_cuda and torch.equal(found, (numbers * ranks)[own]))
+        mine = torch.zeros_like(numbers)
+        mine[own] = numbers[own]
+        right.append(torch.equal(communicator.start_spread(mine, f"{rows} spread").wait(), numbers))
+    return all(right)
+
+
+@contextlib.contextmanager
+def _in_one_call(communicator: Any) -> Iterator[None]:
+    devices, communicator.in_one_call = communicator.in_one_call, ("cpu",)
+    raises = mock.Mock(side_effect=AssertionError("rank by rank"))
+    try:
+        with mock.patch.multiple(dist, reduce=raises, broadcast=raises, all_gather=raises):
+            yield
+    finally:
+        communicator.in_one_call = devices
