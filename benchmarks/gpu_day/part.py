@@ -59,10 +59,10 @@ class Part:
             out.write(json.dumps({"part": self.name, "device": self.device.name} | facts) + "\n")
 
     def copy_rows(self, path: Path, **facts: Any) -> list[dict[str, Any]]:
-        """Rows that a script has written to a file, with facts of this part."""
+        """Rows that a script has written to a file, as `measured` beside facts of this part."""
         rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
         for each in rows:
-            self.row(**facts, **each)
+            self.row(**facts, measured=each)
         return rows
 
     def python(self, *arguments: str, ranks: int = 0) -> str:

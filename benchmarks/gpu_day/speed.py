@@ -85,7 +85,7 @@ def cifar10_speed(part: Part) -> str:
     parts = "record" if part.quick else "record,by-hand"
     command = ["benchmarks/cifar10_speed.py", str(data.root), "--gpu", "--parts", parts, "--seeds", seeds]
     part.python(*command, "--out", str(out), *small)
-    rows = part.copy_rows(out, name_of_data=data.name)
+    rows = part.copy_rows(out, data=data.name)
     words = []
     for name in parts.split(","):
         accuracies, seconds = zip(*[(row["accuracy"], row["train_s"]) for row in rows if row["part"] == name], strict=True)
