@@ -12,6 +12,7 @@ from typing import Any
 import conformance
 import pytest
 import ranks
+from pool import on_ranks
 from ranks import ENGINES, FULL, ONE_ENGINE, needs_horovod, needs_mpirun
 from waiting import wait_until
 
@@ -185,3 +186,11 @@ finally:
 """
     result = ranks.python(["-c", program])
     assert (result.returncode, result.stdout) == (7, "last words")
+
+
+@needs_mpirun
+def test_small_parts_go_in_one_call_of_mpi_and_weights_in_any_size() -> None:
+    """The ways that took less time on 2 to 4 ranks (docs/performance.md)."""
+    for numbers, reduction in ((7, ["Reduce_scatter"]), (2**14, ["Reduce_scatter"]), (2**14 + 1, ["Reduce"] * 3)):
+        for calls, error in on_ranks("mpi", 3, "one_call_on_ranks:calls_of_mpi", numbers):
+            assert calls == [*reduction, "Allgatherv"] and error < 1e-15

@@ -1,4 +1,4 @@
-"""Reductions to owners and gathers as NCCL makes them, by Gloo; those that go rank by rank raise meanwhile."""
+"""Reductions to owners and gathers: as NCCL makes them, by Gloo, while those that go rank by rank raise; and by which calls MPI does."""
 
 from __future__ import annotations
 
@@ -38,6 +38,23 @@ def farthest_weight(communicator: Any, stage: int) -> float:
         train(parts, communicator, 3, sizes)
     expected, found = weights(whole.state()), weights(parts.state())
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def calls_of_mpi(communicator: Any, numbers: int) -> tuple[list[str], float]:
+    """By which calls of MPI float64 numbers are reduced to their owners and spread again; the relative error of the sums."""
+    random = np.random.default_rng(0).standard_normal((communicator.size, numbers))
+    x, own, comm = random[communicator.rank].copy(), part_of(numbers, communicator.rank, communicator.size), communicator._comm
+    communicator._comm = mock.Mock(wraps=comm)
+    try:
+        part = communicator.start_reduce_scatter(x, f"{numbers} reduced").wait().copy()
+        whole = np.zeros(numbers)
+        whole[own] = part
+        communicator.start_spread(whole, f"{numbers} spread").wait()
+        calls = [call[0] for call in communicator._comm.mock_calls]
+    finally:
+        communicator._comm = comm
+    expected = random.sum(0)
+    return calls, float(np.abs(whole - expected).max() / np.abs(expected).max())
 
 
 def on_gpu(communicator: Any) -> bool:
