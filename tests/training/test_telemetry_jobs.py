@@ -106,6 +106,12 @@ class Idle:
     def gpu(self) -> None:
         return None
 
+    def read_waited(self) -> None:
+        return None
+
+    def read_updates(self) -> list[Any]:
+        return []
+
 
 def test_where_sync_points_are_far_apart_the_counters_are_read_in_time() -> None:
     now = [100.0]
