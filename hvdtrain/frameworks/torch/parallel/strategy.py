@@ -151,7 +151,11 @@ class Strategy:
 
 
 class Around(Strategy):
-    """A strategy that does what another one does, but for what its own methods do."""
+    """A strategy that does what another one does, but for what its own methods do.
+
+    Not passed on: put_together() and divide_anew(), since optim.ema and guard.lost=shrink are refused beside what wraps; own_steps() and
+    read_updates(), which servers and workers have, that nothing wraps.
+    """
 
     def __init__(self, within: Strategy) -> None:
         self._within = within
