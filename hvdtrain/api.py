@@ -63,7 +63,7 @@ class Run:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """Of the newest checkpoint, by the names of the model's state dict: those that training would go on from.
+        """Weights of the newest checkpoint, by the names of the model's state dict: those that training would go on from.
 
         With optim.ema these are the weights themselves, where evaluations, exports and the model object have their average; with
         stop.restore_best those of the last step. Read from `folder` each time. Raises UserError where that has no good checkpoint.
@@ -87,7 +87,7 @@ def train(
 ) -> Run:
     """Trains, as `hvdtrain` does, on one process or as one rank of those that mpirun or srun started with this script.
 
-    config: the keys of `hvdtrain --help`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
+    config: the keys of `hvdtrain --help keys`, nested or dotted, {"epochs": 3, "model": {"name": Net}}, where a class stands for its
     import path; or a YAML file. `arguments` are key=value, and win over it. Every rank calls it with the same. On one process an error
     is raised (UserError: a mistake in what was given, of which a script that does not catch it shows what, where and fix alone); where
     one of several ranks fails, its error is printed and all ranks end.

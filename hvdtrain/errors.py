@@ -14,7 +14,7 @@ DIVERGED = 82
 MEMORY = 83
 LOST = 84  # where the launcher ends the job first, its code is seen instead: 128 + signal
 
-MEANINGS = {  # as in --help and in the README
+MEANINGS = {  # as in --help and in docs/keys.md
     DONE: "done: last epoch or step, stop.time or target reached",
     BUG: "an unexpected error: traceback, rank and host on the standard error",
     USER: "an error that you can fix: the message says what, where and how",

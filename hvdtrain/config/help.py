@@ -22,31 +22,30 @@ hvdtrain trains deep networks on many workers.
   hvdtrain plan [--config FILE] [key=value ...]            what the job would do on 1, 8, 64 and 512 ranks; trains nothing
   hvdtrain launch -np 8 [-H n1:4,n2:4] -- [key=value ...]  the command line for the MPI or SLURM that is here; --dry-run prints it
   mpirun ... hvdtrain check [key=value ...]                what would fail on these ranks, and how to fix it; trains nothing
-  hvdtrain bench step [key=value ...]                      images/s and the time of each phase of a step; also bench data
+  hvdtrain bench step|data|scaling [key=value ...]         images/s, phases of a step, speed on more ranks, and a prediction
   mpirun -np 2 hvdtrain bench allreduce [key=value ...]    speed of allreduce, compared with plain MPI
-  hvdtrain bench scaling [--ranks 1,2,4] [key=value ...]   real jobs on more ranks, and a prediction for 8 to 8192
   hvdtrain evaluate RUN [--split val] [data.root=DIR]      loss and accuracy of a checkpoint, of each class too, on any ranks
   hvdtrain predict RUN --data FILE --to FILE.csv           what the model of a run says about tables, arrays, tokens; --images DIR
   hvdtrain drill RUN [--kill rank|host|random]             kill or pause ranks of your own running job, to see that it lives
   hvdtrain sample RUN --png FILE.png                       images or text drawn from a model with task.name=language
   hvdtrain export RUN --to FILE                            weights for inference elsewhere: model.safetensors, or model.pt
+  hvdtrain replay RUN                                      makes the updates of a run with servers.log=true again, and compares
   hvdtrain sweep --grid KEY=A,B [--at-once 2] --out DIR    trains with many settings: a table and a figure
   hvdtrain lab [N] [--quick | --notebook FILE.ipynb]       an experiment of the course in labs/
-  hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one job or of several, running, done or killed
+  hvdtrain report RUN [RUN ...] [--to FOLDER]              one page with figures, of one or several jobs, running, done or killed
   hvdtrain --num-nodes 2 --node-id 0 --num-gpus 4 comm.address=n1:29500 [key=value ...]    by hand, on each node, without MPI
 
   COMMAND --help     the options of a command: plan --help
-  --help KEY         one key, with the values that it takes; --help SECTION: its keys, and the options of each name
+  --help SECTION     its keys, and the options of each name; --help KEY: one key and its values; --help keys: all keys
   --max-time 3.5h    stop with a checkpoint before that time is over, exit code 75: the same command continues the job
-  --print-config     the resolved configuration, ready for --config
-  --version          the version
+  --print-config     the resolved configuration, ready for --config; --version: the version
   list               the names that data.name, task.name, model.name, optim.name, comm.engine, framework and log.trackers take
   schema             a JSON Schema of configuration files, with which editors complete and check them
 
-Exit codes:
-{codes}
+{keys}
 
-keys, defaults"""
+Exit codes:
+{codes}"""
 
 # Where the plugins are that a key names, and when.
 _FOLDERS = {
@@ -62,9 +61,14 @@ _FOLDERS = {
 
 
 def help_text(topic: str | None) -> str:
-    """Every key; the keys of one section, with the options of its plugins; or one key or option. Raises UserError for an unknown topic."""
+    """One screen: commands, sections, exit codes; or what a topic says. Raises UserError for an unknown topic.
+
+    A topic is a section, whose keys and options of plugins are listed, one key or option, or "keys": every key.
+    """
     if topic is None:
         return _page()
+    if topic == "keys":
+        return _every_key()
     if topic == "list":
         return "hvdtrain list\n  prints the names that each key with names takes"
     if topic in schema.SECTIONS:
@@ -80,7 +84,15 @@ def help_text(topic: str | None) -> str:
 
 def _page() -> str:
     codes = "\n".join(f"  {code:3} {meaning}" for code, meaning in MEANINGS.items())
-    lines = [USAGE.format(codes=codes), *_rows(schema.Config, "")]
+    without = [name for name in schema.known_keys() if "." not in name]
+    lists = (f"Sections: {', '.join(schema.SECTIONS)}", f"Keys without a section: {', '.join(without)}")
+    keys = [line for each in lists for line in textwrap.wrap(each, 118, subsequent_indent="  ")]
+    return USAGE.format(codes=codes, keys="\n".join(keys))
+
+
+def _every_key() -> str:
+    """A row for each key of the schema, section by section."""
+    lines = ["keys, defaults", *_rows(schema.Config, "")]
     for name, kind in schema.SECTIONS.items():
         lines += ["", *_rows(kind, f"{name}.")]
     return "\n".join([*lines, "", "--help data, --help task, --help model, --help optim: the options of each name"])

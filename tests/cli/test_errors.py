@@ -1,4 +1,4 @@
-"""Exit codes: of every kind of exception, and their table in the README."""
+"""Exit codes: of every kind of exception, and their table in docs/keys.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ranks import needs_horovod, needs_mpirun, python
 
 from hvdtrain.errors import ADVICE, BUG, DIVERGED, LOST, MEANINGS, MEMORY, USER, Diverged, UserError, exit_code_of
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
 
 
 def torch_without_memory() -> BaseException:
@@ -52,6 +52,6 @@ def test_other_exceptions_are_bugs() -> None:
     assert exit_code_of(ValueError("x")) == exit_code_of(RuntimeError("mat1 and mat2 shapes")) == exit_code_of(SystemExit(0)) == BUG
 
 
-def test_the_table_of_the_readme() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", README.read_text(), re.MULTILINE))
+def test_the_table_of_exit_codes() -> None:
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == {str(code): meaning for code, meaning in MEANINGS.items()}

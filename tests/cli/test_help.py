@@ -10,8 +10,8 @@ import pytest
 from hvdtrain.__main__ import COMMANDS, main
 from hvdtrain.config import help, plugins
 from hvdtrain.config.options import options_of
-from hvdtrain.config.schema import known_keys
-from hvdtrain.errors import UserError
+from hvdtrain.config.schema import SECTIONS, known_keys
+from hvdtrain.errors import MEANINGS, UserError
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -25,6 +25,14 @@ def test_each_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str], co
     assert re.search(rf"hvdtrain \[?{command}\b", page.splitlines()[0]) and len(page.splitlines()) < 30
     assert said(capsys, command, "-h") == said(capsys, "--help", command) == page
     assert f"hvdtrain {command}" in help.help_text(None) or command in ("train", "list", "schema")
+
+
+def test_the_help_of_the_program_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "--help").splitlines()
+    assert 24 <= len(lines) <= 40 and max(map(len, lines)) <= 130
+    listed = re.split(r"\W+", "\n".join(line for line in lines if line.startswith(("Sections: ", "Keys without", "  "))))
+    assert not {*SECTIONS, "epochs", "seed"} - {*listed}
+    assert [line.split()[0] for line in lines[lines.index("Exit codes:") + 1 :]] == [str(code) for code in MEANINGS]
 
 
 def test_the_help_of_a_job_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
