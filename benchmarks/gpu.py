@@ -7,7 +7,7 @@ in for a set that is not there, and `data` of a row says which it was. A line of
 measurement and for each part at its end; a table is the last output. A part that fails does not end the others: its error is in the
 table, and the exit code is 1. --quick: every part with the smallest sizes, on a CPU too, to try the script.
 
-docs/performance.md ("One GPU") says what each part does, and how a machine without a network gets what it needs.
+benchmarks/performance.md ("One GPU") says what each part does, and how a machine without a network gets what it needs.
 """
 
 from __future__ import annotations
