@@ -1,4 +1,4 @@
-"""docs/reliability.md: each promise names its test, which exists; and what the page calls a default is the default."""
+"""tests/promises.md: each promise of docs/reliability.md has its test, which exists; and what the page calls a default is the default."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hvdtrain.training.checkpoint.saver import RETRY_S
 from hvdtrain.training.run_lock import lock
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"]
-RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
-PAGE, _, TABLE = RELIABILITY.partition("\n## The test of each promise\n")
+PROMISES = ROOT / "tests" / "promises.md"
+PAGES = [*sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]), ROOT / "README.md", ROOT / "CHANGELOG.md", PROMISES]
+PAGE, TABLE = (ROOT / "docs" / "reliability.md").read_text(), PROMISES.read_text()
 
 
 @functools.cache
@@ -24,14 +24,14 @@ def names_of_tests() -> set[str]:
     return {name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"\S*tests/[\w/]*", "", page.read_text())  # files: the next test looks for them
     named = set(re.findall(r"\btest_\w+", text))
     assert not named - names_of_tests()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_test_file_that_a_page_names_exists(page: Path) -> None:
     files = re.findall(r"\btests/[\w/]+\.py", page.read_text())
     assert not [name for name in files if not (ROOT / name).exists()]
