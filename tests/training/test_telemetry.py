@@ -374,15 +374,11 @@ def test_each_rank_has_its_log_its_trace_and_its_name_on_its_warnings(late_job: 
 
 
 def documented() -> dict[str, dict[str, bool]]:
-    """kind -> field -> whether it is always there, as the table of docs/events.md says."""
+    """kind -> field -> whether it is always there, as docs/events.md says: a heading for each kind, an item for each field."""
     kinds: dict[str, dict[str, bool]] = {}
-    kind = ""
-    for line in (ROOT / "docs" / "events.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) != 4 or cells[0] == "kind" or cells[0].startswith("---"):
-            continue
-        kind = cells[0] or kind
-        kinds.setdefault(kind, {})[cells[2].strip("*")] = not cells[2].startswith("*")
+    events = (ROOT / "docs" / "events.md").read_text().partition("\n## The events\n")[2].partition("\n## ")[0]
+    for kind, text in re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", events, re.MULTILINE | re.DOTALL):
+        kinds[kind] = {name: not optional for optional, name in re.findall(r"^- (\*?)`(\w+)`", text, re.MULTILINE)}
     kinds["stop"] = kinds["end"]
     return kinds
 
