@@ -126,7 +126,7 @@ def _compared_with_grouped(payloads: Sequence[PayloadTimes]) -> list[str]:
 
 
 def to_json(result: AllreduceResult) -> dict[str, Any]:
-    """The same for programs, with the seconds of every round."""
+    """The report for programs, with the seconds of every round."""
     rows = []
     for payload in result.payloads:
         for method, seconds in payload.methods:

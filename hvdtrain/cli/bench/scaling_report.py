@@ -184,7 +184,7 @@ def _link_text(link: Link) -> str:
 
 
 def to_json(study: Study) -> dict[str, Any]:
-    """The same for programs, with the keys of the published benchmarks/scaling.json."""
+    """The report for programs, with the keys of the published benchmarks/scaling.json."""
     rows = []
     for trial in study.trials:
         low, median, high = quartiles(trial.seconds)

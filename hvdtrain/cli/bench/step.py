@@ -103,7 +103,7 @@ def _time_blocks(trainers: Mapping[str, Trainer], communicator: Communicator, ro
 
 
 def _config_of_one_rank(config: Config, size: int) -> Config:
-    """The same step on one rank without the others: its share of the batch, and nothing that needs several ranks."""
+    """A configuration for one rank without the others: its share of the batch, and nothing that needs several ranks."""
     share = -(-config.batch.size // size) if config.batch.per_rank is None else config.batch.per_rank
     norm_kind = "batch" if config.norm.kind == "sync" else config.norm.kind
     return config.replace(

@@ -32,7 +32,7 @@ class AllreduceSpeed(TypedDict):
 
 
 class Speeds(TypedDict):
-    """Of the engine and of plain MPI beside it; None where it was not measured. In `--json` too."""
+    """Speed of the engine and of plain MPI beside it; None where it was not measured. In `--json` too."""
 
     engine: AllreduceSpeed | None
     mpi: AllreduceSpeed | None

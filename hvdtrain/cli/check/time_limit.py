@@ -17,7 +17,7 @@ _NETWORK_FIX = (
 
 
 class TimeLimit:
-    """The same limit for each phase of a check; the next phase ends the one before it."""
+    """A limit for each phase of a check; the next phase ends the one before it."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank = rank

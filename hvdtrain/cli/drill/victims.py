@@ -52,7 +52,7 @@ def find_ranks(run: Path) -> list[Rank]:
 
 
 def choose(ranks: list[Rank], what: What, random: Random) -> list[Rank]:
-    """Those to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or one of these ways."""
+    """The ranks to kill: one rank, any but rank 0 where there is another; all of a host; rank 0; or one of these ways."""
     if what == "random":
         what = random.choice(KINDS[:3])
     if what == "rank0":

@@ -94,7 +94,7 @@ def load_model(rank: Rank, parsed: Arguments) -> TrainedModel:
 
 
 def load_checkpoint(rank: Rank, which: str, restore: Callable[[Config, dict[str, Any]], Task] = restore_task) -> TrainedModel:
-    """The same of checkpoint `which`; restore: as load_trained_model()."""
+    """The model of a run with the weights of checkpoint `which`; restore: as load_trained_model()."""
     run = run_folder(rank)
     return load_trained_model(
         unstaged(rank.config),

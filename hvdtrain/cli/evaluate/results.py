@@ -17,7 +17,7 @@ _MOST_PAIRS = 20  # pairs of classes that are taken for each other, in an event
 
 
 def fields(evaluation: Evaluation, class_names: Sequence[str] | None) -> dict[str, Any]:
-    """Of the event "evaluation", beside those that say which model and data they are of."""
+    """Fields of the event "evaluation", beside those that say which model and data they are of."""
     of_all: dict[str, Any] = {**evaluation.metrics, "count": evaluation.samples}
     if evaluation.classes is None:
         return of_all
@@ -33,7 +33,7 @@ def fields(evaluation: Evaluation, class_names: Sequence[str] | None) -> dict[st
 
 
 def class_accuracies(counts: ClassCounts) -> list[float]:
-    """Of each class; NaN where it has no samples."""
+    """Accuracy of each class; NaN where it has no samples."""
     pairs = zip(counts.right.tolist(), counts.samples.tolist(), strict=True)
     return [right / samples if samples else math.nan for right, samples in pairs]
 

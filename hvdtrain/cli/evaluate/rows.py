@@ -23,7 +23,7 @@ class Said(NamedTuple):
 
 
 def said(task: Any, config: Config) -> Said:
-    """Of classes, and of the tokens that come next, the most probable one with its probability; of all else the outputs."""
+    """The most probable class, or token that comes next, with its probability; of all else the outputs."""
     task = task.task if isinstance(task, Measured) else task
     is_softmax, names = config.model.loss == "cross_entropy", config.data.class_names
     if isinstance(task, Classification):

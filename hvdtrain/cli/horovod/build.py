@@ -143,7 +143,7 @@ def cuda_home() -> Path | None:
 
 
 def build_environment(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Of the build: with the programs of this Python, a compiler for each core that has 2 GiB of memory, and no flags of an outer make."""
+    """Environment of the build: programs of this Python, a compiler for each core that has 2 GiB of memory, no flags of an outer make."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     jobs = env.get("CMAKE_BUILD_PARALLEL_LEVEL") or max(1, min(len(os.sched_getaffinity(0)), int(memory_gib // 2)))
     path = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])

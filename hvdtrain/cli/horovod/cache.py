@@ -16,7 +16,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """Of all wheels that were built here."""
+    """The folder of all wheels that were built here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "horovod"
 
 

@@ -35,7 +35,7 @@ def wait(processes: Sequence[Process], patience_s: float = PATIENCE_S) -> list[i
 
 
 def _running(processes: Sequence[Process], most_s: float) -> list[Process]:
-    """Those that have not ended within so many seconds."""
+    """The processes that have not ended within so many seconds."""
     until_s = time.monotonic() + most_s
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < until_s:
         time.sleep(0.02)

@@ -74,7 +74,7 @@ def _relative(target: str, to_folder: str) -> str:
 
 
 def notebook(all_cells: Iterator[Cell]) -> dict[str, Any]:
-    """As nbformat 4.5 has it."""
+    """A notebook as nbformat 4.5 has it."""
     written: list[dict[str, Any]] = []
     for index, cell in enumerate(all_cells):
         found = {"cell_type": cell.kind, "id": f"cell-{index}", "metadata": {}, "source": cell.text.splitlines(keepends=True)}

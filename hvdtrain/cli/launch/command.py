@@ -213,7 +213,7 @@ def _container_prefix(options: argparse.Namespace) -> list[str]:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    """Of -H or --hostfile; empty without them."""
+    """Hosts of -H or --hostfile; empty without them."""
     if options.hosts and options.hostfile:
         raise UserError("-H and --hostfile both name hosts", _COMMAND_LINE, "one of them")
     if options.hosts is not None:

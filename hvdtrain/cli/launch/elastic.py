@@ -94,7 +94,7 @@ def _refuse_others(options: Namespace) -> None:
 
 
 def _run_folder(program: Program) -> Path | None:
-    """Of the job's arguments; None of a script without one. Raises UserError where the job would not go on in it."""
+    """The run folder in the job's arguments; None of a script without one. Raises UserError where the job would not go on in it."""
     job = program.words
     if program.is_job and job and job[0] == "check":
         raise UserError("check runs once", _WHERE, "launch ... -- check without --elastic")

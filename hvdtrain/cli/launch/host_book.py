@@ -45,7 +45,7 @@ class HostBook:
         return [name for name, state in found if not state.answers and now_s >= state.until_s]
 
     def usable(self) -> tuple[Host, ...]:
-        """Those that are offered and answer."""
+        """The hosts that are offered and answer."""
         return tuple(host for host in self._offered if self._states.get(host.name, _State()).answers)
 
     def answered(self, name: str) -> None:

@@ -39,7 +39,7 @@ def _of_arguments(job: Sequence[str], key: str, default: Any) -> Any:
 
 
 def _files(job: Sequence[str]) -> list[str]:
-    """Those that count less first."""
+    """Configuration files of the job, those that count less first."""
     resumed = _of_arguments(job, "resume", None)
     files = [str(expand(resumed, "resume") / _RUN_CONFIG)] if isinstance(resumed, str | Path) and str(resumed) not in ("auto", "no") else []
     files += [following for argument, following in pairwise(job) if argument == "--config"]

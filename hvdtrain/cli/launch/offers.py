@@ -63,6 +63,6 @@ def of_script(path: Path) -> Offer:
 
 
 def read_lines(text: str, where: str) -> tuple[Host, ...]:
-    """As a hostfile, which may have no host just now. Raises UserError."""
+    """Hosts in lines of a hostfile, which may have none just now. Raises UserError."""
     lines = text.splitlines()
     return read_hostfile(lines, where) if any(line.partition("#")[0].strip() for line in lines) else ()

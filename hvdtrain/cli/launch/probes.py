@@ -48,7 +48,7 @@ class Probes:
         self.error = ""  # why the last host could not be asked; empty where it was
 
     def ask(self, names: Sequence[str]) -> None:
-        """Those that are asked already are not asked twice."""
+        """Asks hosts whether they answer; those that are asked already are not asked twice."""
         self._waiting += [name for name in names if name not in self._running and name not in self._waiting]
 
     @property

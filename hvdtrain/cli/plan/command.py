@@ -136,7 +136,7 @@ def _refuse_combinations(options: argparse.Namespace) -> None:
 
 
 def _plan_pipelines(options: argparse.Namespace, config: Config) -> int:
-    """Of parallel.pipeline ranks; without that of --ranks."""
+    """Prints plans of parallel.pipeline ranks; without that key of --ranks."""
     sizes = [config.parallel.pipeline] if config.parallel.pipeline > 1 else options.ranks
     if 1 in sizes:
         raise UserError("a pipeline has 2 ranks or more", "--ranks", "plan --pipeline --ranks 2,4, or parallel.pipeline=2")

@@ -40,7 +40,7 @@ class FaultTimes(NamedTuple):
 
 
 class Goodput(NamedTuple):
-    """Of so many ranks; 1: no time is lost."""
+    """Goodput of so many ranks; 1: no time is lost."""
 
     ranks: int
     mtbf_s: float  # of the job

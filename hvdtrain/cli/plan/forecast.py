@@ -45,7 +45,7 @@ class Forecast:
 
     @property
     def epochs(self) -> float:
-        """Of the whole job."""
+        """Epochs of the whole job."""
         return min(self.recipe.epochs, self.progress(self.steps).epochs)
 
     def progress(self, step: int) -> Progress:
@@ -59,7 +59,7 @@ class Forecast:
         return self.recipe.at(self.progress(step))
 
     def after_warmup(self) -> Hyper | None:
-        """The same of the first step after the warm-up; None if the job ends before."""
+        """Hyper of the first step after the warm-up; None if the job ends before."""
         epochs = from_config.warmup_epochs(self.config, clock(self.config, self.dataset, self.context), self.recipe.batch)
         for phase in self.batch_phases:
             steps = steps_until(epochs, phase.samples, phase.batch, self.dataset)
@@ -77,7 +77,7 @@ class Forecast:
         return self.config.readers(self.ranks)
 
     def forward_passes(self, batch: int) -> int:
-        """Of a rank in a step; data.sampling=partition may take one more in a step that reaches into the next epoch."""
+        """Passes of a rank in a step; data.sampling=partition may take one more in a step that reaches into the next epoch."""
         most = largest_share(0, batch, self._readers, self.dataset, self.config.data.sampling)
         return passes_of_step(self.config, most, batch, self.recipe.batch.first)
 

@@ -37,7 +37,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _forecast(one: Forecast | Infeasible) -> dict[str, Any]:
-    """Of one number of ranks: the job, or `impossible` with the error."""
+    """The forecast for one number of ranks: the job, or `impossible` with the error."""
     if isinstance(one, Infeasible):
         return {"ranks": one.ranks, "impossible": {"what": one.error.what, "where": one.error.where, "fix": one.error.fix}}
     warm = one.after_warmup()

@@ -34,7 +34,7 @@ _PRODUCTS = 7
 
 
 class Machine(NamedTuple):
-    """Of each rank while all ranks work; nodes are filled with ranks one after the other."""
+    """Speed and links of each rank while all ranks work; nodes are filled with ranks one after the other."""
 
     flops_per_s: float  # of matrix products, convolutions and attention
     touched_bytes_per_s: float  # which other operations read and write

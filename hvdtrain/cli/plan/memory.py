@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     @property
     def needs(self) -> float:
-        """Of the memory that a rank has beside libraries and data."""
+        """Bytes of the memory that a rank has beside libraries and data."""
         return MARGIN * self.footprint.total
 
     def largest_micro(self, room: float) -> int:
@@ -102,7 +102,7 @@ def memory_plan(config: Config, task: Task, forecasts: Sequence[Forecast], limit
 
 
 def _rows(first: Forecast, task: Task, stages: Sequence[int], recompute: str, forecasts: Sequence[Forecast]) -> list[Row]:
-    """Of all these forecasts, from predictions for the first of them."""
+    """Rows of all these forecasts, from predictions for the first of them."""
     reference = _memory_forecast(first, task)
     micro = reference.step().micro
     other = micro // 2 or 2
@@ -208,7 +208,7 @@ def _words(row: Row) -> str:
 
 
 def memory_json(plan: MemoryPlan) -> dict[str, Any]:
-    """The same rows, in bytes."""
+    """The plan's rows for programs, in bytes."""
     return {
         "libraries": plan.libraries,
         "limit": plan.limit,

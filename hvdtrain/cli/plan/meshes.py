@@ -39,7 +39,7 @@ class Mesh(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Of a configuration; empty where every rank has everything."""
+        """The mesh as words of a configuration; empty where every rank has everything."""
         sizes = {"parallel.pipeline": self.pipeline, "parallel.tensor": self.tensor}
         words = [f"{key}={size}" for key, size in sizes.items() if size > 1]
         words += [f"shard.stage={self.stage}"] * (self.stage > 0) + [f"parallel.dense={self.dense}"] * (self.dense != "none")
@@ -146,7 +146,7 @@ def plan_meshes(
 
 
 def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
-    """Of a step of ranks that each have the whole model. Raises UserError where the job cannot run on so many."""
+    """Work of a step of ranks that each have the whole model. Raises UserError where the job cannot run on so many."""
     one = forecast(without_mesh(config, ranks), data.samples, ranks, data.task.sizes.get("context"))
     if isinstance(one, Infeasible):
         raise one.error
@@ -154,7 +154,7 @@ def plain_work(config: Config, data: Data, ranks: int) -> PlannedWork:
 
 
 def _features(config: Config, several_nodes: bool) -> frozenset[Feature]:
-    """Of the engine, on one node or on several, where mpi reduces beside computing."""
+    """Features of the engine, on one node or on several, where mpi reduces beside computing."""
     engine = "mpi" if config.comm.engine == "auto" else config.comm.engine
     beside: set[Feature] = {"asynchronous"} if engine == "mpi" and several_nodes else set()
     return features_of(engine) | beside

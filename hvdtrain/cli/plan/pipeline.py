@@ -38,7 +38,7 @@ class Bubble(NamedTuple):
 
 
 class PipelinePlan(NamedTuple):
-    """Of one pipeline: what --pipeline shows."""
+    """The plan of one pipeline: what --pipeline shows."""
 
     config: Config  # of one pipeline
     samples: int  # of a micro-batch
@@ -146,7 +146,7 @@ def _ranges(cut: Cut, units: int) -> list[tuple[int, int]]:
 
 
 def _counts(plan: PipelinePlan, cut: Cut) -> str:
-    """As parallel.balance takes them: 3,3"""
+    """Units of each stage as parallel.balance takes them: 3,3"""
     return ",".join(str(stop - start) for start, stop in _ranges(cut, len(plan.units)))
 
 
@@ -184,7 +184,7 @@ def _advice(plan: PipelinePlan) -> str:
 
 
 def pipeline_json(plan: PipelinePlan) -> dict[str, Any]:
-    """The same, in seconds and shares of 1."""
+    """The plan for programs, in seconds and shares of 1."""
     return {
         "pipeline": plan.config.parallel.pipeline,
         "schedule": plan.config.parallel.schedule,

@@ -20,7 +20,7 @@ _OF_GRADIENTS = re.compile(r"gradient(\.\d+)?")
 
 
 class StepTime(NamedTuple):
-    """Of the slowest rank; seconds is no more than the sum of the others, since some communication hides behind computing."""
+    """A step of the slowest rank; seconds is no more than the sum of the others, since some communication hides behind computing."""
 
     seconds: float
     compute_s: float  # of passes and update

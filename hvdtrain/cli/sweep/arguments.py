@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Of hvdtrain, in each trial."""
+        """Arguments of hvdtrain, in each trial."""
         return [*(["--config", self.config] if self.config is not None else []), *self.shared]
 
 
@@ -102,7 +102,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, Sweep]:
 
 
 def _refuse_unknown(shared: Sequence[str], known: Sequence[str]) -> None:
-    """Of what is not key=value."""
+    """Refuses an unknown argument that is not key=value."""
     for argument in shared:
         if "=" not in argument:
             fix = _option(argument, known) if argument.startswith("-") else f"key=value; a list to try: {GRID_EXAMPLE}"

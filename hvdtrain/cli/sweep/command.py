@@ -123,7 +123,7 @@ class _Job:
         self._results[trial] = self._result(trial)
 
     def _command(self, trial: Trial) -> list[str]:
-        """As a user would type it."""
+        """The trial's command as a user would type it."""
         job = [*self._options.arguments, *trial.point, f"run={self._folder(trial)}"]
         launch = ["launch", "-np", str(self._options.ranks), "--"] if self._options.ranks > 1 else []
         return [sys.executable, "-m", "hvdtrain", *launch, *job]
@@ -165,7 +165,7 @@ class _Job:
 
 
 def exit_code(states: Collection[State], missing: int) -> int:
-    """Of a sweep whose trials ended so; `missing`: how many did not end."""
+    """Exit code of a sweep whose trials ended so; `missing`: how many did not end."""
     if missing:
         return REQUEUE
     if "done" in states:

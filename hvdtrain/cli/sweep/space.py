@@ -44,7 +44,7 @@ class Range(NamedTuple):
         return self.kind in ("log", "logint")
 
     def text(self, value: float) -> str:
-        """As it is written on the command line: a whole number, or four digits."""
+        """The value as it is written on the command line: a whole number, or four digits."""
         text = f"{round(value)}" if self.is_int else f"{value:.4g}"
         return self.low if float(text) < float(self.low) else self.high if float(text) > float(self.high) else text
 
@@ -67,7 +67,7 @@ class Space(NamedTuple):
 
 
 def read_space(grids: Sequence[str], randoms: Sequence[str]) -> Space:
-    """Of the options' texts. Raises UserError."""
+    """The space that the options' texts describe. Raises UserError."""
     space = Space(tuple(map(_read_choice, grids)), tuple(map(_read_range, randoms)))
     if not space.keys:
         raise UserError("nothing to sweep", "command line of sweep", f"{GRID_EXAMPLE}, or {RANGE_EXAMPLE}")

@@ -58,7 +58,7 @@ def state_of(code: int, was_hopeless: bool) -> State:
 
 
 def read_result(folder: Path, state: State, error: str = "") -> Result:
-    """Of a run folder, which may not be there yet."""
+    """The result in a run folder, which may not be there yet."""
     run = _run(folder)
     if run is None:
         return Result(state, ACCURACY, (), math.nan, math.nan, error)

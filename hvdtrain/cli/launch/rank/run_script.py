@@ -34,20 +34,20 @@ class StopRequest(EarlySignals):
 
 
 def run_script(words: Sequence[str], rank: int, tell: Tell) -> int:
-    """As `python WORDS`; returns the exit code."""
+    """Runs a script as `python WORDS` does; returns the exit code."""
     sys.argv = list(words)
     sys.path[0] = str(Path(words[0]).resolve().parent)
     return _run(lambda: runpy.run_path(words[0], run_name="__main__"), rank, tell)
 
 
 def run_module(words: Sequence[str], rank: int, tell: Tell) -> int:
-    """As `python -m WORDS`."""
+    """Runs a module as `python -m WORDS` does."""
     sys.argv = list(words)
     return _run(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True), rank, tell)
 
 
 def run_program(words: Sequence[str], rank: int, tell: Tell) -> int:
-    """As WORDS. Python in it does not keep lines back, unless the environment says something else."""
+    """Runs the program WORDS. Python in it does not keep lines back, unless the environment says something else."""
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     try:
         os.execvp(words[0], list(words))

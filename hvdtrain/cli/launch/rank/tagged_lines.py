@@ -6,7 +6,7 @@ LONGEST = 2**16  # bytes of a line that are kept until its end comes
 
 
 class TaggedLines:
-    """Of one stream. Progress bars, whose lines end with a carriage return, get the tag each time."""
+    """Tags the lines of one stream. Progress bars, whose lines end with a carriage return, get the tag each time."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
@@ -31,7 +31,7 @@ class TaggedLines:
         return self._tagged(rest) if rest else b""
 
     def end(self) -> bytes:
-        """The same, where nothing follows: it gets the end that it lacks, so that no other rank's line goes on in it."""
+        """The rest, tagged, where nothing follows: it gets the end that it lacks, so that no other rank's line goes on in it."""
         rest = self.flush() + b"\n" * self._is_within
         self._is_within = False
         return rest
