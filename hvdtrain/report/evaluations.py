@@ -12,7 +12,7 @@ _LONGEST_NAME = 40
 
 
 class ClassResult(NamedTuple):
-    """Of one class that has samples."""
+    """Result of one class that has samples."""
 
     name: str
     samples: float

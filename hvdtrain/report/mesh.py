@@ -14,7 +14,7 @@ MOST_RANKS = 2**20
 
 
 class Place(NamedTuple):
-    """Of a rank in the mesh."""
+    """Place of a rank in the mesh."""
 
     stage: int
     data: int
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Of a run in which several ranks have one model."""
+    """The mesh of a run in which several ranks have one model."""
 
     sizes: Place  # of each axis
     places: list[Place]  # of each rank
@@ -42,7 +42,7 @@ class Mesh(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Of a pipeline; NaN for what was not measured."""
+    """A stage of a pipeline; NaN for what was not measured."""
 
     ranks: list[int]
     work_ms: float  # of a step, the median of its ranks
@@ -95,7 +95,7 @@ def stages(run: RunRecord, work_ms: Sequence[float]) -> list[Stage]:
 
 
 def bubble(run: RunRecord) -> list[float]:
-    """Of each rank the share of the time of its passes in which it waits, the mean over steps; empty where it was not measured."""
+    """For each rank the share of the time of its passes in which it waits, the mean over steps; empty where it was not measured."""
     rows = [(numbers(event, "bubble"), number(event, "steps")) for event in run.step_events()]
     rows = [(row, steps) for row, steps in rows if row and steps > 0]
     rows = [(row, steps) for row, steps in rows if len(row) == len(rows[-1][0])]  # a resumed job may have other ranks

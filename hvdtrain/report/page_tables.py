@@ -161,7 +161,7 @@ def evaluations_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> Table
 
 
 def classes(run: RunRecord) -> Table:
-    """Of the last evaluation, the class with the lowest accuracy first."""
+    """Classes of the last evaluation, the one with the lowest accuracy first."""
     last = next(reversed(evaluations.of_run(run)), {})
     results = sorted(evaluations.class_results(last), key=lambda result: result.accuracy)
     rows = [[one.name, shown(one.samples, ",.0f"), percent(one.accuracy), one.mistake] for one in results[:_MOST_CLASSES]]
@@ -250,7 +250,7 @@ def mesh_grid(run: RunRecord) -> Table:
 
 
 def stages(run: RunRecord) -> Table:
-    """Of a pipeline, what each stage does and how long it waits."""
+    """Stages of a pipeline: what each does and how long it waits."""
     work_ms = summary.rank_work_ms(run)
     rows = [
         [f"{number}", f"{len(stage.ranks)}", shown(stage.work_ms), f"{stage.waiting:.0%}" if math.isfinite(stage.waiting) else ""]

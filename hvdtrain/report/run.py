@@ -84,7 +84,7 @@ class RunRecord:
 
     @property
     def ranks(self) -> int | None:
-        """Of the last start; None where that is not known."""
+        """Number of ranks at the last start; None where that is not known."""
         ranks = number(self.start_event, "ranks")
         return int(ranks) if math.isfinite(ranks) else None
 

@@ -53,14 +53,14 @@ def first_finite(*values: float) -> float:
 
 
 def samples_per_s(run: RunRecord) -> float:
-    """Of training, over the whole job: all samples by all seconds, not a mean of rates."""
+    """Rate of training over the whole job: all samples by all seconds, not a mean of rates."""
     epochs = [_WeightedRate(number(event, "samples_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
     steps = [_WeightedRate(number(event, "samples_per_s"), first_finite(number(event, "window_s"), 1.0)) for event in run.step_events()]
     return first_finite(number(run.end_event, "samples_per_s"), _weighted_mean(epochs), _weighted_mean(steps))
 
 
 def tokens_per_s(run: RunRecord) -> float:
-    """The same of tokens; NaN of a task without tokens."""
+    """Tokens a second over the whole job; NaN of a task without tokens."""
     epochs = [_WeightedRate(number(event, "tokens_per_s"), number(event, "epoch_s")) for event in run.epoch_events()]
     return first_finite(number(run.end_event, "tokens_per_s"), _weighted_mean(epochs))
 
@@ -73,13 +73,13 @@ def _weighted_mean(rates: list[_WeightedRate]) -> float:
 
 
 def last_value(run: RunRecord) -> float:
-    """Of the objective, in the last evaluation; NaN without one."""
+    """Value of the objective in the last evaluation; NaN without one."""
     name = objective_of(run).name
     return first_finite(*(number(event, f"val_{name}") for event in reversed(run.epoch_events())))
 
 
 def best_value(run: RunRecord) -> float:
-    """Of the objective, in all evaluations; NaN without one."""
+    """Best value of the objective in all evaluations; NaN without one."""
     objective = objective_of(run)
     evaluated = [number(event, f"val_{objective.name}") for event in run.epoch_events()]
     best = min if objective.lower_is_better else max
@@ -100,7 +100,7 @@ def job_seconds(run: RunRecord) -> float:
 
 
 def joules_per_sample(run: RunRecord) -> float:
-    """Of the job; while it has no end, the mean of the epochs that measured the same hardware as the last one, weighted by samples."""
+    """Joules for each sample; of a job without an end the mean of the epochs that measured the hardware of the last one, by samples."""
     of_job = number(run.end_event, "joules_per_sample")
     if math.isfinite(of_job):
         return of_job
@@ -195,7 +195,7 @@ def straggler(run: RunRecord) -> Straggler | None:
 
 
 def median_of_stage(run: RunRecord, work_ms: Sequence[float]) -> list[float]:
-    """Of each rank the median of those that do the same work: of its stage, or of all."""
+    """For each rank the median of those that do the same work: of its stage, or of all."""
     mesh = mesh_of(run)
     if mesh is None or len(mesh.places) != len(work_ms):
         return [median(finite(work_ms))] * len(work_ms)

@@ -18,7 +18,7 @@ _DARK = 0.5  # shares from here on are written in white
 
 
 def matrix(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Of one run: the share of each class's samples by what the model says; None for several runs, and without a confusion matrix."""
+    """Shares of each class's samples by what the model says, of one run; None for several runs, and without a confusion matrix."""
     last = next(reversed(evaluations.of_run(runs[0])), None) if len(runs) == 1 else None
     shares = evaluations.confusion(last) if last else None
     if last is None or shares is None:

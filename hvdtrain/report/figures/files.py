@@ -39,7 +39,7 @@ def save_png(path: Path, draw: Callable[[], Figure], option: str = "--png") -> s
 
 
 def svg(figure: Figure) -> bytes:
-    """The same bytes for the same run: without a date."""
+    """The figure as SVG, without a date: one run always gives the same bytes."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     return _render(lambda out: FigureCanvasSVG(figure).print_figure(out, format="svg", metadata={"Date": None}))

@@ -95,7 +95,7 @@ def timeline(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def _number_passes(axes: Any, row: int, passes: Sequence[_Pass], whole_ms: float) -> None:
-    """Of the micro-batch, inside of each pass that has room for it."""
+    """Writes the number of the micro-batch into each pass that has room for it."""
     for one in passes:
         if one.stop_ms - one.start_ms > 0.02 * whole_ms:
             middle = (one.start_ms + one.stop_ms) / 2
@@ -116,7 +116,7 @@ def _name(run: RunRecord, rank: int, place: str) -> str:
 
 
 def _of_ranks(run: RunRecord, field: str) -> list[float]:
-    """Of each rank, the mean over evaluations on the last number of ranks."""
+    """A field's value for each rank, the mean over evaluations on the last number of ranks."""
     rows = [row for event in run.epoch_events() if (row := numbers(event, field))]
     rows = [row for row in rows if len(row) == len(rows[-1])]
     known = [finite(rank) for rank in zip(*rows, strict=True)]
@@ -124,7 +124,7 @@ def _of_ranks(run: RunRecord, field: str) -> list[float]:
 
 
 def _passes(event: Fields) -> list[list[_Pass]]:
-    """Of each rank; empty where the event is another's."""
+    """Passes of each rank; empty where the event is another's."""
     rows = event.get("passes")
     if not isinstance(rows, list) or len(rows) > _MOST_RANKS:
         return []

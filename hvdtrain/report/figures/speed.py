@@ -67,7 +67,7 @@ def throughput(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | Non
 
 
 def memory(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """Of the rank that uses most."""
+    """Memory of the rank that uses most."""
     single = len(runs) == 1
     gpu_style: LineStyle = {"linewidth": 1.6, "linestyle": (0, (1, 1.2))} | ({"color": COLOURS[1]} if single else {})
     host = _Series("memory_mb", RunRecord.step_events, {"linewidth": 1.6, "linestyle": "-"})

@@ -50,7 +50,7 @@ def loss(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
 
 
 def accuracy(runs: Sequence[RunRecord], labels: Sequence[str]) -> Figure | None:
-    """As the loss, with a line for each target."""
+    """The objective over time, drawn as the loss is, with a line for each target."""
     figure, (axes,) = new_figure()
     legend_entries = _draw_train_and_val(axes, runs, "accuracy")
     if not legend_entries:
