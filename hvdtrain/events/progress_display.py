@@ -215,7 +215,7 @@ class ProgressDisplay:
         return f"rank {rank} on {self._fields['slowest_host']}, {most_ms / median_ms:.2f} x the median{stage}"
 
     def _stages(self) -> str:
-        """Of a pipeline: which stage is slowest, by its own work, which waits most, and how long all wait on average. Below 80 columns."""
+        """A pipeline's line: which stage is slowest, by its own work, which waits most, how long all wait on average. Below 80 columns."""
         bubble, work_ms = self._fields.get("bubble", []), self._fields.get("stage_work_ms", [])
         if not bubble or len(bubble) != len(self._coordinates):
             return ""

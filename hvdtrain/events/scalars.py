@@ -65,7 +65,7 @@ _NOT_IN_TAGS = re.compile(r"[^\w./ -]", re.ASCII)  # all but the letters that ev
 
 
 def metric_names(event: Event, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the task, where the event is a "start" that has them; else `known`."""
+    """Metrics of the task, where the event is a "start" that has them; else `known`."""
     metrics = event.fields.get("metrics") if event.kind == "start" else None
     return tuple(metrics) if isinstance(metrics, Mapping) else known
 

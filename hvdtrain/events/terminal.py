@@ -129,7 +129,7 @@ def is_interactive(out: IO[str] | None) -> bool:
 
 
 def terminal_size(out: IO[str]) -> os.terminal_size:
-    """Of the terminal that shows the output; 80 x 24 where there is none.
+    """Size of the terminal that shows the output; 80 x 24 where there is none.
 
     Open MPI's mpirun gives rank 0 a terminal of its own, and does not change its size when that of mpirun's terminal changes.
     """

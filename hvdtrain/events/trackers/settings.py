@@ -25,7 +25,7 @@ def redacted_config(config: Config) -> dict[str, Any]:
 
 
 def flat_config(config: Config) -> dict[str, str]:
-    """The same with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64", ...}."""
+    """The configuration with dotted keys, values as JSON: {"epochs": "10", "batch.size": "64", ...}."""
     return dict(_flat("", redacted_config(config)))
 
 
