@@ -11,7 +11,7 @@ _BLOCK_BYTES = 2**22  # of pixels counted at once: np.bincount takes eight times
 
 
 class ChannelStats(NamedTuple):
-    """Of x / 255, float64 (C,) each."""
+    """Mean and deviation of x / 255, float64 (C,) each."""
 
     mean: np.ndarray
     std: np.ndarray  # 1 where a channel is constant
@@ -41,7 +41,7 @@ def stats_of_counts(counts: np.ndarray) -> ChannelStats:
 
 
 def _mean_and_std(counts: list[int]) -> tuple[float, float]:
-    """Of x / 255, from a histogram of 0..255: in integers until the last division, so that no order of sums changes the result."""
+    """Mean and deviation of x / 255, from a histogram of 0..255: in integers until the last division, so in any order of sums."""
     pixels = sum(counts)
     total = sum(value * count for value, count in enumerate(counts))
     squares = sum(value * value * count for value, count in enumerate(counts))

@@ -16,7 +16,7 @@ _DRAWN = 0x64726177  # a stream of counters apart from those of the sampler
 
 
 def digest_of_some(source: LabelledImages, seed: int) -> str:
-    """Of at most 64 images and their labels, fewer of large ones: drawn by counters, equal on all ranks."""
+    """A digest of at most 64 images and their labels, fewer of large ones: drawn by counters, equal on all ranks."""
     most = max(1, min(_IMAGES, _VALUES // math.prod(source.shape)))
     drawn = fold(seed, _DRAWN, np.arange(most, dtype=np.uint64)) % np.uint64(len(source))
     batch = source.read(np.unique(drawn).astype(np.int64))

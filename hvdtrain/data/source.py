@@ -142,7 +142,7 @@ class NamedArrays:
         return y if y is not None and y.ndim == 1 and y.dtype.kind in "iub" else None
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Of all arrays, 0.1 s for 200 MB; of large ones of some samples."""
+        """Digests of all arrays, 0.1 s for 200 MB; of large ones of some samples."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:
@@ -238,7 +238,7 @@ class ArraySource:
         return digest_of_labels(self.y)
 
     def image_digest(self, seed: int) -> str:
-        """Of all images: 0.1 s for 200 million values."""
+        """A digest of all images: 0.1 s for 200 million values."""
         return digest({"x": self.x})
 
     def digests(self, seed: int) -> dict[str, str]:
@@ -249,7 +249,7 @@ class ArraySource:
 
 
 def digest_of_labels(y: np.ndarray) -> str:
-    """Of int64 (n,): 0.02 s for ten million labels."""
+    """A digest of labels, int64 (n,): 0.02 s for ten million labels."""
     return digest({"y": np.ascontiguousarray(y, "<i8")})
 
 

@@ -127,7 +127,7 @@ class Subset:
 
 @dataclass(frozen=True, eq=False)
 class SubsetOfImages:
-    """The same of labelled images."""
+    """Some samples of a source of labelled images."""
 
     source: LabelledImages
     indices: np.ndarray

@@ -101,7 +101,7 @@ class _Synthetic:
         return stats_of_images(self, np.arange(samples))
 
     def label_digest(self) -> str:
-        """Of what all labels follow from."""
+        """A digest of what all labels follow from."""
         return digest_of_labels(np.array([self.classes, self.length]))
 
     def image_digest(self, seed: int) -> str:

@@ -43,7 +43,7 @@ class StagedData(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Of a copy: whatever writes to it or replaces it changes one of these."""
+    """Fingerprint of a copy: whatever writes to it or replaces it changes one of these."""
 
     size: int
     mtime_ns: int

@@ -27,7 +27,7 @@ MIXUP_WEIGHT_STEPS = 2**16  # a mixup weight is a multiple of 1 / this, so that 
 
 
 class AugmentationParameters(NamedTuple):
-    """Of n images, in the order of application; None where an augmentation is off. Only one of the first three is set."""
+    """Parameters for n images, in the order of application; None where an augmentation is off. Only one of the first three is set."""
 
     crop_box: np.ndarray | None = None  # int64 (n, 4): top, left, height, width of the box that is resized to the image's size
     shift: np.ndarray | None = None  # int64 (n, 2), down and right, of a window of the image's size; outside of the image it is black

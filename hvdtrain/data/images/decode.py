@@ -101,7 +101,7 @@ class Box(NamedTuple):
 
 
 def centre_square(height: int, width: int) -> Box:
-    """Of an image of height x width."""
+    """The centre square of an image of height x width."""
     side = min(height, width)
     return Box((height - side) / 2, (width - side) / 2, side, side)
 
@@ -153,7 +153,7 @@ class Undecoded:
 
 
 def height_and_width(content: bytes, name: Name, upright: bool = False) -> tuple[int, int]:
-    """Of an image, from its header alone. Raises UserError."""
+    """Height and width of an image, from its header alone. Raises UserError."""
     image = Undecoded(content, name, upright)
     return image.height, image.width
 
@@ -199,7 +199,7 @@ def _usual_jpeg(content: bytes) -> JpegHeader | None:
 
 
 def _scans(content: bytes) -> int:
-    """Of a JPEG file, and of its thumbnail. Reads all of it: 2 % of the time that decoding takes."""
+    """Number of scans of a JPEG file and of its thumbnail. Reads all of it: 2 % of the time that decoding takes."""
     return content.count(b"\xff\xda")
 
 

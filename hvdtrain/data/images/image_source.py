@@ -147,11 +147,11 @@ class ImageSource:
         return self.smallest_box > 0
 
     def read(self, indices: np.ndarray) -> Batch:
-        """As they are evaluated. Raises UserError where an image cannot be decoded, or a worker process ended."""
+        """The images as they are evaluated. Raises UserError where an image cannot be decoded, or a worker process ended."""
         return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """As they are trained on in these epochs, int64 (n,)."""
+        """The images as they are trained on in these epochs, int64 (n,)."""
         return self._read(indices, draw_keys(seed, epochs, indices) if self.crops_at_random else None)
 
     def _read(self, indices: np.ndarray, keys: np.ndarray | None) -> Batch:
@@ -169,11 +169,11 @@ class ImageSource:
         return ImageReader(self.encoded, self.shape, self.crop, self.first, self.smallest_box, self.upright)
 
     def read_by(self, workers: int) -> ImageSource:
-        """The same images, decoded in so many processes of their own."""
+        """This source with images decoded in so many processes of their own."""
         return replace(self, workers=WorkerPool(self.reader, workers))
 
     def cropped(self, smallest_box: float) -> ImageSource:
-        """The same images; those that are trained on are random boxes of at least this share of the whole image."""
+        """This source with crops: images that are trained on are random boxes of at least this share of the whole image."""
         return replace(self, smallest_box=smallest_box)
 
     def is_small(self, index: int) -> bool:

@@ -25,7 +25,7 @@ class JpegHeader(NamedTuple):
 
 
 def read_header(content: bytes) -> JpegHeader | None:
-    """Of a JPEG file with 8 bits a channel in 1 or 3 channels; None of any other file, and of an unusual one."""
+    """The header of a JPEG file with 8 bits a channel in 1 or 3 channels; None of any other file, and of an unusual one."""
     frame = _find(content, 2, _FRAMES) if content[:2] == b"\xff\xd8" else None
     if frame is None:
         return None
@@ -59,5 +59,5 @@ def decode_jpeg(content: bytes, header: JpegHeader, scale: int) -> Image:
 
 
 def coarsest_scale(box: tuple[float, float], wanted: tuple[int, ...]) -> int:
-    """Of decode_jpeg(): the box, its height and width, then still has the pixels that are wanted, so resizing makes none up."""
+    """The coarsest scale for decode_jpeg() at which the box, its height and width, still has the pixels that are wanted."""
     return next((scale for scale in _SCALES if box[0] >= scale * wanted[0] and box[1] >= scale * wanted[1]), 1)

@@ -43,7 +43,7 @@ _WORTH_WORKERS, _WORTH_WORKERS_OF_LARGE = 4000, 2000  # images for which process
 
 
 def pack(images: ImageSource, folder: Path, shard_bytes: int = _SHARD_BYTES, worth_workers: int | None = None) -> LabelledImages:
-    """The same images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
+    """The images from array files in `folder`; one process of the machine decodes what is missing, the others wait.
 
     One file and an ArraySource where the pixels take no more than `shard_bytes`, else several files and a PackedSource. Processes decode
     `worth_workers` images and more (None: as many as make up for their start), threads fewer.
@@ -145,7 +145,7 @@ def _load_or_decode(images: ImageSource, shards: list[_Shard], folder: Path, wor
 
 @contextmanager
 def _readers(images: ImageSource, missing: list[_Shard], worth_workers: int | None) -> Iterator[list[ImageSource]]:
-    """The same images, once for each thread that decodes, or waits for worker processes and writes.
+    """The source of images once for each thread that decodes, or waits for worker processes and writes.
 
     Small images take the interpreter's lock too often for two threads: one thread decodes them, the others wait for processes. Of large
     ones all wait, for as many processes as cores: 1.11 times as fast as threads that decode, 1.03 as with one (docs/performance.md).

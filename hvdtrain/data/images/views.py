@@ -30,7 +30,7 @@ VIEWS: dict[int, tuple[View, ...]] = {
 
 @dataclass(frozen=True)
 class Views:
-    """Of one job. The mean over the views of a sample follows from that sample alone."""
+    """The views of images in one job. The mean over the views of a sample follows from that sample alone."""
 
     views: tuple[View, ...] = VIEWS[1]
     axes: tuple[int, int] = (1, 2)  # height and width of a batch in the order that the data have

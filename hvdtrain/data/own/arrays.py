@@ -15,7 +15,7 @@ _MOST_CLASSES = 2**20  # of images with whole numbers: larger ones are no classe
 
 
 def is_array(value: object) -> bool:
-    """Of numpy, of torch, or a Series or DataFrame."""
+    """Whether this is an array of numpy or torch, a Series or a DataFrame."""
     return hasattr(value, "shape") and (hasattr(value, "__array__") or hasattr(value, "to_numpy")) and not isinstance(value, np.generic)
 
 

@@ -67,7 +67,7 @@ def _as_source(given: object, name: str, where: str, workers: int | None) -> Sou
 
 
 def _checked(source: Source, name: str) -> Source:
-    """Of images with labels, all labels are compared with the number of classes at once."""
+    """A source that checks what it reads; all labels of images are compared with the number of classes at once."""
     if isinstance(source, LabelledImages):
         check_numbers("y", source.labels(), source.fields["y"], name)
         return source

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CheckedSource:
-    """The same samples. Reading raises UserError for an integer that its field may not have, and for a number that is not finite."""
+    """A source that checks samples: an integer that its field may not have, or a number that is not finite, raises UserError."""
 
     source: Source
     where: str

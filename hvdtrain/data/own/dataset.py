@@ -52,19 +52,19 @@ class DatasetSource:
         return self._samples.samples
 
     def known_labels(self) -> np.ndarray | None:
-        """Those that the Dataset has beside its samples; what it gives with a sample may be something else."""
+        """Labels that the Dataset has beside its samples; what it gives with a sample may be something else."""
         return self._labels
 
     def read(self, indices: np.ndarray) -> Batch:
-        """As they are evaluated. Raises UserError, also where a worker process ended."""
+        """Samples as they are evaluated. Raises UserError, also where a worker process ended."""
         return self._read(indices, None)
 
     def read_in_epochs(self, indices: np.ndarray, epochs: np.ndarray, seed: int) -> Batch:
-        """As they are trained on in these epochs, int64 (n,)."""
+        """Samples as they are trained on in these epochs, int64 (n,)."""
         return self._read(indices, training_seeds(indices, epochs, seed))
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Of at most 64 samples that the seed draws, as they are evaluated."""
+        """Digests of at most 64 samples that the seed draws, as they are evaluated."""
         return {"samples": self._digest(seed)}
 
     def identity(self) -> dict[str, str]:

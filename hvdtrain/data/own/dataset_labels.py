@@ -66,7 +66,7 @@ def _column(dataset: Any) -> Any:
 
 
 def _of_pairs(pairs: Any) -> np.ndarray | None:
-    """Of a list of samples (x, y) with whole numbers y."""
+    """Labels of a list of samples (x, y) with whole numbers y."""
     if all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         return _integers([pair[1] for pair in pairs])
     return None

@@ -20,7 +20,7 @@ def training_seeds(indices: np.ndarray, epochs: np.ndarray, seed: int) -> np.nda
 
 
 def evaluation_seeds(indices: np.ndarray) -> np.ndarray:
-    """The same in every evaluation and for every seed of a job."""
+    """Seeds of samples, equal in every evaluation and for every seed of a job."""
     return np.asarray(fold(_EVALUATION, indices.astype(np.uint64)), np.uint64)
 
 

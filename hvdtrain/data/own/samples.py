@@ -38,7 +38,7 @@ class Samples:
         return arrays
 
     def read_into(self, arrays: Mapping[str, np.ndarray], indices: np.ndarray, seeds: np.ndarray | None) -> None:
-        """As read(), into the first rows of arrays that are there already; without seeds as they are evaluated.
+        """Reads samples as read() does, into the first rows of arrays that are there already; without seeds as they are evaluated.
 
         Raises UserError where the user's code fails, or a sample is not like the first.
         """

@@ -24,7 +24,7 @@ def columns_of_frame(frame: Any, name: str, where: str) -> dict[str, np.ndarray]
 
 
 def columns_of_hugging_face(dataset: Any, name: str, where: str) -> dict[str, np.ndarray]:
-    """The same of a Hugging Face Dataset whose columns are numbers, or lists of equally many numbers, read whole."""
+    """Columns of a Hugging Face Dataset whose columns are numbers, or lists of equally many numbers, read whole."""
     table = dataset.with_format("arrow")[:]  # in the order of the data set, which a shuffle or a filter gave it
     columns = {}
     for column in table.column_names:

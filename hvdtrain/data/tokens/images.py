@@ -89,7 +89,7 @@ class TokenImages:
         return {"tokens": tokens}
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Of all tokens: 0.05 s for CIFAR-10."""
+        """A digest of all tokens: 0.05 s for CIFAR-10."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:

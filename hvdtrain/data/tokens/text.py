@@ -41,7 +41,7 @@ class Windows:
         return {"tokens": self.tokens[places].astype(np.int64)}
 
     def digests(self, seed: int) -> dict[str, str]:
-        """Of all tokens."""
+        """A digest of all tokens."""
         return self.identity()
 
     def identity(self) -> dict[str, str]:

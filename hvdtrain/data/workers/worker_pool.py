@@ -40,7 +40,7 @@ class Readable(Protocol):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """Of each sample that read_into() reads."""
+        """Fields of each sample that read_into() reads."""
 
     @property
     def name(self) -> str:
@@ -213,7 +213,7 @@ def shared_arrays(memory: mmap.mmap, fields: Mapping[str, Field], rows: int) -> 
 
 
 def _bytes(fields: Mapping[str, Field]) -> int:
-    """Of one sample."""
+    """Bytes of one sample."""
     return sum(_padded(field) for field in fields.values())
 
 
