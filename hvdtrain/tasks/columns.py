@@ -21,7 +21,7 @@ class ColumnStats(NamedTuple):
 
 
 def column_stats(source: Source, name: str) -> ColumnStats:
-    """Of a field, of at most 2**22 of its numbers: samples drawn by counters, sums without rounding; of labelled images as they are."""
+    """Statistics of a field, from at most 2**22 of its numbers, drawn by counters, without rounding; of labelled images as they are."""
     if name == "x" and isinstance(source, LabelledImages):
         return ColumnStats(*source.stats())
     field, samples = source.fields[name], len(source)

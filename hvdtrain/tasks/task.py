@@ -23,7 +23,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """As in task.name."""
+        """The task's name, as in task.name."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
@@ -35,11 +35,11 @@ class Task(Protocol):
 
     @property
     def summary(self) -> str:
-        """Of the data, for people: 28x28x1, 10 classes."""
+        """A summary of the data, for people: 28x28x1, 10 classes."""
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Those that are shown; the first is "loss", the mean of what is learned from."""
+        """The metrics that are shown; the first is "loss", the mean of what is learned from."""
 
     @property
     def objective(self) -> str:
@@ -70,7 +70,7 @@ MEMBERS = [name for name in vars(Task) if not name.startswith("_")]
 
 
 class Each(NamedTuple):
-    """Of each sample of a batch, as arrays of the framework."""
+    """Loss and sums of each sample of a batch, as arrays of the framework."""
 
     loss: Any  # (n,), what is learned from, unweighted; its sum over all samples over the sum of weight() is the loss
     terms: dict[str, Any]  # (n,) or (n, length) for each of Task.sums but "loss"
@@ -97,11 +97,11 @@ class Part(Protocol):
         """What the model is called with, (n, ...)."""
 
     def each(self, outputs: Any, batch: Any, /, training: bool) -> Each:
-        """Of what the model gave, in the weights' own number type; a sample's numbers follow from it and its outputs alone."""
+        """Loss and sums of each sample, in the weights' own number type; they follow from the sample and its outputs alone."""
 
 
 class NumpyPart(Part, Protocol):
-    """The same in NumPy, which has no gradients of its own."""
+    """A task's part in NumPy, which has no gradients of its own."""
 
     def gradient(self, outputs: np.ndarray, batch: Any, /) -> np.ndarray:
         """d(loss of each sample) / d(outputs), (n, outputs), in training."""

@@ -127,7 +127,7 @@ def with_inputs_of(task: OwnLoss, facts: Mapping[str, Any]) -> OwnLoss:
 
 
 def _own_outputs(fields: Mapping[str, Field], outputs: int | None) -> int | None:
-    """Of a model of hvdtrain's: as many as given, or as the targets say."""
+    """Outputs of a model of hvdtrain's: as many as given, or as the targets say."""
     y = fields.get("y")
     if outputs is not None or y is None:
         return outputs

@@ -72,7 +72,7 @@ class Transform:
         return self._of(array)
 
     def _of(self, array: np.ndarray) -> np.ndarray:
-        """As TorchInputs, in the same number type, so that the bits are the same."""
+        """One array transformed as TorchInputs does it, in the same number type, so that the bits are the same."""
         array = array[:, None] if array.ndim == 1 else array
         if not (self.is_of_images or self.is_standardized):
             return self._as_given(array)
@@ -100,7 +100,7 @@ def _some(numbers: np.ndarray) -> str:
 
 
 def input_stats(source: Source, standardize: bool | None, users_model: bool) -> ColumnStats:
-    """Of the field x, for a Transform: zeros and ones where the model gets x as the data have it.
+    """Statistics of the field x, for a Transform: zeros and ones where the model gets x as the data have it.
 
     None: images are normalized by channel; columns (C,) and single numbers are standardized for models of hvdtrain's, and not for the
     user's own; all else stays as it is. True standardizes numbers of any shape by their last axis; False nothing.

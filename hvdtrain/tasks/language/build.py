@@ -27,7 +27,7 @@ def _perplexity(sums: Sums) -> float:
 
 @dataclass(frozen=True)
 class Language:
-    """Of a window of T + 1 tokens the first T are read, and the last T predicted, but for those that are `ignore`."""
+    """Prediction of tokens: of a window of T + 1 the first T are read, and the last T predicted, but for those that are `ignore`."""
 
     tokens: Field  # (T + 1,), values: the vocabulary
     ignore: int | None = None

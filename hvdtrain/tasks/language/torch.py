@@ -18,7 +18,7 @@ class CutLogits(Protocol):
     """Logits of which each tensor rank has those of a part of the vocabulary (frameworks/torch/parallel/tensor/split_logits.py)."""
 
     def cross_entropy(self, targets: torch.Tensor, smoothing: float, ignore: int) -> torch.Tensor:
-        """Of each target, as functional.cross_entropy() with reduction="none"; (n, T)"""
+        """Cross entropy of each target, as functional.cross_entropy() with reduction="none"; (n, T)"""
 
 
 class TorchLanguage:
