@@ -52,7 +52,7 @@ class Clock:
         return begin + self.epochs * amount / 100
 
     def end(self, growth: Growth) -> float:
-        """Of the job; infinity where only its time ends it."""
+        """End of the job; infinity where only its time ends it."""
         if self.steps is not None and self._steps_end_it(growth):
             return self._after_steps(0.0, self.steps, growth)
         return math.inf if self.epochs is None else float(self.epochs)
@@ -66,7 +66,7 @@ class Clock:
 
 
 def clock(config: Config, dataset: int, context: int | None = None) -> Clock:
-    """Of a job on `dataset` training samples of `context` tokens."""
+    """The clock of a job on `dataset` training samples of `context` tokens."""
     return Clock(dataset, context, epoch_multiplier(config), total_epochs(config), config.stop.steps)
 
 

@@ -67,7 +67,7 @@ def _chain(config: Config) -> Iterator[UserError]:
 
 
 def _warmup(config: Config) -> Iterator[UserError]:
-    """Of a warm-up in epochs; others are compared where the data are known (recipe/from_config.py)."""
+    """Errors of a warm-up in epochs; others are compared where the data are known (recipe/from_config.py)."""
     length, epochs = read_length(config.recipe.warmup), total_epochs(config)
     if length.unit != "epochs" or epochs is None or not needs_time_after_warmup(config.recipe):
         return
@@ -160,7 +160,7 @@ def _shares_of_two_ends(config: Config, key: str, lengths: Sequence[float | str]
 
 
 def _not_rising(key: str, lengths: Sequence[float | str], where: str) -> Iterator[UserError]:
-    """Of lengths in one unit; others are compared where the data are known (recipe/from_config.py)."""
+    """Errors of lengths in one unit that do not rise; others are compared where the data are known (recipe/from_config.py)."""
     given = [read_length(length) for length in lengths]
     first_is_0 = bool(given) and given[0].amount == 0
     if first_is_0 or any(a.unit == b.unit and a.amount >= b.amount for a, b in itertools.pairwise(given)):

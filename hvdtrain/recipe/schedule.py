@@ -12,7 +12,7 @@ Schedule = Callable[[float], float]  # epochs done, with the fraction -> value o
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value at every epoch."""
+    """A schedule with one value at every epoch."""
 
     value: float
 
