@@ -48,7 +48,7 @@ def without_average(rule: Rule) -> Rule:
 
 
 def averages(arrays: Mapping[str, T]) -> dict[str, T]:
-    """Of a state with averages, in arrays called s.PARAMETER.0, .1, ...: each parameter's, by the name of its weights, p.PARAMETER.
+    """The averages in a state, in arrays called s.PARAMETER.0, .1, ...: each parameter's, by the name of its weights, p.PARAMETER.
 
     The last array of each is c, the one before it a.
     """

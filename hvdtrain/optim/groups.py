@@ -12,7 +12,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 
 class Group(NamedTuple):
-    """Of the parameters whose name fits a pattern."""
+    """Factors of the parameters whose name fits a pattern."""
 
     names: str  # with * for any characters, ? for one
     rate: float  # times the rate of the others
@@ -79,5 +79,5 @@ class Grouped:
 
 
 def number_of_group(name: str, patterns: Sequence[str]) -> int | None:
-    """Of the first pattern that a parameter's name fits."""
+    """Number of the first pattern that a parameter's name fits."""
     return next((number for number, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), None)

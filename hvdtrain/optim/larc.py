@@ -11,7 +11,7 @@ from hvdtrain.optim.rule import Array, Ops, Rule
 
 
 class _Factors(NamedTuple):
-    """Of the gradient and of the weights, whose sum goes into the momentum."""
+    """Factors of the gradient and of the weights, whose sum goes into the momentum."""
 
     gradient: Any
     decay: Any
