@@ -208,7 +208,7 @@ def read_argument(argument: str, following: str = "") -> Assignment:
 
 
 def read_run_config(run: Path) -> Iterator[Assignment]:
-    """The same of the config.yaml of a run folder, which must be a file of that folder: a link is refused."""
+    """Assignments in the config.yaml of a run folder, which must be a file of that folder: a link is refused."""
 
     def read(path: str) -> str:
         try:

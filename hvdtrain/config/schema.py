@@ -883,7 +883,7 @@ class Config(Section):
         return self.guard.lost != "stop" and (not self.shard.stage or can_divide) and not self.parallel.cuts
 
     def readers(self, ranks: int) -> int:
-        """Of so many ranks those that divide the samples of a step among them."""
+        """The number of ranks, of so many, that divide the samples of a step among them."""
         if self.servers.count:
             return 1 if self.servers.are_asynchronous else ranks - self.servers.count
         return ranks // self.parallel.ranks
