@@ -57,7 +57,7 @@ class Folder:
 
     @classmethod
     def make(cls, path: Path, *inside: str) -> Self:
-        """The same; all of them are made where they are absent."""
+        """A handle of the folder; all folders on its path are made where they are absent."""
         path.mkdir(parents=True, exist_ok=True)
         folder = cls.open(path)
         for name in inside:
@@ -66,7 +66,7 @@ class Folder:
         return folder
 
     def again(self) -> Self:
-        """The same folder by a handle of its own, whatever its path leads to by now."""
+        """A second handle of this folder, whatever its path leads to by now."""
         return type(self)(self.path, os.open(".", _FOLDER, dir_fd=self._handle))
 
     def folder(self, name: str) -> Self:
@@ -86,7 +86,7 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def status(self, name: str) -> os.stat_result | None:
-        """Of a name itself, not of what a link leads to; None where there is no such name."""
+        """Status of a name itself, not of what a link leads to; None where there is no such name."""
         try:
             return os.stat(_one_part(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:

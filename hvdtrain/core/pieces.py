@@ -23,12 +23,12 @@ class Cut(NamedTuple):
     length: int = 0  # of the axis of the whole; 0: the parts are equal
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part of a whole of this shape."""
+        """Shape of the part of a whole of this shape."""
         first, behind, _ = self._stretch(shape)
         return shape if self.parts == 1 else (*shape[: self.axis], (behind - first) * self.groups, *shape[self.axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole that has parts of this shape."""
+        """Shape of the whole that has parts of this shape."""
         if self.parts == 1:
             return shape
         return (*shape[: self.axis], self.length or shape[self.axis] * self.parts, *shape[self.axis + 1 :])
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
             start += length
 
     def _stretch(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Of each stretch of the axis: the first row of the part, the one behind its last, and how many the stretch has."""
+        """Bounds in each stretch of the axis: the first row of the part, the one behind its last, and how many the stretch has."""
         if self.parts == 1:
             return 0, math.prod(shape), math.prod(shape)
         every, rest = divmod(shape[self.axis], self.groups)
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.array.itemsize
 
 
@@ -104,5 +104,5 @@ def whole(name: str, array: np.ndarray) -> Piece:
 
 
 def whole_arrays(pieces: Iterable[Piece]) -> Iterator[tuple[str, np.ndarray]]:
-    """Those of which every rank has all, by name."""
+    """The arrays of which every rank has all, by name."""
     return ((piece.name, piece.array) for piece in pieces if piece.is_whole)

@@ -45,7 +45,7 @@ class Progress:
         return self.samples >= self.total
 
     def end_here(self) -> Progress:
-        """Of a job that has no more samples to read."""
+        """Progress of a job that has no more samples to read."""
         return replace(self, total=self.samples)
 
     def advance(self, batch: int) -> Progress:

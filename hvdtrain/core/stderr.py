@@ -53,7 +53,7 @@ def write_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
 
 
 def print_stderr(text: str, wait_s: float = WAIT_S) -> StderrWrite | None:
-    """The same to what a notebook, a test or the moving display has put in the place of sys.stderr, where one has."""
+    """Prints to what a notebook, a test or the moving display has put in the place of sys.stderr, where one has."""
     if sys.stderr is sys.__stderr__ or sys.stderr is None:
         return write_stderr(text, wait_s)
     with contextlib.suppress(OSError, ValueError):
