@@ -39,7 +39,7 @@ def wait_for_all_ranks(store: SignedStore, rendezvous: Rendezvous, place: Placem
 
 
 def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: timedelta) -> None:
-    """Of rank 0: waits for all ranks, and tells them that they are there, or why not."""
+    """Rank 0's part: waits for all ranks, and tells them that they are there, or why not."""
     try:
         store.wait([f"here/{rank}" for rank in range(size)], timeout)
         refusal = None if all(isinstance(store.get(f"here/{rank}"), Arrival) for rank in range(size)) else not_of_this_job(where)
@@ -52,7 +52,7 @@ def _gather(store: SignedStore, size: int, mine: Arrival, where: str, timeout: t
 
 
 def _wait_for_word(store: SignedStore, where: str, timeout: timedelta) -> None:
-    """Of the others. Rank 0 may have come later than this one: from then on it waits for as long."""
+    """The others' part. Rank 0 may have come later than this one: from then on it waits for as long."""
     for _ in range(2):
         try:
             store.wait([ALL], timeout)

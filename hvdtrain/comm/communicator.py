@@ -44,13 +44,13 @@ class Communicator(Protocol):
         """Elementwise over all ranks; x has the same shape and dtype on every rank."""
 
     def start_allreduce(self, x: Buffer, name: str, op: Op = "sum") -> Handle:
-        """As allreduce(), without waiting for it where the engine is "asynchronous"; x must not be used until wait() has returned."""
+        """An allreduce() that is not waited for where the engine is "asynchronous"; x must not be used until wait() has returned."""
 
     def broadcast(self, x: Buffer, name: str, root: int = 0) -> Buffer:
         """x of rank `root` on every rank; x has the same shape and dtype on every rank."""
 
     def start_broadcast(self, x: Buffer, name: str, root: int = 0) -> Handle:
-        """As broadcast(), without waiting for it where the engine is "asynchronous"; x must not be used until wait() has returned."""
+        """A broadcast() that is not waited for where the engine is "asynchronous"; x must not be used until wait() has returned."""
 
     def start_reduce(self, x: Buffer, name: str, root: int = 0) -> Handle:
         """The sum over ranks on rank `root`, of what start_allreduce() takes; the result of other ranks is unspecified.
@@ -62,7 +62,7 @@ class Communicator(Protocol):
         """The sum over ranks, split along axis 0 as numpy.array_split does (the first ranks get one more): this rank's part."""
 
     def start_reduce_scatter(self, x: Buffer, name: str) -> Handle:
-        """As reduce_scatter(), without waiting for it where the engine is "asynchronous".
+        """A reduce_scatter() that is not waited for where the engine is "asynchronous".
 
         x must not be used again: it may be overwritten, and the result may be a view of it.
         """

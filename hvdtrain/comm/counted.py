@@ -21,7 +21,7 @@ class Moved(NamedTuple):
 
 
 def counted(communicator: Communicator, moved: list[Moved], ranks: Sequence[int] = ()) -> Communicator:
-    """The same communicator, which appends to `moved`. ranks: of the job, in the order of this group; default: 0, 1, ..."""
+    """A communicator that appends to `moved` what it moves. ranks: of the job, in the order of this group; default: 0, 1, ..."""
     found: Any = _Counted(communicator, moved, tuple(ranks) or tuple(range(communicator.size)))
     return found
 

@@ -13,7 +13,7 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """Of one process group of all ranks.
+    """Gloo's connections of one process group of all ranks.
 
     torch leaves a group once the collectives that the rank has begun are over, and has no other way: abort() does nothing with Gloo (torch
     2.13). One of them may wait for a rank that waits for this one in another collective, and neither is told of a third one that is lost.
@@ -57,7 +57,7 @@ def _connected() -> Iterator[tuple[Address, Address, socket.socket]]:
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Of this process; none where the system has no /proc (macOS). Each is a copy: Gloo may close its own at any time."""
+    """TCP sockets of this process; none where the system has no /proc (macOS). Each is a copy: Gloo may close its own at any time."""
     with contextlib.suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or no socket

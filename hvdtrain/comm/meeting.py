@@ -21,7 +21,7 @@ PROBE_S = 5.0  # for a host to answer; one that is down does not, a process that
 
 
 class Address(NamedTuple):
-    """Of the store of a rank."""
+    """Address of the store of a rank."""
 
     host: str
     port: int
@@ -83,7 +83,7 @@ class Meeting:
                 return store
 
     def _alive(self, ranks: Iterable[int]) -> Iterator[int]:
-        """Those whose processes live, in order. After the first one many are asked at a time: of a dead host each takes PROBE_S."""
+        """The ranks whose processes live, in order. After the first one many are asked at a time: of a dead host each takes PROBE_S."""
         asked = list(ranks)
         with ThreadPoolExecutor(AT_A_TIME) as threads:
             for part in (asked[:1], *(asked[start : start + AT_A_TIME] for start in range(1, len(asked), AT_A_TIME))):

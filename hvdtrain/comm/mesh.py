@@ -61,7 +61,7 @@ def one_group(world: Communicator) -> Mesh:
 
 
 def make_mesh(world: Communicator, config: Config) -> Mesh:
-    """As parallel.*, shard.* and servers.* say. Every rank calls it.
+    """The mesh that parallel.*, shard.* and servers.* describe. Every rank calls it.
 
     Raises UserError where hosts have different numbers of ranks, or where the engine makes no groups.
     """
@@ -81,7 +81,7 @@ def make_mesh(world: Communicator, config: Config) -> Mesh:
 
 
 def coordinates(rank: int, data: int, tensor: int) -> Coordinates:
-    """Of a rank in a mesh of so many places in `data` and `tensor`."""
+    """Coordinates of a rank in a mesh of so many places in `data` and `tensor`."""
     return Coordinates(rank // tensor // data, rank // tensor % data, rank % tensor)
 
 

@@ -58,7 +58,7 @@ def connect(place: Placement, comm: CommConfig | None = None) -> MpiCommunicator
 
 
 def connect_some(place: Placement, ranks: Any) -> MpiCommunicator:
-    """Of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0.
+    """A communicator of some ranks: those of a list, which alone call it, or of an MPI communicator. Its ranks count from 0.
 
     Raises UserError on a rank that is not one of them.
     """
@@ -284,7 +284,7 @@ class MpiCommunicator:
         return self._side_channel.gather(message, wait_s) if self._side_channel else None
 
     def exchange(self) -> MpiExchange:
-        """Of these ranks, apart from their other collectives; void after shrink(). A collective."""
+        """An exchange of these ranks, apart from their other collectives; void after shrink(). A collective."""
         self._exchanges.append(MpiExchange(self._mpi, self._comm.Dup()))
         return self._exchanges[-1]
 

@@ -52,7 +52,7 @@ class SameOrder:
         self._waiting = ""
 
     def end(self, doing: str) -> None:
-        """As ask(), where no collective follows: the answer is there when it returns."""
+        """Asks as ask() does where no collective follows: the answer is there when it returns."""
         self.ask(doing)
         self._answer()
         self.at = ""

@@ -24,7 +24,7 @@ class Groups(NamedTuple):
         return next((group for group in self.members if rank in group), None)
 
     def place(self, rank: int) -> Placement:
-        """Of a rank of the communicator in its group."""
+        """Placement of a rank of the communicator in its group."""
         group = self.own(rank)
         assert group is not None, rank
         beside = [member for member in group if self.hosts[member] == self.hosts[rank]]
@@ -40,7 +40,7 @@ def split_groups(communicator: Communicator, color: int | None) -> Groups:
 
 
 def number_hosts(places: Sequence[tuple[str, int]]) -> list[int]:
-    """Of each rank the number of its host, in the order of their first ranks; places[rank] is its host's name and its local rank.
+    """For each rank the number of its host, in the order of their first ranks; places[rank] is its host's name and its local rank.
 
     A name with two ranks of one local rank is that of several hosts, as in containers: the second such rank is on the second one.
     """

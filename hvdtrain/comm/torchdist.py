@@ -280,7 +280,7 @@ class TorchDistCommunicator:
         return _like(x, torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
 
     def allgather_object(self, thing: Any) -> list[Any]:
-        """As signed JSON. Raises TypeError for an object that has no form in it: comm/signed/objects.py."""
+        """Objects of all ranks, sent as signed JSON. Raises TypeError for an object that has no form in it: comm/signed/objects.py."""
         packed = pack(thing, self._secret, str(self.rank))
         content = np.frombuffer(len(packed).to_bytes(8, "little") + packed, np.uint8)
         gathered, start = self.allgather(content, "objects").tobytes(), 0
@@ -295,7 +295,7 @@ class TorchDistCommunicator:
         return things
 
     def broadcast_object(self, thing: Any, root: int = 0) -> Any:
-        """As allgather_object()."""
+        """The object of `root`, sent as signed JSON: see allgather_object()."""
         packed = pack(thing, self._secret, str(root)) if self.rank == root else b""
         length = self.broadcast(np.array([len(packed)]), "object.length", root)
         content = np.frombuffer(packed, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
@@ -327,7 +327,7 @@ class TorchDistCommunicator:
         return [message] if self._group is None else None
 
     def exchange(self) -> GroupExchange:
-        """Of these ranks, among their other collectives."""
+        """An exchange of these ranks, among their other collectives."""
         return GroupExchange(self._group, self.rank, self.size, "all" if self._group is None else self._group.group_name)
 
     def split(self, color: int | None) -> Communicator | None:

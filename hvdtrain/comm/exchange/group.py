@@ -12,7 +12,7 @@ from hvdtrain.comm.exchange import WORDS, Word
 
 
 class GroupExchange:
-    """Of a process group; its ranks call it in the same order as the group's other collectives."""
+    """An exchange over a process group; its ranks call it in the same order as the group's other collectives."""
 
     threads = True
 

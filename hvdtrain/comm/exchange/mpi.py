@@ -13,7 +13,7 @@ NOTICE, LAST = 1, 2  # tags of the messages
 
 
 class MpiExchange:
-    """Of an MPI communicator that nothing else uses."""
+    """An exchange over an MPI communicator that nothing else uses."""
 
     def __init__(self, mpi: Any, ranks: Any) -> None:
         self._mpi, self._comm, self._notices = mpi, ranks, ranks.Dup()

@@ -33,7 +33,7 @@ class MpiSideChannel:
         self._latest = 0  # number of the latest gather
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        """As Communicator.side_channel_gather."""
+        """Gathers messages, see Communicator.side_channel_gather."""
         mpi = self._mpi
         if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() != mpi.THREAD_MULTIPLE:
             return None
@@ -42,7 +42,7 @@ class MpiSideChannel:
         return self._collect(message, gather) if self._world.rank == 0 else self._reply(message, gather)
 
     def _collect(self, message: str, gather: Gather) -> list[str | None]:
-        """Of rank 0: the messages of all ranks, None for those whose reply has not come in time."""
+        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in time."""
         pending = set(range(1, self._world.size))
         messages: list[str | None] = [message, *[None] * len(pending)]
         for rank in sorted(pending):
@@ -56,7 +56,7 @@ class MpiSideChannel:
         return messages
 
     def _reply(self, message: str, gather: Gather) -> list[str | None]:
-        """Of the other ranks: returns when a reply is acknowledged, or the time is over."""
+        """The other ranks' part: returns when a reply is acknowledged, or the time is over."""
         replied: set[int] = set()
         while self._goes_on(gather) and not replied & {number for _, number in self._received(ACKNOWLEDGMENT)}:
             for _, number in self._received(REQUEST):

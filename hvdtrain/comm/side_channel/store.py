@@ -35,7 +35,7 @@ class StoreSideChannel:
         self._thread.start()
 
     def gather(self, message: str, wait_s: float) -> list[str | None] | None:
-        """As Communicator.side_channel_gather; None where the process that hosts the store is gone."""
+        """Gathers messages, see Communicator.side_channel_gather; None where the process that hosts the store is gone."""
         number, end_s = time.monotonic_ns(), time.monotonic() + wait_s
         self._latest = number
 
@@ -53,7 +53,7 @@ class StoreSideChannel:
             return None if self._rank == 0 else []
 
     def _collect(self, store: SignedStore, message: str, number: int, goes_on: Callable[[], bool]) -> list[str | None]:
-        """Of rank 0: the messages of all ranks, None for those whose reply has not come in time."""
+        """Rank 0's part: the messages of all ranks, None for those whose reply has not come in time."""
         messages: list[str | None] = [message, *[None] * (self._size - 1)]
         store.set("request", str(number))
         while None in messages and goes_on():
@@ -65,7 +65,7 @@ class StoreSideChannel:
         return messages
 
     def _reply(self, store: SignedStore, message: str, goes_on: Callable[[], bool]) -> list[str | None]:
-        """Of the other ranks: until a reply is acknowledged. The store may still have the request of a gather that rank 0 gave up."""
+        """The others' part, until a reply is acknowledged. The store may still have the request of a gather that rank 0 gave up."""
         replied: set[str] = set()
         while goes_on() and not any(store.has(f"acknowledgment/{number}/{self._rank}") for number in replied):
             number = store.get("request") if store.has("request") else None
