@@ -36,7 +36,7 @@ class AdasumSteps:
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own."""
+        """Loads a state as the optimizer's own method does."""
         base: Any = super()
         load: Callable[[], None] = partial(base.load_state_dict, *args, **kwargs)
         optimizer: Any = self

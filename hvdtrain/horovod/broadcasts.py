@@ -22,7 +22,7 @@ def broadcast_async(tensor: Any, root_rank: int, name: str | None = None, proces
 
 
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As broadcast_async(), into the tensor itself."""
+    """A broadcast_async() into the tensor itself."""
     return _start(Call("broadcast", tensor, name, process_set, in_place=True), root_rank, process_set)
 
 
@@ -34,7 +34,7 @@ def _start(call: Call, root: int, process_set: ProcessSet) -> int:
 
 
 def broadcast_(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """As broadcast(), into the tensor itself."""
+    """A broadcast() into the tensor itself."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 

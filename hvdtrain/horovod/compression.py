@@ -22,7 +22,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """As it is."""
+    """A tensor is sent as it is."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -54,13 +54,13 @@ class _Cast(Compressor):
 
 
 class FP16Compressor(_Cast):
-    """As float16."""
+    """A tensor is sent as float16."""
 
     wire = torch.float16
 
 
 class BF16Compressor(_Cast):
-    """As bfloat16: the range of float32 with 8 bits of precision."""
+    """A tensor is sent as bfloat16: the range of float32 with 8 bits of precision."""
 
     wire = torch.bfloat16
 

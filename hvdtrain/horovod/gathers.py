@@ -21,7 +21,7 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSe
 
 
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As allgather_async(), of several tensors as one request. synchronize() gives a tuple."""
+    """An allgather_async() of several tensors as one request. synchronize() gives a tuple."""
     return _start(Call("allgather", tensors, name, process_set, grouped=True))
 
 
@@ -38,7 +38,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set) -> tuple[Any, ...]:
-    """As allgather(), of several tensors as one request."""
+    """An allgather() of several tensors as one request."""
     if torch.is_grad_enabled() and any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
         return _Allgather.apply(name, process_set, True, *tensors)
     found: tuple[Any, ...] = synchronize(grouped_allgather_async(tensors, name, process_set))

@@ -37,7 +37,7 @@ class UnderWay(NamedTuple):
 
 
 class Gradients:
-    """Of an optimizer's parameters: starts their reductions, and takes the results."""
+    """Gradients of an optimizer's parameters: starts their reductions, and takes the results."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class GradientSteps:
             group.passes_left = [passes] * len(group.parameters)
 
     def _after_backward(self, group: Group, place: int, _: torch.Tensor) -> None:
-        """Of the gradient of a parameter of the group."""
+        """Takes the gradient of a parameter of the group."""
         if group.passes_left[place] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -162,7 +162,7 @@ class GradientSteps:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As the optimizer's own. A closure's gradients are reduced each time it was called."""
+        """A step of the optimizer. A closure's gradients are reduced each time it was called."""
         base: Any = super()
         if not self._should_synchronize:
             self._synchronized = False
@@ -190,13 +190,13 @@ class GradientSteps:
         return self._over_ranks(loss) if self._takes_part and isinstance(self, torch.optim.LBFGS) else loss
 
     def _over_ranks(self, loss: Any) -> Any:
-        """Of all ranks, as the gradients are: by it LBFGS chooses how often it calls the closure, which all ranks call equally often."""
+        """The loss over all ranks: by it LBFGS chooses how often it calls the closure, which all ranks call equally often."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         call = Call("allreduce", value, "loss.of.closure", self._gradients.process_set)
         return synchronize(call.start_reduction(self._gradients.op, 1.0, 1.0))
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own. Raises AssertionError between backward and step()."""
+        """Clears gradients as the optimizer's own method does. Raises AssertionError between backward and step()."""
         passes = self.backward_passes_per_step
         if self._gradients.under_way or any(left < passes for group in self._gradients.groups for left in group.passes_left):
             raise AssertionError(
@@ -207,7 +207,7 @@ class GradientSteps:
         base.zero_grad(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer's own; a step that was begun is forgotten."""
+        """Loads a state as the optimizer's own method does; a step that was begun is forgotten."""
         self._gradients.forget()
         self._synchronized, self._should_synchronize = False, True
         self.set_backward_passes_per_step(self.backward_passes_per_step)

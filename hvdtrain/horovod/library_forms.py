@@ -75,7 +75,7 @@ _BIT_GENERATORS = {
 
 
 def _is_generator(thing: Any) -> bool:
-    """Of NumPy, whose spawn() is known too."""
+    """Whether this is a random generator of NumPy whose spawn() is known too."""
     if type(thing) is not np.random.Generator:
         return False
     bits = thing.bit_generator

@@ -34,7 +34,7 @@ class _Tensor(NamedTuple):
 
 
 class _Scalar(NamedTuple):
-    """Of numpy."""
+    """A scalar of numpy."""
 
     array: np.ndarray
 
@@ -76,7 +76,7 @@ class _Fields(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """Of an Enum that the receiver has loaded too."""
+    """A member of an Enum that the receiver has loaded too."""
 
     module: str
     name: str
@@ -92,7 +92,7 @@ class _Flags(NamedTuple):
 
 
 class _Dataclass(NamedTuple):
-    """Of a class that the receiver has loaded too."""
+    """A dataclass object of a class that the receiver has loaded too."""
 
     module: str
     name: str
@@ -130,7 +130,7 @@ class _Span(NamedTuple):
 
 
 class _Namespace(NamedTuple):
-    """Of argparse, or types.SimpleNamespace."""
+    """A namespace of argparse, or types.SimpleNamespace."""
 
     values: dict[Any, Any]
     is_simple: bool
@@ -185,7 +185,7 @@ def _plain(thing: Any, where: str, place: str = "") -> Any:  # noqa: PLR0911 (on
 
 
 def _plain_value(thing: Any, where: str, place: str) -> Any:  # noqa: PLR0911
-    """Of what has no members of any class."""
+    """The form of what has no members of any class."""
     kind = type(thing)
     if kind in (bytes, bytearray):
         return _Bytes(base64.b64encode(thing).decode(), kind is bytearray)

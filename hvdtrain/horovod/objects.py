@@ -42,7 +42,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def _content(obj: Any, where: str) -> bytes:
-    """Of an object that cannot be sent the error, which every rank raises: the others wait for something."""
+    """The bytes to send; of an object that cannot be sent the error, which every rank raises: the others wait for something."""
     try:
         return b"+" + packed(obj, where)
     except BadCall as error:

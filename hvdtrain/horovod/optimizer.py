@@ -67,7 +67,7 @@ def DistributedOptimizer(
 
 
 def _below(optimizer: torch.optim.Optimizer, steps: type) -> Any:
-    """The same optimizer, of a class that has its class' name and the methods of `steps` before its own."""
+    """This optimizer, of a class that has its class' name and the methods of `steps` before its own."""
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (steps, kind), {}))
     # A schedule that was made before has put the optimizer's own step() into its attributes, which would step without the other ranks.

@@ -57,7 +57,7 @@ def _invalid(what: str) -> BadCall:
 
 
 class _Place(NamedTuple):
-    """Of a tensor in the state of the root's optimizer."""
+    """Place of a tensor in the state of the root's optimizer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ def _put_as_sent(optimizer: torch.optim.Optimizer, wire: Mapping[str, torch.Tens
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of each parameter's state, under "number.name"."""
+    """Tensors of each parameter's state, under "number.name"."""
     return {
         f"{number}.{name}": value
         for number, entries in state["state"].items()

@@ -80,7 +80,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def begin(process_sets: Sequence[ProcessSet]) -> None:
-    """Of init()."""
+    """Makes the process sets, at init()."""
     global_process_set.ranks = JOB.engine.ranks_of(GLOBAL)
     for process_set in process_sets:
         if process_set.process_set_id is None:
@@ -88,7 +88,7 @@ def begin(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def end() -> None:
-    """Of shutdown(): no process set but that of all ranks is one any more."""
+    """Ends all process sets, at shutdown(): no process set but that of all ranks is one any more."""
     for process_set in _added:
         process_set.process_set_id = None
     _added.clear()

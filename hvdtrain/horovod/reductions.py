@@ -43,7 +43,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As allreduce_async(), into the tensor itself."""
+    """An allreduce_async() into the tensor itself."""
     call = Call("allreduce", tensor, name, process_set, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -57,7 +57,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As allreduce_async(), of several tensors as one request; their dtypes may differ. synchronize() gives a tuple."""
+    """An allreduce_async() of several tensors as one request; their dtypes may differ. synchronize() gives a tuple."""
     call = Call("allreduce", tensors, name, process_set, grouped=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -71,7 +71,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As grouped_allreduce_async(), into the tensors themselves."""
+    """A grouped_allreduce_async() into the tensors themselves."""
     call = Call("allreduce", tensors, name, process_set, grouped=True, in_place=True)
     return call.start_reduction(given_op(op, average), prescale_factor, postscale_factor)
 
@@ -85,7 +85,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As allreduce(), into the tensor itself."""
+    """An allreduce() into the tensor itself."""
     return synchronize(allreduce_async_(tensor, None, name, given_op(op, average), prescale_factor, postscale_factor, process_set))
 
 
@@ -98,7 +98,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Any, ...]:
-    """As grouped_allreduce(), into the tensors themselves."""
+    """A grouped_allreduce() into the tensors themselves."""
     op = given_op(op, average)
     found: tuple[Any, ...] = synchronize(grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
     return found
@@ -134,7 +134,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """As allreduce(), of several tensors as one request."""
+    """An allreduce() of several tensors as one request."""
     op = given_op(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]

@@ -37,7 +37,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As reducescatter_async(), of several tensors as one request. synchronize() gives a tuple."""
+    """A reducescatter_async() of several tensors as one request. synchronize() gives a tuple."""
     return _start(Call("reducescatter", tensors, name, process_set, grouped=True), op, prescale_factor, postscale_factor)
 
 
@@ -75,7 +75,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """As reducescatter(), of several tensors as one request."""
+    """A reducescatter() of several tensors as one request."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
     if torch.is_grad_enabled() and any(isinstance(wire, torch.Tensor) and wire.requires_grad for wire in wires):

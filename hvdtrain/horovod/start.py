@@ -74,7 +74,7 @@ class Call:
         return self.start(op=reduction, prescale=prescale, postscale=postscale)
 
     def _finish(self, results: list[torch.Tensor]) -> Any:
-        """As tensors of the caller's libraries; in place, what was given."""
+        """Results as tensors of the caller's libraries; in place, what was given."""
         if self._gets_copies:
             for given, result in zip(self._given, results, strict=True):
                 put(result, given)

@@ -39,7 +39,7 @@ class State:
         """Nothing: no rank is added to a job that runs."""
 
     def reset(self) -> None:
-        """Of what depends on rank and size."""
+        """Resets what depends on rank and size."""
 
     def save(self) -> None:
         raise NotImplementedError

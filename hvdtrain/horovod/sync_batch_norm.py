@@ -15,7 +15,7 @@ from hvdtrain.horovod.reductions import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics are those of the samples of all ranks."""
+    """Batch norm as torch.nn.BatchNorm1d, 2d and 3d, for (N, C, ...); in training the statistics are those of the samples of all ranks."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

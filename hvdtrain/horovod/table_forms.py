@@ -25,7 +25,7 @@ def _is(name: str, thing: Any) -> bool:
 
 
 def _values_content(values: Any) -> list[Any]:
-    """Of a Series or an Index: of numbers of NumPy, categories, times of a zone, or a dtype that its name tells."""
+    """Values of a Series or an Index: numbers of NumPy, categories, times of a zone, or a dtype that its name tells."""
     pandas, dtype = _pandas(), values.dtype
     if isinstance(dtype, np.dtype):
         return ["numpy", np.asarray(values)]

@@ -49,7 +49,7 @@ def put(result: torch.Tensor, x: Any) -> None:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor that is no view: what an autograd function returns may be changed in place only then."""
+    """This memory as a tensor that is no view: what an autograd function returns may be changed in place only then."""
     if not tensor._is_view():
         return tensor
     return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

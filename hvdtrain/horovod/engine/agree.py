@@ -16,7 +16,7 @@ class Asked(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Of a rank in a round."""
+    """What a rank asks for in a round."""
 
     rank: int  # of the job
     asked: Sequence[Asked]  # in the order of its program
@@ -121,7 +121,7 @@ FIELDS = {
 
 
 def _value(signature: Signature, field: str) -> str:
-    """As a message shows it: the tensor itself where there is one alone, "any" for a length that may differ."""
+    """A field as a message shows it: the tensor itself where there is one alone, "any" for a length that may differ."""
     value = getattr(signature, field)
     if field in ("dtypes", "shapes", "devices") and len(value) == 1:
         value = value[0]

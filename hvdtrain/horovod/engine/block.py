@@ -23,14 +23,14 @@ _INLINE_OPS = ("average", "sum", "min", "max", "product")
 
 
 class Place(NamedTuple):
-    """Of a tensor in the blocks: views of their memory, as one dimension."""
+    """Place of a tensor in the blocks: views of their memory, as one dimension."""
 
     own: torch.Tensor
     of_ranks: list[torch.Tensor]
 
 
 class Block:
-    """Of one rank, and those that all of them give."""
+    """The block of one rank, and those that all of them give."""
 
     def __init__(self, size: int) -> None:
         """size: ranks of the set."""
@@ -54,7 +54,7 @@ class Block:
         return bool(self.rows[0, 3])
 
     def places(self, requests: Sequence[Request]) -> list[Place]:
-        """Of every tensor of requests that are sent inline, in order."""
+        """Places of every tensor of requests that are sent inline, in order."""
         found, start = [], 0
         for request in requests:
             for tensor in request.inputs:

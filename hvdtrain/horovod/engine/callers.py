@@ -19,7 +19,7 @@ _WAIT = threading.Condition.wait.__code__  # of a queue's get(), of an event, of
 
 
 class Polling(NamedTuple):
-    """Of a thread that has asked for nothing meanwhile."""
+    """The polling of a thread that has asked for nothing meanwhile."""
 
     place: object
     first_s: float
@@ -27,7 +27,7 @@ class Polling(NamedTuple):
 
 
 class Callers:
-    """Of one engine. A waiting thread waits in one place: a process set's lane."""
+    """Threads that call one engine. A waiting thread waits in one place: a process set's lane."""
 
     def __init__(self) -> None:
         self._known = WeakSet[threading.Thread]()  # that have asked for something; a thread's number may become that of another one
@@ -35,12 +35,12 @@ class Callers:
         self._polling: dict[int, Polling] = {}
 
     def ask(self) -> None:
-        """Of the thread that calls it."""
+        """Notes that the thread that calls it asks for something."""
         self._known.add(threading.current_thread())
         self._polling.pop(threading.get_ident(), None)
 
     def poll(self, place: object) -> None:
-        """Of the thread that calls it: what it polls is not there yet."""
+        """Notes that what the calling thread polls is not there yet."""
         now, thread = time.monotonic(), threading.get_ident()
         known = self._polling.get(thread)
         goes_on = known is not None and known.place is place and now - known.last_s < _PAUSE_S

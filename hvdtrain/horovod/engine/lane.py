@@ -35,7 +35,7 @@ _FIX_NAMES = "the same calls, with the same names, on every rank of the process 
 
 
 class Lane:
-    """Of the ranks of one process set, of which this process is one.
+    """Requests of the ranks of one process set, of which this process is one.
 
     A request is seen by the other ranks once this rank waits for any of its requests, or enough of them are queued: what a round makes
     depends on the programs of the ranks alone, not on time.
@@ -266,7 +266,7 @@ class Lane:
             raise broken from (None if broken is error else error)
 
     def _complete(self) -> None:
-        """Of the round that has begun."""
+        """Completes the round that has begun."""
         asked = self._asked
         assert asked is not None, "no round has begun"
         if not self._exchange.done() or time.monotonic() - self._before_s > ANNOUNCE_S:

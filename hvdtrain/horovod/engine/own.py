@@ -116,7 +116,7 @@ class OwnEngine:
         return True
 
     def _free(self, lane: Lane) -> None:
-        """Of a process set that every rank of it has left. A collective of these ranks."""
+        """Frees a process set that every rank of it has left. A collective of these ranks."""
         lane.close()
         if lane.communicator is not self._communicator:  # as that of the single engine is
             cast(Any, self._communicator).free_group(lane.communicator)

@@ -21,7 +21,7 @@ Results = dict[tuple[int, int], Any]  # (id of the request, index of the tensor)
 
 
 class Performer:
-    """Of the ranks of one process set."""
+    """Makes the collectives of the ranks of one process set."""
 
     def __init__(self, communicator: Communicator, ranks: Sequence[int], fusion_bytes: int, timeline: Timeline) -> None:
         """ranks: of the job, those of the communicator."""
@@ -217,7 +217,7 @@ def _pieces(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of one dimension; the part itself where it is one."""
+    """The parts as one tensor of one dimension; the part itself where it is one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 

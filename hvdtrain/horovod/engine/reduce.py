@@ -105,7 +105,7 @@ def _reduce_in_order_(communicator: Communicator, flat: torch.Tensor, op: str, n
 
 
 def _reduced_of_all(communicator: Communicator, mine: Sequence[torch.Tensor], op: str, name: str) -> torch.Tensor:
-    """Of what the ranks have for this one. mine: what this one has for each."""
+    """The reduction of what the ranks have for this one. mine: what this one has for each."""
     rank = communicator.rank
     theirs = [part if other == rank else torch.empty_like(mine[rank]) for other, part in enumerate(mine)]
     swap(communicator, mine, theirs, name)
@@ -113,7 +113,7 @@ def _reduced_of_all(communicator: Communicator, mine: Sequence[torch.Tensor], op
 
 
 def _reduce_gathered_(communicator: Communicator, flat: torch.Tensor, op: str, name: str) -> None:
-    """As _reduce_in_order_(), of what every rank gets whole from every other: there are no messages between devices."""
+    """Reduces in order of ranks what every rank gets whole from every other: there are no messages between devices."""
     step = max(1, GATHER_BYTES // flat.element_size())
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]

@@ -15,7 +15,7 @@ Key = tuple[str, str, bool]  # what a request is known by among those under way:
 
 
 class Signature(NamedTuple):
-    """Of a request: equal on every rank that takes part, or an error names the ranks and what differs."""
+    """What describes a request: equal on every rank that takes part, or an error names the ranks and what differs."""
 
     name: str
     kind: str
