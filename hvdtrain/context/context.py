@@ -101,7 +101,7 @@ class Context:
         write_config(self._stream.config, self.run, self._lock, described())
 
     def _write_first_files(self) -> None:
-        """The same. Raises UserError, as on a full disk."""
+        """Writes the first files of the run folder. Raises UserError, as on a full disk."""
         try:
             self._write_config()
         except OSError as error:
@@ -261,7 +261,7 @@ class Context:
         self._learner.backward(loss)
 
     def accumulate(self, loss_of: Callable[[Any], Any], *, at_most: int) -> Any:
-        """As backward(), in parts of at most so many samples, of which each needs memory by itself: gradient accumulation.
+        """Gradient accumulation: backward() in parts of at most so many samples, of which each needs memory by itself.
 
         loss_of(part): a forward pass, the mean loss over part["x"], ...; called equally often on all ranks. Returns this rank's mean loss.
         """
@@ -361,7 +361,7 @@ class Context:
         self._write_last_checkpoint()
 
     def _why_not_saved(self) -> str:
-        """Of rank 0, whose values count; empty where all that the script keeps is known at this step."""
+        """Why rank 0, whose values count, cannot save the script's state; empty where all that the script keeps is known at this step."""
         own = [name for name, value in (self._extra or {}).items() if not hasattr(value, "state_dict")]
         if own:
             why = f"it keeps {', '.join(own[:3])}, which only the script knows"

@@ -16,7 +16,7 @@ from hvdtrain.errors import UserError
 
 
 class Logged:
-    """Of this rank, since the last read. Values may be device scalars: nothing waits for them."""
+    """What this rank has logged since the last read. Values may be device scalars: nothing waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, float]] = {}  # name -> (value x weight added up, weights)
@@ -28,7 +28,7 @@ class Logged:
             self._sums[name] = (total + scalar(name, value, "ctx.log()") * weight if weight else total, weights + weight)
 
     def fingerprint(self) -> Sums:
-        """As names_fingerprint()."""
+        """A fingerprint of the names: names_fingerprint()."""
         return names_fingerprint(self._sums)
 
     def read(self, communicator: Communicator, fingerprints: Mapping[str, float]) -> dict[str, float]:

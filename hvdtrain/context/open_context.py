@@ -29,7 +29,7 @@ _OPEN = _Open()
 
 
 def open_context(config_file: str | None, arguments: Sequence[str]) -> Context:
-    """As hvdtrain.init(). Raises UserError, on one process as it is; on several an error ends all ranks."""
+    """The context that hvdtrain.init() gives. Raises UserError, on one process as it is; on several an error ends all ranks."""
     end_script_of_worker()
     report_user_errors()
     if _OPEN.contexts:

@@ -19,7 +19,7 @@ from hvdtrain.version import __version__
 
 
 def start_fields(communicator: Communicator, hosts: list[str], model: str, stream: SampleStream) -> dict[str, Any]:
-    """Of the event "start", those that do not change."""
+    """Fields of the event "start", those that do not change."""
     return {
         "engine": communicator.name,
         "schema": SCHEMA,
@@ -57,7 +57,7 @@ def header(fields: dict[str, Any], reason: str, stream: SampleStream, run: Path 
 
 
 def step_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
-    """Of the steps since the last sync point: the means of what was logged in `logged`, and the loss once more by itself."""
+    """Fields of the steps since the last sync point: the means of what was logged in `logged`, and the loss once more by itself."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -70,7 +70,7 @@ def step_fields(now: TrainState, means: dict[str, float], count: float, seconds:
 
 
 def epoch_fields(now: TrainState, means: dict[str, float], count: float, seconds: float) -> dict[str, Any]:
-    """Of the epoch that has just ended, or the part of it since this start; what is called val_NAME is of an evaluation, too."""
+    """Fields of the epoch that has just ended, or the part of it since this start; what is called val_NAME is of an evaluation, too."""
     p = now.progress
     return {
         "epoch": p.epoch,
@@ -90,7 +90,7 @@ def _logged(now: TrainState, means: dict[str, float]) -> dict[str, Any]:
 
 
 def end_fields(now: TrainState, reason: str, code: int, run: Path | None, failure: str, keep_best: int) -> dict[str, Any]:
-    """Of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty; keep_best: of checkpoints."""
+    """Fields of the event "end" or "stop"; failure: why the last checkpoint is not written, or empty; keep_best: of checkpoints."""
     p = now.progress
     how = "done" if code == DONE else "stopped"
     lines = [f"{how} ({reason}) at step {p.step}, epoch {p.epochs:.2f}, after {now.seconds:.1f} s"]
