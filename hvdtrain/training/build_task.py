@@ -34,7 +34,7 @@ def build_task(train: Source, val: Source, config: Config) -> Task:
 
 
 def _build_own(config: Config, train: Source, val: Source) -> Task:
-    """Of the user's own package.module:build, which gets its options, and train, val, name and users_model where it has such parameters."""
+    """The task of the user's package.module:build, which gets its options, and train, val, name, users_model if it has such parameters."""
     name, where = config.task.name, config.where("task.name")
     known = {"name": name, "train": train, "val": val, "users_model": is_users_model(config.model)}
     task: Task = plugins.call_own(config.task, known)

@@ -54,7 +54,7 @@ def refuse_conflicts(config: Config, engine: str, ranks: int) -> None:
 
 
 def refuse_before_connecting(config: Config, place: Placement) -> None:
-    """As refuse_conflicts(), before the engine starts, where this process knows the number of ranks and the whole configuration.
+    """Does refuse_conflicts() before the engine starts, where this process knows the number of ranks and the whole configuration.
 
     It does not without a launcher that is known, nor with resume=RUN, whose configuration rank 0 alone reads.
     """
@@ -64,7 +64,7 @@ def refuse_before_connecting(config: Config, place: Placement) -> None:
 
 
 def refuse_on_every_engine(config: Config, ranks: int) -> None:
-    """As refuse_conflicts(), where the launcher is not known: raises UserError where no engine that comm.engine allows fits."""
+    """Does refuse_conflicts() where the launcher is not known: raises UserError where no engine that comm.engine allows fits."""
     errors = []
     for engine in possible_engines(config.comm.engine, ranks):
         try:
@@ -219,7 +219,7 @@ def shards(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _own_gradients(job: PlannedJob) -> Iterator[UserError]:
-    """Of stages 2 and 3, whose ranks do not keep their own gradients."""
+    """Conflicts of stages 2 and 3, whose ranks do not keep their own gradients."""
     batch, stage = job.config.batch, job.config.shard.stage
     several = batch.micro == "auto" or (isinstance(batch.micro, int) and -(-batch.size // job.ranks) > batch.micro)
     if stage == 3 or several or job.config.recipe.growth != "none":
@@ -426,7 +426,7 @@ def servers(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _update_log(job: PlannedJob) -> Iterator[UserError]:
-    """Of servers.log, whose records have 16 bits for the staleness, and no other changes of the weights than updates."""
+    """Conflicts of servers.log, whose records have 16 bits for the staleness, and no other changes of the weights than updates."""
     config = job.config
     if config.servers.log and config.log.every_steps > MOST_STALE:
         what = f"servers.log needs a sync point every {MOST_STALE} steps or less, this is log.every_steps={config.log.every_steps}"
@@ -437,7 +437,7 @@ def _update_log(job: PlannedJob) -> Iterator[UserError]:
 
 
 def _synchronous_servers(job: PlannedJob) -> Iterator[UserError]:
-    """Of servers.bound=0 no gradient is older than the weights, and the order of updates is that of the steps."""
+    """Conflicts of servers.bound=0: no gradient is older than the weights, and the order of updates is that of the steps."""
     servers = job.config.servers
     chosen = {"correct": servers.correct != "none", "log": servers.log}
     for name, is_set in chosen.items():
@@ -731,5 +731,5 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _as_yaml(value: Any) -> str:
-    """As a user writes it: true, null."""
+    """A value as a user writes it: true, null."""
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else f"{value}"

@@ -173,7 +173,7 @@ def _check_workers(config: Config, packed: object) -> None:
 
 
 def _default_of(make: Callable[..., object], option: str) -> object:
-    """Of a parameter; None where there is none of that name."""
+    """Default of a parameter; None where there is none of that name."""
     parameter = inspect.signature(make).parameters.get(option)
     return None if parameter is None else parameter.default
 
@@ -211,7 +211,7 @@ def unwritten(config: Config, scratch: Path) -> Config:
 
 
 def _unwritten_options(name: str, where: str, scratch: Path) -> dict[str, Any]:
-    """Of a data set: those options by which it writes nothing outside of `scratch`."""
+    """Options of a data set by which it writes nothing outside of `scratch`."""
     known = inspect.signature(plugins.load("data/datasets", name, where).build).parameters
     return {option: value for option, value in {"download": False, "packed": False, "cache": f"{scratch}"}.items() if option in known}
 
@@ -292,7 +292,7 @@ def facts_of_task(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def digests(source: Source, name: str, seed: int) -> dict[str, Any]:
-    """Of labels and images, or of arrays, by the name that a message gives them."""
+    """Digests of labels and images, or of arrays, by the name that a message gives them."""
     return {f"digest of the {name} {part}": value for part, value in source.digests(seed).items()}
 
 

@@ -25,7 +25,7 @@ from hvdtrain.training.system_limits import limit_reached
 
 
 def forecast_of_job(config: Config, datasets: Datasets, communicator: Communicator) -> MemoryForecast:
-    """Of a job whose ranks are connected."""
+    """The forecast of a job whose ranks are connected."""
     ranks, samples = communicator.size, len(datasets.train)
     ahead = read_ahead_of(config.data, datasets.train, communicator.local_size).steps
     recipe = build_recipe(config, samples, datasets.task.sizes.get("context"))
@@ -88,7 +88,7 @@ def advised(forecast: Callable[[], MemoryForecast], room: Room) -> Iterator[None
 
 
 def _forget_arrays(error: BaseException) -> None:
-    """Of the functions that the error came through: a prediction needs some memory itself."""
+    """Drops the arrays of the functions that the error came through: a prediction needs some memory itself."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

@@ -39,7 +39,7 @@ class Restored(NamedTuple):
 
 
 class MemoryCopy:
-    """Of arrays that every rank has, a copy on each: as many bytes as these, on the host.
+    """A copy on each rank of arrays that every rank has: as many bytes as these, on the host.
 
     Of arrays that ranks have in parts each keeps its own and its neighbour's, of two sync points: when the parts of the newer one begin
     to come, all ranks have those of the older one. Its arrays are copied after that: one that still waits has those of the older one.

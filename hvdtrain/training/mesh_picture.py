@@ -42,7 +42,7 @@ def mesh_lines(parallel: ParallelConfig, hosts: Sequence[str]) -> list[str]:
 
 
 def mesh_fields(parallel: ParallelConfig, ranks: int) -> dict[str, Any]:
-    """Of the event "start": ranks along each axis; and where several ranks have one model, of each rank [stage, data, tensor]."""
+    """Fields of the event "start": ranks along each axis; and where several ranks have one model, of each rank [stage, data, tensor]."""
     readers = ranks // parallel.ranks
     axes = {"pipeline": parallel.pipeline, "data": readers, "tensor": parallel.tensor}
     if parallel.ranks == 1:

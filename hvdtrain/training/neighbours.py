@@ -1,4 +1,4 @@
-"""Of the arrays that ranks have in parts: each rank keeps a copy of its own parts and of those of one other rank, its neighbour."""
+"""Copies of arrays that ranks have in parts: each rank keeps a copy of its own parts and of those of one other rank, its neighbour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Runs = list[tuple[int, int]]  # where elements lie in a whole array, as Piece.ru
 
 
 class Array(NamedTuple):
-    """Of which each rank has a part."""
+    """An array of which each rank has a part."""
 
     name: str
     shape: tuple[int, ...]

@@ -112,7 +112,7 @@ def start_or_resume(
 
 
 def _begin_with_samples(config: Config, datasets: Datasets, learner: Learner) -> None:
-    """Of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
+    """Gives the model samples of the training set, drawn by the seed; all of a smaller one. Raises UserError for a damaged sample."""
     train = datasets.train
     batch = train.read(evaluated_samples(len(train), min(learner.first_samples, len(train)), config.seed))
     learner.begin_with(learner.to_device({name: array for name, array in batch.items() if name in datasets.task.fields}))

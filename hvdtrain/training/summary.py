@@ -146,7 +146,7 @@ def inputs_lines(task: Task, config: Config) -> list[str]:
 
 
 def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
-    """Of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
+    """Fields of the events "end" and "stop", beside their lines: of the whole job, over all its runs."""
     joules, p = job_energy(now, job.telemetry.energy.kinds), now.progress
     trained, trained_s = now.trained_images + now.trained_samples, now.trained_s + now.epoch_s
     tokens = job.task.sample_weight if "tokens" in job.task.sums else None  # of a sample; with padding they are not counted over the job
@@ -165,7 +165,7 @@ def end_fields(job: Job, now: TrainState) -> dict[str, Any]:
 
 
 def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path, memory: dict[str, Any]) -> list[str]:
-    """Of a job that is over; `before`: where this run of it began."""
+    """Last lines of a job that is over; `before`: where this run of it began."""
     reached = f"validation {now.objective} {now.last:.4f} after {now.progress.epochs:.2f} epochs and {now.seconds:.1f} s"
     lines = [f"done ({reason}): {reached}", *_results(job, now, memory)]
     lines.append(f"resume   {resume_command(job.config, run, *further(job.config, now))}")
@@ -175,7 +175,7 @@ def done(job: Job, before: TrainState, now: TrainState, reason: str, run: Path, 
 
 
 def stopped(job: Job, now: TrainState, reason: str, failure: str, run: Path, memory: dict[str, Any]) -> list[str]:
-    """Of a job that has to stop before its end; failure: why its last checkpoint is not written, or empty."""
+    """Last lines of a job that has to stop before its end; failure: why its last checkpoint is not written, or empty."""
     step = now.progress.step
     checkpoint = (
         f"no checkpoint of step {step}: {failure}; older ones are there" if failure else f"the checkpoint of step {step} is written"
@@ -237,7 +237,7 @@ def metric_fields(metric: Metric) -> dict[str, Any]:
 
 
 def first_names(names: Sequence[str] | None) -> str:
-    """Of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress, ...`; empty where they have no names."""
+    """First names of the classes, after their number: `: T-shirt/top, Trouser, Pullover, Dress, ...`; empty where they have no names."""
     first = ""
     for name in map(short, names or ()):
         if len(first) + len(name) > CLASS_NAMES_WIDTH:

@@ -21,7 +21,7 @@ class Synchronizes(HasState, Protocol):
     """What a sync point needs of a learner."""
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """As Learner's."""
+        """Makes buffers equal: sync_buffers() of Learner."""
 
 
 class Loop(Protocol):

@@ -169,7 +169,7 @@ def open_log(config: Config, communicator: Communicator, start: Start, lock: Run
 
 
 def open_run_log(config: Config, communicator: Communicator, run: Path | None, lock: RunLock) -> Log:
-    """The same of a run that goes on; without one (None) the terminal alone. Every rank calls it. Raises as open_log()."""
+    """The log of a run, also of one that goes on; without one (None) the terminal alone. Every rank calls it. Raises as open_log()."""
 
     def sinks() -> list[Sink]:
         return [terminal_sink(sys.stdout, config.log)] if run is None else open_sinks(config, run, lock)

@@ -69,7 +69,7 @@ def map_arrays(file: BufferedReader) -> Arrays:
 
 
 def in_order(arrays: Arrays) -> Arrays:
-    """As they are in the file: each begins at a multiple of its item."""
+    """Arrays in the order of the file: each begins at a multiple of its item."""
     return dict(sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
@@ -93,6 +93,6 @@ def make_header(arrays: Arrays, metadata: dict[str, str] | None = None) -> bytes
 
 
 def to_bytes(array: np.ndarray) -> memoryview:
-    """Of the numbers in the order of C, low byte first; an array that has them otherwise is copied."""
+    """Bytes of the numbers in the order of C, low byte first; an array that has them otherwise is copied."""
     numbers: np.ndarray = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     return numbers.reshape(-1).view(np.uint8).data

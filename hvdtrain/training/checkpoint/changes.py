@@ -112,7 +112,7 @@ def _defaults_of(name: str, framework: str, config: Config) -> dict[str, Any]:
 
 
 def _default_form(config: Config) -> Any:
-    """Of the job's optimizer, where it has forms."""
+    """Default form of the job's optimizer, where it has forms."""
     if is_dotted(config.optim.name):
         return None
     field = options.options_of(plugins.find("optim", config.optim.name, config.where("optim.name"))).model_fields.get(_FORM)

@@ -60,7 +60,7 @@ class Checkpoints:
         self._over = threading.Event()
 
     def on_other_ranks(self, hosts: Sequence[str]) -> Checkpoints:
-        """Of the same job, where its communicator has other ranks than before."""
+        """Checkpoints of this job where its communicator has other ranks than before."""
         return Checkpoints(self._communicator, self._learner, self.run, self._limit_bytes, self.saver, hosts, self._go_on)
 
     @property
@@ -84,7 +84,7 @@ class Checkpoints:
             self.saver.save(now, self._learner)
 
     def save_if_due(self, now: TrainState) -> None:
-        """The same, where due() chose this step, or where this step was just evaluated."""
+        """Saves where due() chose this step, or where this step was just evaluated."""
         if self._learner.is_sharded:
             if self._expected:
                 self._expected = False
@@ -155,7 +155,7 @@ class Checkpoints:
         return not blind
 
     def _stop_writing(self, grace_s: float = 0.0) -> None:
-        """Of a rank other than 0: waits until its part is written, or after grace_s nobody needs one that has not begun."""
+        """Ends the writing of a rank other than 0: waits until its part is written, or after grace_s gives up one that has not begun."""
         if self._thread is not None:
             self._thread.join(grace_s)
             self._over.set()
@@ -177,7 +177,7 @@ class Checkpoints:
         return now
 
     def load_best(self) -> TrainState | None:
-        """The same of the checkpoint whose evaluation was best; None where none was evaluated."""
+        """Loads the checkpoint whose evaluation was best; None where none was evaluated."""
         return self._load(best_good)
 
     def _load(self, find: Callable[..., tuple[Checkpoint, Arrays, list[str]] | None]) -> TrainState | None:

@@ -103,7 +103,7 @@ def _give_name(checkpoints: Folder, unfinished: str, name: str) -> None:
 
 
 def unfinished_name(step: int, token: str) -> str:
-    """Of the folder of a checkpoint while it is written."""
+    """Name of the folder of a checkpoint while it is written."""
     return f".{name_of(step)}.{token}{UNFINISHED}"
 
 
@@ -198,7 +198,7 @@ def read_arrays(
 
 
 def _checksum(file: BufferedReader, on_piece: Callable[[], None]) -> str:
-    """Of what is left of a file."""
+    """Checksum of what is left of a file."""
     checksum, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
     while count := file.readinto(buffer):
         checksum.update(buffer[:count])
@@ -278,17 +278,17 @@ def _remove(checkpoints: Folder, name: str) -> None:
 
 
 def asked_for(folders: list[Path]) -> list[Path]:
-    """Those that a script wrote to be kept."""
+    """Checkpoints that a script wrote to be kept."""
     return [folder for folder, state in _states(folders).items() if state.is_kept]
 
 
 def best(folders: list[Path], count: int) -> list[Path]:
-    """Those that are best in the task's objective, the earlier first among equals; only where one was just evaluated."""
+    """Checkpoints that are best in the task's objective, the earlier first among equals; only where one was just evaluated."""
     return best_first(_states(folders if count else []))[:count]
 
 
 def _states(folders: list[Path]) -> dict[Path, TrainState]:
-    """Of those that can be read."""
+    """States of the checkpoints that can be read."""
     states = {}
     for folder in folders:
         with contextlib.suppress(Damaged):
@@ -297,7 +297,7 @@ def _states(folders: list[Path]) -> dict[Path, TrainState]:
 
 
 def best_first(states: Mapping[Path, TrainState]) -> list[Path]:
-    """Of checkpoints, oldest first, those that were evaluated at their own step, on as many samples as the newest one of them."""
+    """Checkpoints, of some given oldest first, that were evaluated at their own step, on as many samples as the newest one of them."""
     rated = {folder: state for folder, state in states.items() if state.evaluated == state.progress.step and not math.isnan(state.last)}
     newest = next(reversed(rated.values()), None)
     same = [folder for folder, state in rated.items() if newest is not None and state.comparable(newest)]

@@ -47,7 +47,7 @@ class Faults(NamedTuple):
 
 
 def faults_of(run: Path) -> Faults:
-    """Of the starts in events.jsonl: ranks that were lost, starts that failed, and starts without an end before the next one."""
+    """Faults in events.jsonl: ranks that were lost, starts that failed, and starts without an end before the next one."""
     count, seconds, open_since, last_s = 0, 0.0, math.nan, 0.0
     try:
         with Folder.open(run) as folder, folder.open_file("events.jsonl") as file:
@@ -75,7 +75,7 @@ def faults_of(run: Path) -> Faults:
 
 
 class AutoInterval:
-    """Of rank 0, which decides for all ranks at a sync point.
+    """The interval of checkpoints on rank 0, which decides for all ranks at a sync point.
 
     mtbf_hours: guard.mtbf_hours; without it what the run's events tell. longest_s: checkpoint.every_minutes. A checkpoint that is not
     written yet is taken to cost guessed_s.

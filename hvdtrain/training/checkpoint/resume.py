@@ -140,7 +140,7 @@ def newest_good(
 def best_good(
     run: Path, limit_bytes: int, *, mapped: bool = False, on_piece: Callable[[], None] = lambda: None
 ) -> tuple[Checkpoint, Arrays, list[str]] | None:
-    """The same of the checkpoint that was best in the task's objective when it was evaluated; None where none was evaluated."""
+    """The good checkpoint that was best in the task's objective when it was evaluated; None where none was evaluated."""
     folders = files.finished(run)
     rated = files.best(folders, len(folders))
     return _first_good(run, rated, limit_bytes, mapped, on_piece) if rated else None

@@ -18,7 +18,7 @@ _BESIDE_ARRAYS_BYTES = 2**14  # headers, progress.json, SHA256SUMS
 
 
 def needed_bytes(array_bytes: int) -> int:
-    """Of a checkpoint with so many bytes of arrays."""
+    """Bytes of a checkpoint with so many bytes of arrays."""
     return array_bytes + _BESIDE_ARRAYS_BYTES
 
 

@@ -70,7 +70,7 @@ def check_finite(arrays: Arrays) -> None:
 
 
 class Saver:
-    """Of rank 0 alone. Call save_if_due() after every sync point; no collective is inside. It emits events in the main thread only.
+    """Writes checkpoints, on rank 0. Call save_if_due() after every sync point; no collective is inside. Emits events in the main thread.
 
     limit_bytes: that a file of a checkpoint can have; an eighth of it is a guess of its size. record_config: writes the configuration
     with which this job trains to config.yaml, or raises OSError; it is called once there are weights that were trained with it.

@@ -23,7 +23,7 @@ IN_PARTS = "on several ranks (mpirun -np N) shard.stage=3 comm.engine=mpi gives 
 
 
 class TrainedModel(NamedTuple):
-    """The same on all ranks."""
+    """A trained model, equal on all ranks."""
 
     learner: Learner  # with shard.stage=3 on several ranks each has its parts of the weights: then every pass is a collective
     task: Task  # with the statistics of the training set

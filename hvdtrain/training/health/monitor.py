@@ -53,7 +53,7 @@ class HealthMonitor:
     fix: str = "a lower optim.base_lr, a longer recipe.warmup or optim.clip_norm; or guard.nonfinite=skip or rollback"  # of such numbers
 
     def flags(self, step: int | None = None) -> Sums:
-        """Of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
+        """Flags of this rank, to add up over ranks: whether it asks to stop, and whether it wants a checkpoint after `step` steps."""
         out_of_time = self.deadline is not None and self.deadline.near(self.longest_s, self.checkpoints.longest_s)
         save = step is not None and self.checkpoints.due(step)
         return {"stop.signal": float(bool(self.signals.received)), "stop.time": float(out_of_time), "save": float(save)}

@@ -69,7 +69,7 @@ def frames_of(thread: int) -> list[FrameType]:
 
 
 def frames_of_work(thread: int) -> list[FrameType]:
-    """As frames_of(), but of a thread that waits for samples the calls of the reader that reads them: what hangs is there."""
+    """Frames of a thread; of one that waits for samples the calls of the reader that reads them: what hangs is there."""
     frames = frames_of(thread)
     innermost = next((frame for frame in frames if f"{frame.f_globals.get('__name__')}".startswith("hvdtrain.")), None)
     if innermost is None or f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}" != "hvdtrain.training.input.prefetch.take":

@@ -28,7 +28,7 @@ def split_step(config: Config, progress: Progress, batch: int, first_batch: int,
 
 
 def passes_of_step(config: Config, largest_share: int, batch: int, first_batch: int) -> int:
-    """As micro_batches_per_step(); a pipeline takes more of them, so that its ranks wait less."""
+    """Passes of a step: micro_batches_per_step(); a pipeline takes more of them, so that its ranks wait less."""
     passes, parallel = micro_batches_per_step(config.batch, largest_share, batch, first_batch), config.parallel
     if parallel.pipeline == 1 or isinstance(config.batch.micro, int):
         return passes
@@ -51,7 +51,7 @@ def parts_of_step(config: BatchConfig, batch: int, first_batch: int) -> int:
 
 
 def fewest_samples(config: Config, batch: int, first_batch: int, readers: int) -> int:
-    """Of a pass of any of the ranks that divide a step of `batch` samples; passes without any do not count."""
+    """Fewest samples of a pass of any of the ranks that divide a step of `batch` samples; passes without any do not count."""
     share = -(-batch // readers)
     return max(1, batch // (readers * passes_of_step(config, share, batch, first_batch)))
 

@@ -78,7 +78,7 @@ class Prefetcher:
             self.waited_s += time.perf_counter() - began
 
     def evaluation(self, source: Source, batches: list[np.ndarray]) -> Iterator[Any | None]:
-        """As device_batches(), read ahead as far as the steps are."""
+        """Batches on the device, as device_batches() has them, read ahead as far as the steps are."""
         return device_batches(source, batches, self._learner, None if is_read_at_once(source) else self._pool, self.ahead)
 
     def prepare(self, progress: Progress) -> StepInput:

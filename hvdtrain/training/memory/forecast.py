@@ -63,7 +63,7 @@ class MemoryForecast:
 def forecast_memory(
     config: Config, task: Task, recipe: Recipe, ranks: int, features: frozenset[Feature], samples: int, evaluated: int, ahead: int
 ) -> MemoryForecast:
-    """Of the step with the largest batch of the recipe, over `samples` training samples."""
+    """The forecast of the step with the largest batch of the recipe, over `samples` training samples."""
     batch = max(recipe.batch.first, *recipe.batch.to, 1)
     share = largest_share(0, batch, max(1, ranks // config.parallel.ranks), samples, config.data.sampling)
     micro = config.batch.replace(micro=None) if config.batch.micro == "auto" else config.batch

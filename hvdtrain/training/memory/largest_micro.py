@@ -8,7 +8,7 @@ _MOST_GUESSES = 20  # after the first two
 
 
 def largest_micro(size: Callable[[int], float], most: int, room: float) -> int:
-    """Of 1 ... most samples, of which size() tells the bytes; 0 where one sample does not fit.
+    """The most samples, of 1 ... most, that fit; of so many size() tells the bytes; 0 where one sample does not fit.
 
     Memory is convex in the samples, so that what a line between two sizes says fits; where one is nearly flat, halves are faster.
     """

@@ -20,7 +20,7 @@ LEAST_WEIGHTS = 2**20  # numbers; a job with fewer is not predicted: that takes 
 
 
 class MemoryMeter:
-    """Of one rank. Made before the model is; begin() before the first step, end() after the last one."""
+    """Measures the memory of one rank. Made before the model is; begin() before the first step, end() after the last one."""
 
     def __init__(self, forecast: MemoryForecast, room: Room) -> None:
         self._forecast, self._room = forecast, room
@@ -76,13 +76,13 @@ def _needs(predicted: Footprint, on_gpu: bool) -> int:
 
 
 def resident_bytes() -> int:
-    """Of this process now; 0 where the system does not tell."""
+    """Resident bytes of this process now; 0 where the system does not tell."""
     found = re.search(r"^VmRSS:\s*(\d+) kB$", _status(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 
 
 def shared_bytes() -> int:
-    """Of that, pages of files and of memory shared with other ranks: libraries come in as they are used, and can go."""
+    """Resident bytes of files and of memory shared with other ranks: libraries come in as they are used, and can go."""
     return sum(1024 * int(size) for size in re.findall(r"^Rss(?:File|Shmem):\s*(\d+) kB$", _status(), re.MULTILINE))
 
 

@@ -24,19 +24,19 @@ class Room(NamedTuple):
 
 
 def room_of_rank(config: Config, communicator: Communicator) -> Room:
-    """Of the GPU that this rank trains on, or of its host."""
+    """Room of the GPU that this rank trains on, or of its host."""
     framework: Any = plugins.load("frameworks", config.framework, config.where("framework"))
     free = framework.free_device_bytes(config, communicator) if hasattr(framework, "free_device_bytes") else None
     return room(communicator.local_size) if free is None else Room(free, "the free memory of the GPU")
 
 
 def room(local_size: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Room:
-    """Of one of so many ranks on the host, beyond what this process has by now; without a limit that can be read, infinitely much."""
+    """Room of one of so many ranks on the host, beyond what this process has by now; without a limit that can be read, infinitely much."""
     return min([*_limits(proc), *_container(local_size, proc, cgroups), *_free(local_size, proc)], default=Room(_UNLIMITED, "no limit"))
 
 
 def _limits(proc: Path) -> Iterator[Room]:
-    """Of the addresses of this process, and of those among them that it may write to and shares with no other."""
+    """Limits of the addresses of this process, and of those among them that it may write to and shares with no other."""
     for which, field, name in ((resource.RLIMIT_AS, "VmSize", "ulimit -v"), (resource.RLIMIT_DATA, "VmData", "ulimit -d")):
         soft, _ = resource.getrlimit(which)
         size = _number(proc / "self" / "status", rf"^{field}:\s*(\d+) kB$")
@@ -45,7 +45,7 @@ def _limits(proc: Path) -> Iterator[Room]:
 
 
 def _container(local_size: int, proc: Path, cgroups: Path) -> Iterator[Room]:
-    """Of the control group of this process and those around it, in version 2 and 1; a container sees its own as the root."""
+    """Limits of the control group of this process and those around it, in version 2 and 1; a container sees its own as the root."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, named = line.partition(":")
         controllers, _, path = named.partition(":")

@@ -14,7 +14,7 @@ from hvdtrain.training.progress.train_state import Reached, TrainState
 
 
 def step_fields(task: Task, now: TrainState, sums: Sums, window_s: float, epochs: float) -> dict[str, Any]:
-    """Of the steps since the last sync point: their sums over all ranks, and their seconds; `epochs` of the job."""
+    """Fields of the steps since the last sync point: their sums over all ranks, and their seconds; `epochs` of the job."""
     p = now.progress
     return {
         "epochs": p.epochs,
@@ -39,7 +39,7 @@ def nonfinite_fields(config: Config, now: TrainState) -> dict[str, Any]:
 
 
 def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState, val: Sums, noise_scale: float) -> dict[str, Any]:
-    """Of an evaluation: `before` has the sums of training since the last one, `now` the state after it.
+    """Fields of an evaluation: `before` has the sums of training since the last one, `now` the state after it.
 
     The epoch is the one that it ends or lies in, counted from 1.
     """
@@ -62,13 +62,13 @@ def epoch_fields(config: Config, task: Task, before: TrainState, now: TrainState
 
 
 def target_fields(reached: Reached, objective: str) -> dict[str, Any]:
-    """Of a target that an evaluation was the first to reach."""
+    """Fields of a target that an evaluation was the first to reach."""
     fields = reached._asdict()
     return {"target": fields.pop("target"), f"val_{objective}": fields.pop("value"), "samples": fields.pop("images"), **fields}
 
 
 def energy_fields(now: TrainState, kinds: Collection[str], wall_s: float) -> dict[str, Any]:
-    """Of the event "epoch": what was used since the last evaluation, by the samples of `now.sums`."""
+    """Energy fields of the event "epoch": what was used since the last evaluation, by the samples of `now.sums`."""
     joules = epoch_energy(now, kinds)
     if not joules or not wall_s:
         return {"joules": {}}
@@ -83,7 +83,7 @@ def job_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
 
 
 def epoch_energy(now: TrainState, kinds: Collection[str]) -> dict[str, float]:
-    """The same, since the last evaluation."""
+    """Joules by kind since the last evaluation."""
     return _measured({"gpu": now.epoch_gpu_j, "cpu": now.epoch_cpu_j}, kinds)
 
 

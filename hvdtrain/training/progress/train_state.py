@@ -22,7 +22,7 @@ NumberOrNaN = Annotated[Number, WrapValidator(lambda value, number: math.nan if 
 
 
 def _no_sums() -> dict[str, Any]:
-    """Of classification, as the other defaults of TrainState."""
+    """Sums of classification, as the other defaults of TrainState."""
     return zero_sums(("loss", "right"))
 
 
@@ -47,7 +47,7 @@ class Reached(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainState:
-    """Of the whole job, over all its runs. It is taken at a sync point, so no sum is under way on the device.
+    """State of the whole job, over all its runs. It is taken at a sync point, so no sum is under way on the device.
 
     The types are those of progress.json too: from_json() checks a checkpoint against them.
     """

@@ -98,7 +98,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _array(thing: Any) -> Any:
-    """Of a NumPy array, or a tensor in host memory."""
+    """What identifies a NumPy array, or a tensor in host memory."""
     try:
         array = np.ascontiguousarray(thing)
         return array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()[:12]

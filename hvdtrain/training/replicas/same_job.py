@@ -81,5 +81,5 @@ def _text(theirs: Facts, kind: str, name: str) -> str | None:
 
 
 def _shown(name: str, value: str | None) -> str:
-    """As a message shows it; a secret of the configuration stays one."""
+    """A value as a message shows it; a secret of the configuration stays one."""
     return "nothing" if value is None else short(redaction.redact({name: value})[name])

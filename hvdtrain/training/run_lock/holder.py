@@ -48,7 +48,7 @@ def to_bytes(holder: Holder) -> bytes:
 
 
 def from_bytes(data: bytes) -> Holder:
-    """Of a file that is cut off or foreign: a holder without a host, whose token changes with the file."""
+    """The holder in a file; of one that is cut off or foreign a holder without a host, whose token changes with the file."""
     try:
         tree = json.loads(data)
         holder = Holder(*(kind(tree[name]) for name, kind in zip(Holder._fields, _KINDS, strict=True)))
@@ -75,7 +75,7 @@ def is_gone(holder: Holder) -> bool | None:
 
 
 def _machine() -> str:
-    """The same for all processes that see each other by number; empty where that is not known."""
+    """A name that is equal for all processes that see each other by number; empty where that is not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

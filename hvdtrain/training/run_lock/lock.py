@@ -95,7 +95,7 @@ class RunLock:
         return self._acquire(run, "")
 
     def take_over(self, run: Path, token: str) -> None:
-        """As acquire(), after the loss of the rank that had the lock with this token: it is gone, wherever it ran."""
+        """Acquires the lock after the loss of the rank that had the lock with this token: it is gone, wherever it ran."""
         self._acquire(run, token)
 
     @property

@@ -41,7 +41,7 @@ class EnergyMeter:
         return self.read_sums() if self._due else self._sums(dict.fromkeys(KINDS, 0.0), now_s - self._read_s)
 
     def read_sums(self) -> Sums:
-        """The same, with a reading whatever the time. Every rank calls it."""
+        """Sums with a reading whatever the time. Every rank calls it."""
         self._was_read = True
         return self._sums(self._counters.read(), 0.0)
 

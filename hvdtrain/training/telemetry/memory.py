@@ -11,7 +11,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes() -> int:
-    """Of the host's memory. Linux's ru_maxrss may be that of the process which started this one: it outlives exec, VmHWM does not."""
+    """Peak of the host's memory. Linux's ru_maxrss may be that of the process which started this one: it outlives exec, VmHWM does not."""
     try:
         (kb,) = re.findall(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     except (OSError, ValueError):

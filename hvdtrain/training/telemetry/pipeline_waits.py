@@ -29,7 +29,7 @@ class PipelineWaits:
         return np.array([np.median(values[self._stages == stage]) for stage in range(self._count)])
 
     def slowest(self, work_ms: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
-        """Of events: the rank that takes longest, relative to the others of its stage, and these; work_ms: (ranks,)."""
+        """Fields of events: the rank that takes longest, relative to the others of its stage, and these; work_ms: (ranks,)."""
         medians = self.of_stages(work_ms)
         times = work_ms / np.maximum(medians[self._stages], 1e-9)
         slowest = int(np.lexsort((work_ms, times.round(6)))[-1])  # where stages have one rank each, the one with most work
@@ -41,7 +41,7 @@ class PipelineWaits:
         return fields | {"stage_work_ms": medians.tolist(), "slowest_stage": int(medians.argmax())}
 
     def fields(self, sums: Sums, steps: int) -> dict[str, Any]:
-        """Of the event "step": `bubble`, of each rank, and what the schedule would have; nothing where there is no pipeline."""
+        """Fields of the event "step": `bubble`, of each rank, and what the schedule would have; nothing where there is no pipeline."""
         if "rank.waiting" not in sums:
             return {}
         seconds, waiting = np.array(sums["rank.passes"]), np.array(sums["rank.waiting"])

@@ -13,7 +13,7 @@ _MOST_BARS = 8  # of a line
 
 
 class StalenessMeter:
-    """Of rank 0; on other ranks there is nothing to count."""
+    """Counts staleness on rank 0; on other ranks there is nothing to count."""
 
     def __init__(self, log: UpdateLog | None = None) -> None:
         self._log = log
@@ -26,7 +26,7 @@ class StalenessMeter:
         return self
 
     def fields(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """Of the event "step": `staleness`, of the updates since the last one; nothing where no update is asynchronous."""
+        """Fields of the event "step": `staleness`, of the updates since the last one; nothing where no update is asynchronous."""
         if not updates:
             return {}
         if self._log:

@@ -50,7 +50,7 @@ def phases(heartbeat: Heartbeat, now_s: float | None = None) -> dict[str, float]
 
 
 def fields(heartbeat: Heartbeat) -> dict[str, Any]:
-    """Of the event "started"."""
+    """Fields of the event "started"."""
     found = phases(heartbeat)
     return {"start_s": found, "lines": [summary(found)]}
 

@@ -109,7 +109,7 @@ class Telemetry:
         self._learner.stopwatch.enter("data")
 
     def sync_sums(self) -> Sums:
-        """Of this rank since the last sync point, to add up over ranks; the host waits for the device here."""
+        """Sums of this rank since the last sync point, to add up over ranks; the host waits for the device here."""
         self._steps = self._learner.stopwatch.read()
         phases = total(self._steps)
         gpu = self._learner.gpu()

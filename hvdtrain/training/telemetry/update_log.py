@@ -25,7 +25,7 @@ _MOST_THREADS = 2**16
 
 
 class Header(NamedTuple):
-    """Of the job that wrote the log."""
+    """What the log says of the job that wrote it."""
 
     servers: int
     workers: int
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 
 
 class UpdateLog:
-    """Of rank 0. Update n is in a place that n gives, so that a job which goes on from a checkpoint replaces what came after it."""
+    """The log of updates, on rank 0. The place of update n follows from n: a job that goes on from a checkpoint replaces later ones."""
 
     def __init__(self, run: Path, header: Header) -> None:
         """header.first: updates done by now; a log in the folder that reaches up to there goes on."""
