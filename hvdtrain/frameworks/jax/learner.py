@@ -145,7 +145,7 @@ class JaxLearner(Learner):
         ]
 
     def _part_on_device(self, piece: Piece, array: np.ndarray) -> jax.Array:
-        """Of a whole array what this rank has; the caller keeps its memory."""
+        """This rank's part of a whole array; the caller keeps its memory."""
         part = array if piece.is_whole else np.asarray(array).reshape(-1)[piece.start : piece.stop]
         return self.target.to_device(np.array(part, piece.array.dtype))
 

@@ -57,7 +57,7 @@ class Formulas:
         return jnp.where(jnp.isfinite(sums["loss"] * sample_weights).all(), row, jnp.nan), sums
 
     def _outputs(self, weights: Weights, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Of each row as it is."""
+        """Outputs for each row as it is."""
         return self.model.outputs(weights, self.part.inputs(arrays))
 
 

@@ -51,7 +51,7 @@ def noise(hyper: Hyper, key: Any, like: Any) -> jax.Array:
 
 
 class Update:
-    """Of every parameter."""
+    """The update of every parameter."""
 
     def __init__(self, config: Config, optimizer: Optimizer, ranks: int) -> None:
         self.config, self.optimizer, self.ranks = config, optimizer, ranks
