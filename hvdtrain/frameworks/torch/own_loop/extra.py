@@ -21,7 +21,7 @@ _FIX = "numbers, texts, None, lists, mappings, arrays, tensors, or an object wit
 
 
 def to_arrays(extra: Mapping[str, Any]) -> Arrays:
-    """Of each value a copy. Raises UserError for one that is of another kind, and where all take more than MOST_BYTES."""
+    """A copy of each value. Raises UserError for one that is of another kind, and where all take more than MOST_BYTES."""
     arrays: Arrays = {}
     tree = _encoded(extra, "", arrays, 0)
     arrays[_TREE] = np.frombuffer(json.dumps(tree).encode(), np.uint8).copy()

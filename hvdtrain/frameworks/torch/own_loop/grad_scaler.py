@@ -19,7 +19,7 @@ class Scaled(NamedTuple):
 
 
 class Overflows:
-    """Those in a row, in which the scale is halved. All ranks have the same gradients, so their scalers find the same."""
+    """Overflows in a row, in which the scale is halved. All ranks have the same gradients, so their scalers find the same."""
 
     def __init__(self) -> None:
         self._in_a_row = 0

@@ -64,7 +64,7 @@ class Samples:
         return len(next(iter(self.fields.values())))
 
     def parts(self, number: int) -> list[Samples]:
-        """Of so many parts each, in order. One without samples has the first sample, which does not count there."""
+        """So many parts of the samples, in order. One without samples has the first sample, which does not count there."""
         found = []
         for part in range(number):
             begin, end = (len(self) * part // number, len(self) * (part + 1) // number)
@@ -138,13 +138,13 @@ class OwnLearner:
             self.buffers.save()
 
     def backward(self, loss: Any) -> None:
-        """As Context.backward(). A collective."""
+        """What Context.backward() does. A collective."""
         batch = self._begin_passes("ctx.backward()")
         _check_loss(loss, "ctx.backward()")
         self._passes([batch], lambda _: loss)
 
     def accumulate(self, loss_of: Callable[[Samples], Any], at_most: int) -> torch.Tensor:
-        """As Context.accumulate(). A collective."""
+        """What Context.accumulate() does. A collective."""
         batch = self._begin_passes("ctx.accumulate()")
         largest_share = math.ceil(self._global_batch / self.data.size)
         passes = math.ceil(largest_share / at_most)  # as many on every rank
@@ -229,7 +229,7 @@ class OwnLearner:
 
     @property
     def lr(self) -> float:
-        """Of the first parameter group now; 0 where it has none."""
+        """The rate of the first parameter group now; 0 where it has none."""
         return float(self._inner.param_groups[0].get("lr", 0.0))
 
     def sync_buffers(self, communicator: Communicator) -> None:
@@ -245,7 +245,7 @@ class OwnLearner:
         return self._state.pieces()
 
     def _show_weights_to_evaluate(self) -> None:
-        """Of an optimizer with modes, whichever the script has set; within a step it computes with the weights to train."""
+        """Switches an optimizer with modes, whichever the script has set; within a step it computes with the weights to train."""
         if self._batch is None:
             set_mode(self._inner, training=False)
 
@@ -253,13 +253,13 @@ class OwnLearner:
         return self._state.state_dict_names()
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """As Learner.load()."""
+        """Loads a state: Learner.load()."""
         set_mode(self._inner, training=False)
         self._state.load(state)
         self._batch = None
 
     def under_way(self) -> UnderWay | None:
-        """As Learner.under_way()."""
+        """What is under way: Learner.under_way()."""
         doing = doing_in(self._orders)
         return UnderWay(doing, None) if doing else None
 
