@@ -104,7 +104,7 @@ class Deferred(TorchDispatchMode):
         return found
 
     def _calls_for(self, tensor: torch.Tensor) -> list[Call]:
-        """Those that wrote the tensor, or one that it was computed from, in order."""
+        """Calls that wrote the tensor, or one that it was computed from, in order."""
         needed, found = _memory(tensor), []
         for call in reversed(self._calls):
             if needed & call.written:
@@ -149,7 +149,7 @@ def _is_large(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Of the memory that it would have, alone or as a view."""
+    """A key of the memory that it would have, alone or as a view."""
     return tensor.untyped_storage()._cdata
 
 

@@ -22,7 +22,7 @@ from hvdtrain.frameworks.torch.parallel.zero import of_shards, total_over
 
 
 class Stages(Protocol):
-    """Of a pipeline, of which each rank has some (pipeline/pipelined.py)."""
+    """Stages of a pipeline, of which each rank has some (pipeline/pipelined.py)."""
 
     summary: str
 

@@ -92,7 +92,7 @@ def shard_model(
     dtype: torch.dtype,
     communicating: Communicating = nullcontext,
 ) -> ShardedModel:
-    """The same for a model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors."""
+    """Shards a model that is there, whose parameters become others; `deferred` has the numbers of its meta tensors."""
     for name, p in model.named_parameters():
         if not p.ndim:
             what = f"the parameter {name} is a single number: shard.stage=3 gives each rank rows of each parameter"
@@ -174,7 +174,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def _options(config: Config, device_mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Of fully_shard(), for every unit."""
+    """Options of fully_shard(), for every unit."""
     on_host = config.shard.offload == "parameters"
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     return {
@@ -222,7 +222,7 @@ def _fill(
 
 
 def _order(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """Of the units. On a GPU the host does not wait for NCCL, and so for no answer."""
+    """What compares the order of the units on all ranks. On a GPU the host does not wait for NCCL, and so for no answer."""
     fix = (
         "the same blocks on every rank: with a weight of 0, or chosen by what all ranks have; or shard.stage=2, where each rank may choose"
     )

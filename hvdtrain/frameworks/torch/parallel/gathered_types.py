@@ -67,7 +67,7 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
 
 @torch.no_grad()
 def _cast_alone(model: torch.nn.Module, groups: Sequence[Any], x: torch.Tensor, dtype: torch.dtype) -> list[list[bool]]:
-    """Of each parameter of each group, whether passes cast it and do not read it otherwise. The model is in evaluation mode then."""
+    """For each parameter of each group, whether passes cast it and do not read it otherwise. The model is in evaluation mode then."""
     on_device = [x.device] if x.device.type == "cuda" else []
     autocast = torch.autocast(x.device.type, dtype, cache_enabled=False)
     with torch.random.fork_rng(devices=on_device), autocast, _Reads(groups, dtype) as reads:
@@ -116,7 +116,7 @@ class _Reads(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its storage."""
+    """Address of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 

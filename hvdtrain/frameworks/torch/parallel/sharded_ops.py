@@ -46,7 +46,7 @@ class ShardedOps(TorchOps):
         return found
 
     def _are_cut(self, p: Parts) -> list[bool]:
-        """Of each parameter, whether a rank has only a part of it; the same on every rank."""
+        """For each parameter, whether a rank has only a part of it; the same on every rank."""
         key = tuple(p)
         if key not in self._cut:
             own = [0 < shard.stop - shard.start < math.prod(shard.shape) for shard in (self._shards[q] for q in p)]

@@ -45,7 +45,7 @@ class Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter that one process would have."""
+        """Shape of the parameter that one process would have."""
         return self.cut.whole_shape(tuple(self.whole.shape))
 
     def of(self, array: Any) -> Any:
@@ -104,11 +104,11 @@ class Strategy:
         return x
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Of these, those that this rank makes; as Learner has it."""
+        """Steps, of these, that this rank makes; as Learner has it."""
         return steps
 
     def read_updates(self) -> list[Update]:
-        """Of asynchronous steps, since it was last called; as Learner has it."""
+        """Updates of asynchronous steps, since it was last called; as Learner has it."""
         return []
 
     def begin_step(self, hyper: Hyper) -> None:

@@ -262,7 +262,7 @@ class _Bucket:
 
     @torch.no_grad()
     def put_together(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """As Zero.put_together()."""
+        """Puts parts together: Zero.put_together()."""
         row = torch.empty_like(self._weights)
         for shard in self.shards:
             begin = self._begins[shard.whole] + shard.start
@@ -273,7 +273,7 @@ class _Bucket:
 
 
 def total_over(shard: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """As Strategy.total(), over the ranks that have parts."""
+    """A total as Strategy.total() has it, over the ranks that have parts."""
     return shard.allreduce(x.to(reduction_device(x.device, shard)), f"shards.{x.dtype}.{x.numel()}").to(x.device)
 
 
@@ -285,7 +285,7 @@ def shard_summary(mesh: Mesh) -> str:
 def of_shards(
     optimizer: torch.optim.Optimizer, shards: dict[torch.nn.Parameter, Shard], total: Total, rank: int = 0, size: int = 1
 ) -> torch.optim.Optimizer:
-    """The same optimizer, without state, for the shards in the place of the parameters.
+    """This optimizer, without state, for the shards in the place of the parameters.
 
     rank, size: of the ranks over which total() adds up, for rules that need whole matrices; others do without
     """

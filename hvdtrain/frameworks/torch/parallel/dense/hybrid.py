@@ -70,7 +70,7 @@ class DenseTurns:
         return self.layers.parameters[0].new_zeros(0, self.layers.inputs)
 
     def turns_of(self, own: int, updates: int = 1) -> list[Turn]:
-        """Of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
+        """Turns of a step in which this rank has `own` rows, and the layers that many updates. A collective."""
         rows = self.exchange.rows_of_ranks(own)
         return rows_of_turns(self.scheme, rows) if updates == 1 else rows_of_updates(self.scheme, rows, updates)
 

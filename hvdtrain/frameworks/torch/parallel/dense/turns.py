@@ -47,7 +47,7 @@ def rows_of_updates(scheme: Scheme, rows: list[int], updates: int) -> list[Turn]
 
 
 def turn_learning_rate(lr: float, samples: int, batch: int) -> float:
-    """Of the dense part in a turn of so many samples, where `lr` is that of the whole batch: in proportion to the batch.
+    """Rate of the dense part in a turn of so many samples, where `lr` is that of the whole batch: in proportion to the batch.
 
     Krizhevsky 2014, section 5: theory asks for the square root of the ratio of the batches; the ratio itself was what worked best, and
     with it momentum and the coefficient of weight decay stay as they are.

@@ -15,7 +15,7 @@ class LostMeanwhile(Exception):
 
 
 class Agreement:
-    """Of this server with the others, whose group no worker is in: its collectives go on when a worker is lost.
+    """Agreement of this server with the others, whose group no worker is in: its collectives go on when a worker is lost.
 
     An update is made of messages of workers first, then of collectives of the group alone. Between them the servers agree that each has
     what it needs. So all have made the same updates whenever a worker is lost, and each of them as a whole.
@@ -25,7 +25,7 @@ class Agreement:
         self._world, self._group = world, group
 
     def of_group(self, group: Communicator) -> Agreement:
-        """The same servers after a loss."""
+        """The agreement of these servers after a loss."""
         return Agreement(self._world, group)
 
     @contextlib.contextmanager

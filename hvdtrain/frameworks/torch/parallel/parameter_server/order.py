@@ -55,7 +55,7 @@ class Order:
         self._reads = {worker: read.read for worker, read in window.reads.items()}
 
     def window(self, version: int) -> Window:
-        """As it is after so many updates: later ones are not made, and their gradients are outstanding."""
+        """The window after so many updates: later ones are not made, and their gradients are outstanding."""
         made = version - self._window.first
         reads = {worker: Outstanding(self._tickets[worker], read) for worker, read in self._reads.items()}
         for number, update in enumerate(self._updates[made:], start=version):
@@ -63,7 +63,7 @@ class Order:
         return self._window._replace(updates=self._updates[:made], reads=reads)
 
     def read_updates(self) -> list[Update]:
-        """Of the window, at its end."""
+        """Updates of the window, at its end."""
         updates, self._updates = self._updates, []
         return updates
 

@@ -20,7 +20,7 @@ class Slot(NamedTuple):
 
 
 class Ranges:
-    """The same on all ranks. Buckets go from the last layer to the first, so that backward fills them in order; of each of them a server
+    """Ranges of the weights, equal on all ranks. Buckets go from the last layer to the first, as backward fills them; of each a server
     has a contiguous part, and all its parts lie in one flat memory, one behind the other.
     """
 
@@ -38,15 +38,15 @@ class Ranges:
                 begin += p.numel()
 
     def part(self, bucket: int, server: int) -> slice:
-        """Of a bucket, what a server has."""
+        """What a server has of a bucket."""
         return part_of(self.lengths[bucket], server, self.servers)
 
     def length(self, server: int) -> int:
-        """Of a server's flat memory."""
+        """Length of a server's flat memory."""
         return sum(part.stop - part.start for part in (self.part(i, server) for i in range(len(self.buckets))))
 
     def split(self, own: torch.Tensor, server: int) -> list[torch.Tensor]:
-        """Of a server's flat memory the part of each bucket."""
+        """The part of each bucket in a server's flat memory."""
         parts = [self.part(i, server) for i in range(len(self.buckets))]
         return list(own.split([part.stop - part.start for part in parts]))
 

@@ -34,7 +34,7 @@ def end_all(handles: Iterable[Handle]) -> None:
 
 
 class Turns(Protocol):
-    """Of one server; all servers get the same answers, in the same order."""
+    """Turns of one server; all servers get the same answers, in the same order."""
 
     def begin(self, first: int, behind: int) -> None:
         """Updates first ... behind - 1 come next; a sync point is behind them."""

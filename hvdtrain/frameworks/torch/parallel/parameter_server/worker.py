@@ -54,7 +54,7 @@ class Worker(Strategy):
         return self._ranges.servers
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterator[Progress]:
-        """Those of the tickets that the first server gives; all of them with servers.bound=0."""
+        """Steps of the tickets that the first server gives; all of them with servers.bound=0."""
         first = self._sync_points.begin(steps[0].step)
         self._begin()
         for ticket in self._tickets() if self._config.are_asynchronous else range(first, steps[-1].step + 1):

@@ -138,7 +138,7 @@ class Pipeline:
         return made
 
     def _order(self, micro: int, backward: bool) -> list[Action]:
-        """Of this rank."""
+        """The order of this rank's actions."""
         key = (micro, backward)
         if key not in self._orders:
             found = timeline(self._schedule, self._ranks.size, micro, len(self._stages), backward=backward)
@@ -283,7 +283,7 @@ def form_of(outputs: Any) -> np.ndarray:
 
 
 def _tag(stage: int, *, backward: bool = False) -> int:
-    """Of messages into a stage, or of the gradients that come back out of it."""
+    """Tag of messages into a stage, or of the gradients that come back out of it."""
     return 1 + 2 * stage + backward
 
 

@@ -31,7 +31,7 @@ def agreed_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast, c
 
 
 def own_seconds(units: Sequence[Unit], x: torch.Tensor, autocast: Autocast) -> list[Seconds]:
-    """Of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError for a unit that fails."""
+    """Seconds of a forward and a backward pass of x, (n, ...), in training mode. Raises UserError for a unit that fails."""
     Stage(units).train()
     return measured_seconds([unit._replace(call=_in_precision(unit.call, autocast)) for unit in units], x)
 

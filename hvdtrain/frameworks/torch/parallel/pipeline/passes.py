@@ -11,7 +11,7 @@ from hvdtrain.frameworks.torch.parallel.pipeline.stages import Stage
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory: neither a leaf nor a view of one, which autograd lets no unit change in place, as nn.ReLU(inplace=True) does."""
+    """An alias of memory: neither a leaf nor a view of one, which autograd lets no unit change in place, as nn.ReLU(inplace=True) does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ Autocast = Callable[[torch.device], AbstractContextManager[Any]]
 
 @torch.no_grad()
 def planned_first_units(model: nn.Module, config: Config, x: torch.Tensor) -> list[int]:
-    """As first_units(), for an x without numbers; that the units give what the model gives is not checked.
+    """The first units, see first_units(), for an x without numbers; that the units give what the model gives is not checked.
 
     Nothing is measured: with parallel.balance=seconds stages are cut by operations.
     """

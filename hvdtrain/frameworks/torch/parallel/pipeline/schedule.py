@@ -29,14 +29,14 @@ class Timed(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Of one micro-batch in one stage; the gradients of the inputs and of the weights take half of `backward` each."""
+    """Seconds of one micro-batch in one stage; the gradients of the inputs and of the weights take half of `backward` each."""
 
     forward: float
     backward: float
 
 
 class UnitCost(NamedTuple):
-    """Of one unit of a model, and a micro-batch."""
+    """Cost of one unit of a model, for a micro-batch."""
 
     name: str
     operations: float  # floating-point, of the forward pass
@@ -53,7 +53,7 @@ def of_stages(units: Sequence[Seconds], cuts: Sequence[int]) -> list[Seconds]:
 
 
 class Timeline(NamedTuple):
-    """Of each rank its passes, in order."""
+    """The passes of each rank, in order."""
 
     ranks: list[list[Timed]]
 

@@ -86,7 +86,7 @@ def tied_parameters(model: nn.Module, stages: Sequence[Stage]) -> list[Tied]:
 
 
 def measured_seconds(units: Sequence[Unit], x: torch.Tensor, repeats: int = 5) -> list[Seconds]:
-    """Of a forward and a backward pass of one micro-batch in each unit: the fastest of `repeats`, after one that is not counted.
+    """Seconds of a forward and a backward pass of one micro-batch in each unit: the fastest of `repeats`, after one that is not counted.
 
     x: (n, ...) what the first unit takes. Gradients, buffers and torch's generators are as before. Raises UserError for a unit that fails.
     """

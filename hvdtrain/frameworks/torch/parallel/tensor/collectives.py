@@ -25,7 +25,7 @@ class Positions:
         self.count = count
 
     def part(self, communicator: Communicator) -> slice:
-        """Those of a rank: the first ranks have one more where they do not divide."""
+        """Positions of a rank: the first ranks have one more where they do not divide."""
         return part_of(self.count, communicator.rank, communicator.size)
 
 
@@ -69,7 +69,7 @@ class Link(NamedTuple):
         return x.device if "device_memory" in self.communicator.features else torch.device("cpu")
 
     def ready(self, x: torch.Tensor) -> torch.Tensor:
-        """As engines take it: contiguous, in host memory or on the device, and no tensor of inference mode, to which Horovod's thread may
+        """A tensor as engines take it: contiguous, on the host or the device, and not of inference mode, to which Horovod's thread may
         not write."""
         x = x.clone() if x.is_inference() else x
         return x.to(self.device_of(x)).contiguous()

@@ -43,7 +43,7 @@ class Way(NamedTuple):
     unit: int  # features that stay together, as those of a head
 
     def cuts(self, layer: nn.Module, parts: int, index: int) -> dict[str, Cut]:
-        """Of its parameters that are cut, by name."""
+        """Cuts of the layer's parameters that are cut, by name."""
         if self.kind == "sequence":
             return {}
         if self.kind == "rows":
@@ -129,7 +129,7 @@ class CutLayers:
 
     @torch.no_grad()
     def cut(self, unit: nn.Module) -> None:
-        """Those inside of `unit`, a module of the model or the model itself. A parameter that several layers have stays one."""
+        """Cuts the layers inside of `unit`, a module of the model or the model itself. A parameter that several layers have stays one."""
         inside, new = set(unit.modules()), dict[nn.Module, nn.Module]()
         layers = {name: module for name, module in self._model.named_modules() if name in self._ways and module in inside}
         for name, layer in layers.items():
@@ -168,7 +168,7 @@ def cut_model(
 
 
 def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrder:
-    """Of the ranks of a tensor group. On a GPU the host does not wait for NCCL, and so for no answer."""
+    """What compares the order of layers on the ranks of a tensor group. On a GPU the host does not wait for NCCL, and so for no answer."""
     fix = "the same layers on every rank of a tensor group: chosen by its samples, or by torch.rand()"
     fix += ", which gives them the same numbers" + "; parallel.sequence=false" * config.parallel.sequence
     lags = device.type == "cuda" and "nccl" in mesh.tensor.features
@@ -176,7 +176,7 @@ def order_of_layers(config: Config, mesh: Mesh, device: torch.device) -> SameOrd
 
 
 def not_zeros(x: torch.Tensor) -> torch.Tensor:
-    """Of the shape, type and device of x, the same on all ranks; tokens stay what they are."""
+    """Numbers of the shape, type and device of x, the same on all ranks; tokens stay what they are."""
     return torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(x) if x.is_floating_point() else x
 
 
@@ -269,7 +269,7 @@ def _check_shared(model: nn.Module, ways: Mapping[str, Way], where: str) -> None
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Of each module, with one that several modules have as often as they do."""
+    """Parameters of each module, with one that several modules have as often as they do."""
     for name, module in model.named_modules():
         yield from ((name, key, p) for key, p in module._parameters.items() if p is not None)
 
