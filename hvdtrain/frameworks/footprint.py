@@ -23,7 +23,7 @@ class PlannedStep(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Of rank 0, whose parts are the largest. The kinds add up to the most that is alive at once, not to the most of each."""
+    """Memory of rank 0, whose parts are the largest. The kinds add up to the most that is alive at once, not to the most of each."""
 
     weights: int = 0
     gradients: int = 0  # and the buckets in which they stay

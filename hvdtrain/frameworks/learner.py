@@ -158,7 +158,7 @@ class Learner(HasState, Protocol):
         """ "count" and Task.sums of a DeviceBatch in evaluation mode: no dropout, no label smoothing, running statistics."""
 
     def predict(self, batch: Any) -> Predictions:
-        """As evaluate(), with the model's outputs too, for which the host waits. The DeviceBatch has samples."""
+        """An evaluation with the model's outputs, for which the host waits. The DeviceBatch has samples."""
 
     def describe(self) -> str:
         """One line: model, number of parameters, number type, device, and how gradients are reduced."""
@@ -195,14 +195,14 @@ class Learner(HasState, Protocol):
         return nullcontext()
 
     def own_steps(self, steps: Sequence[Progress]) -> Iterable[Progress]:
-        """Of the steps up to the next sync point, those that this rank makes, in order: which is known only as they come.
+        """Steps up to the next sync point that this rank makes, in order: which is known only as they come.
 
         Each step is made before the next one is asked for; then all ranks call sync_buffers().
         """
         return steps
 
     def read_updates(self) -> list[Update]:
-        """Of asynchronous steps, in order, since it was last called; on rank 0 alone."""
+        """Updates of asynchronous steps, in order, since it was last called; on rank 0 alone."""
         return []
 
     def read_waited(self) -> Waited | None:
@@ -210,7 +210,7 @@ class Learner(HasState, Protocol):
         return None
 
     def last_passes(self) -> list[TimedPass]:
-        """Of this rank in the last step of a pipeline, in order; none where every rank has all layers."""
+        """Passes of this rank in the last step of a pipeline, in order; none where every rank has all layers."""
         return []
 
     def under_way(self) -> UnderWay | None:

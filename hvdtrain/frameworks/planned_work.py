@@ -9,7 +9,7 @@ from hvdtrain.frameworks.footprint import Footprint
 
 
 class PlannedWork(NamedTuple):
-    """Of the first rank of a stage of a pipeline, whose parts are the largest of its stage; without a pipeline of rank 0."""
+    """Work of the first rank of a stage of a pipeline, whose parts are the largest of its stage; without a pipeline of rank 0."""
 
     footprint: Footprint
     flops: float  # of matrix products, convolutions and attention, forward and backward; a multiply-add counts as two

@@ -14,7 +14,7 @@ from hvdtrain.errors import UserError
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """As Learner.state_dict_names(), of a framework whose users know the same names without "p." and "b."."""
+    """Names in a state dict, see Learner.state_dict_names(), of a framework whose users know the same names without "p." and "b."."""
     return {name[2:]: name for name in names if name.startswith(("p.", "b."))}
 
 

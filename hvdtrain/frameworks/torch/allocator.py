@@ -30,7 +30,7 @@ def return_large() -> bool:
     """Whether glibc now returns what has LARGE bytes or more as soon as it is freed. Settings in the environment win here, too.
 
     12 layers of width 256 and 256 tokens, adamw, stage 3 on 2 ranks: 156 MB of resident memory in place of 270, of which 151 are tensors
-    and libraries; the time of a step is the same (docs/memory.md).
+    and libraries; the time of a step is the same (benchmarks/memory.md).
     """
     mallopt = _mallopt()
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, LARGE) == 1

@@ -12,7 +12,7 @@ from hvdtrain.data.images.resized_crop import WEIGHT_ONE, interpolate_box
 
 
 def augment_batch(batch: Batch) -> Batch:
-    """As in data/images/augment.py, for tensors "x" and "partner_x" uint8 (n, C, H, W); the other values may be arrays or tensors."""
+    """Augmentation of data/images/augment.py for tensors "x", "partner_x" uint8 (n, C, H, W); the other values may be arrays or tensors."""
     return augment.augment_batch_with(apply, mixup, batch)
 
 

@@ -29,7 +29,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """As they were at the last save(), to the last bit, in the same tensors."""
+        """Sets buffers to what they were at the last save(), to the last bit, in the same tensors."""
         for table, before, copies in self._saved:
             table.clear()
             table.update(before)

@@ -111,7 +111,7 @@ def device_of_rank(config: Config, communicator: Communicator) -> torch.device:
 
 
 def _first_units(model: torch.nn.Module, config: Config, task: Task, mesh: Mesh, precision: Precision, like: torch.Tensor) -> list[int]:
-    """Of each stage. A collective."""
+    """The first unit of each stage. A collective."""
     from hvdtrain.frameworks.torch.parallel.pipeline.measured import agreed_seconds, samples_of_pass
     from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import first_units
 
@@ -149,7 +149,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[Any]:
-    """Of each unit at which parallel.pipeline may cut the model its name, operations and measured seconds, with so many samples.
+    """Name, operations and measured seconds of each unit at which parallel.pipeline may cut the model, with so many samples.
 
     Raises UserError where the model does not say where it may be cut.
     """
@@ -199,7 +199,7 @@ def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, feat
 
 
 def free_device_bytes(config: Config, communicator: Communicator) -> int | None:
-    """Of this rank's GPU, for each of the ranks that share it; None where it computes on the CPU."""
+    """Free bytes of this rank's GPU, for each of the ranks that share it; None where it computes on the CPU."""
     device = pick_device(config, communicator)
     if device.type == "cpu":
         return None

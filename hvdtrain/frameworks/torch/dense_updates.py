@@ -24,7 +24,7 @@ from hvdtrain.frameworks.torch.precision import LossScale, NoScale
 
 
 class DenseUpdates:
-    """Of parallel.dense_updates. The step's end is left with the update of all other parameters, from their gradients.
+    """The updates of parallel.dense_updates. The step's end is left with the update of all other parameters, from their gradients.
 
     An update of the dense part is made of its turn alone: the mean gradient over the turn's samples, clipped by itself, the turn's share of
     the learning rate, and a rule's count of updates. Where a step with numbers that are not finite is to be left out, it is from the first
@@ -47,7 +47,7 @@ class DenseUpdates:
         self.bad = torch.zeros((), dtype=torch.bool)  # whether a gradient of the step so far is not finite; of this rank
 
     def others(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those that are updated at the step's end."""
+        """Shards that are updated at the step's end."""
         dense = set(self.parameters)
         return [shard for shard in shards if shard.whole not in dense]
 

@@ -64,7 +64,7 @@ def gpu(device: torch.device) -> Gpu | None:
 
 
 def _uuid(device: torch.device) -> str:
-    """Of a GPU, or of the part of one that this process sees; "" where torch does not know it."""
+    """UUID of a GPU, or of the part of one that this process sees; "" where torch does not know it."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
@@ -101,7 +101,7 @@ def check_shared(device: torch.device, communicator: Communicator, where: str) -
 
 
 def shared_gpu(owners: Sequence[tuple[str, str | None]]) -> str:
-    """As "ranks 0, 2 on HOST train on one GPU", of the first GPU that two ranks have, or ""; `owners` has each rank's host and GPU."""
+    """A text, "ranks 0, 2 on HOST train on one GPU", for the first GPU of two ranks, or ""; `owners` has each rank's host and GPU."""
     for host, gpu in dict.fromkeys(owners):
         ranks = [rank for rank, owner in enumerate(owners) if owner == (host, gpu)]
         if gpu is not None and len(ranks) > 1:

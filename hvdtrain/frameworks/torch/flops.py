@@ -66,7 +66,7 @@ _FORMULAS: dict[Any, Any] = {
 
 
 def step_flops(learner: Any, micro: Sequence[Batch], hyper: Hyper) -> int:
-    """Of the matrix products and convolutions of one step, forward and backward, which this makes; a multiply-add counts as two.
+    """Operations of the matrix products and convolutions of one step, forward and backward, which this makes; a multiply-add counts as two.
 
     Every rank calls it. What torch.compile fuses is not counted.
     """

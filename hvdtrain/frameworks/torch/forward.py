@@ -103,7 +103,7 @@ class Forward:
         return x
 
     def losses(self, outputs: Any, batch: DeviceBatch, *, training: bool) -> Losses:
-        """Of the model's outputs for a batch with samples, whose labels may still be on their way to the device: it waits for them.
+        """Losses of the model's outputs for a batch with samples, whose labels may still be on their way to the device: it waits for them.
 
         The last stage of a pipeline has read no inputs of this batch.
         """
@@ -111,7 +111,7 @@ class Forward:
         return self._losses(self._in_weights_type(outputs), batch, training)
 
     def train(self, batch: DeviceBatch) -> Losses:
-        """Of samples that are learned from; the model is in training mode."""
+        """Losses of samples that are learned from; the model is in training mode."""
         x = self.inputs_of(batch)
         with self.precision.autocast(x.device), _with_enough_samples(len(x)):
             outputs = self._training(x)
@@ -120,7 +120,7 @@ class Forward:
         return self._losses(self._in_weights_type(outputs), batch, training=True)
 
     def evaluate(self, batch: DeviceBatch) -> Evaluated:
-        """Of samples that are not learned from; the model is in evaluation mode, and gradients are off.
+        """The evaluation of samples that are not learned from; the model is in evaluation mode, and gradients are off.
 
         The outputs are the mean over the views of each sample; the model is called for one view after the other.
         """

@@ -47,7 +47,7 @@ def samples_of(batch: DeviceBatch, rows: slice) -> DeviceBatch:
 
 
 class Inputs:
-    """Of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
+    """Inputs of one rank. to_device() may be called from other threads than the one that trains: on a GPU it has a stream of its own."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype, channels_last: bool) -> None:
         self.device, self._task, self._dtype, self._channels_last = device, task, dtype, channels_last
@@ -121,7 +121,7 @@ class Inputs:
         return {name: self._in_order(name, self._copy(batch[name])) for name in names if name in batch}
 
     def _gather_cached(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The same, of the samples "indices" and "partner_indices" of the cached set."""
+        """Tensors of the samples "indices" and "partner_indices" of the cached set."""
         arrays = {}
         for indices, prefix in (("indices", ""), ("partner_indices", "partner_")):
             if indices in batch:

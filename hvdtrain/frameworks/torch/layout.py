@@ -43,7 +43,7 @@ class _Cut(NamedTuple):
 
 
 def layout(config: Config, task: Task, ranks: int) -> Layout:
-    """Of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
+    """The layout of a job on so many ranks; nothing is trained. Raises UserError where the model cannot be cut so."""
     parallel = config.parallel
     model, like = checked_model(config, task), torch.empty(0)
     layers = _layers(model, example(2, config, task, like))
@@ -97,7 +97,7 @@ def _bytes_of_sample(x: Any) -> int:
 
 
 def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict[str, _Cut]:
-    """Of the layers that the ranks of a tensor group have in parts, by name."""
+    """Cuts of the layers that the ranks of a tensor group have in parts, by name."""
     parts, where = config.parallel.tensor, config.where("parallel.tensor")
     if parts == 1:
         return {}
@@ -118,7 +118,7 @@ def _tensor_cuts(model: nn.Module, config: Config, layers: list[_Layer]) -> dict
 
 
 def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Layer]) -> dict[str, _Cut]:
-    """Of the layers of the dense part, whose neurons are on all ranks."""
+    """Cuts of the layers of the dense part, whose neurons are on all ranks."""
     if config.parallel.dense == "none":
         return {}
     hybrid = HybridModel(model, PlannedCommunicator(ranks, frozenset()), config.parallel.dense, config.where("parallel.dense"))
@@ -132,7 +132,7 @@ def _dense_cuts(model: nn.Module, config: Config, ranks: int, layers: list[_Laye
 
 
 def _stages(model: nn.Module, config: Config, task: Task) -> tuple[dict[str, int], str]:
-    """Of each layer its stage, and what a stage sends the next one."""
+    """The stage of each layer, and what a stage sends the next one."""
     if config.parallel.pipeline == 1:
         return {}, ""
     like = torch.empty(0)
@@ -209,7 +209,7 @@ def _share(index: int, parts: int) -> Held:
 
 
 def _part(length: int, rank: int, ranks: int) -> Held:
-    """As layers are cut: the first ranks have one more."""
+    """What a rank has of a layer that is cut: the first ranks have one more."""
     part = part_of(length, rank, ranks)
     return Held(part.start / length, part.stop / length)
 

@@ -174,7 +174,7 @@ class TorchLearner(Learner):
         return sums
 
     def _dropout_stream(self) -> int:
-        """Of its samples, its stage and its positions: ranks of a tensor group that have all positions drop the same."""
+        """A number for dropout, of samples, stage and positions: ranks of a tensor group that have all positions drop the same."""
         part = self.mesh.tensor.rank if self.config.parallel.sequence else 0
         readers = self.readers or self.data
         return readers.rank + readers.size * (self.mesh.pipe.rank + self.mesh.pipe.size * part)
@@ -208,7 +208,7 @@ class TorchLearner(Learner):
         return losses.sums
 
     def _all_passes(self, micro: Sequence[DeviceBatch], divisor: int, is_last: bool) -> Sums:
-        """Those of all micro-batches of a step through the stages of this rank; the last stage's has the sums."""
+        """Passes of all micro-batches of a step through the stages of this rank; the last stage's has the sums."""
         assert self.pipelined is not None
         sums = zero_sums(self.forward.task.sums)
 

@@ -119,5 +119,5 @@ def _in_transit(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Of a DTensor the memory of this rank."""
+    """The storage of a tensor; of a DTensor the memory of this rank."""
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()

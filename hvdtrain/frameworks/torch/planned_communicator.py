@@ -82,7 +82,7 @@ class PlannedCommunicator:
 
 
 def planned_mesh(config: Config, ranks: int, features: frozenset[Feature], stage: int, moved: list[Moved]) -> Mesh:
-    """Of so many ranks, the first one of a stage of their pipelines; what it sends is appended to `moved`."""
+    """The mesh of so many ranks, for the first one of a stage of their pipelines; what it sends is appended to `moved`."""
     tensor, readers = config.parallel.tensor, ranks // config.parallel.ranks
     own = coordinates(stage * readers * tensor, readers, tensor)
 

@@ -39,7 +39,7 @@ _FUSION_MB = 4.0  # as comm.fusion_mb says
 
 
 def predict(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> Footprint:
-    """Of the rank that takes most of so many, with an engine of these features. Nothing is allocated; takes about a second for each stage
+    """Memory of the rank that takes most of so many, with an engine of these features. Nothing is allocated; a second for each stage
     of a pipeline, and no rank's help.
 
     Raises UserError where the model cannot be called with tensors that have no numbers, or cut.
@@ -49,7 +49,7 @@ def predict(config: Config, task: Task, step: PlannedStep, ranks: int, features:
 
 
 def planned_work(config: Config, task: Task, step: PlannedStep, ranks: int, features: frozenset[Feature]) -> list[PlannedWork]:
-    """Of the first rank of each stage of the pipeline, or of rank 0 without one: what it computes, sends and keeps in a step.
+    """Work of the first rank of each stage of the pipeline, or of rank 0 without one: what it computes, sends and keeps in a step.
 
     Raises UserError as predict() does.
     """
@@ -173,7 +173,7 @@ def _learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature
 def _divided_learner(
     config: Config, task: Task, mesh: Mesh, model: torch.nn.Module, precision: Precision, stopwatch: ReplaceableStopwatch
 ) -> TorchLearner:
-    """Of ranks that have one model together, as build() makes it."""
+    """A learner of ranks that have one model together, as build() makes it."""
     from hvdtrain.frameworks.torch.parallel.pipeline.pipelined import Pipelined
     from hvdtrain.frameworks.torch.parallel.pipeline.planned import planned_first_units, planned_forms
     from hvdtrain.frameworks.torch.parallel.tensor.plan import cut_model, order_of_layers, plan_of
@@ -195,7 +195,7 @@ def _divided_learner(
 
 
 def _sharded_learner(config: Config, task: Task, mesh: Mesh, features: frozenset[Feature]) -> TorchLearner:
-    """Of shard.stage=3, by FSDP2."""
+    """A learner of shard.stage=3, by FSDP2."""
     from hvdtrain.frameworks.torch.parallel.fsdp import shard_model  # half a second
     from hvdtrain.frameworks.torch.planned_mesh import PlannedMesh
 
@@ -228,7 +228,7 @@ def mark(learner: TorchLearner, live: LiveStorages) -> None:
 
 
 def state_bytes(learner: TorchLearner) -> int:
-    """Of what rank 0 copies for a checkpoint: the weights, or its part of them, and its part of the optimizer's state."""
+    """Bytes of what rank 0 copies for a checkpoint: the weights, or its part of them, and its part of the optimizer's state."""
     weights = [learner.strategy.part(p).parameter for p in learner.model.parameters()]
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
@@ -236,14 +236,14 @@ def state_bytes(learner: TorchLearner) -> int:
 
 
 def copies_bytes(learner: TorchLearner) -> int:
-    """Of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of two sync points."""
+    """Bytes of what guard.lost keeps: the same, and of parts the neighbour's too, all of them of two sync points."""
     states = [learner.optimizer.state.get(shard.parameter, {}) for shard in learner.shards]
     parts = sum(t.nbytes for state in states for t in state.values() if isinstance(t, torch.Tensor))
     return state_bytes(learner) + 3 * parts * learner.is_sharded
 
 
 class _FakeStorages(LiveStorages):
-    """Of fake tensors; what the host asks for is false, no gradient was bad, or 1, the number of a step."""
+    """Storages of fake tensors; what the host asks for is false, no gradient was bad, or 1, the number of a step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def replay(
 
 
 def _learners(config: Config, task: Task, updates: Sequence[Update], world: ThreadRanks, group: ThreadRanks) -> list[TorchLearner]:
-    """Of the servers, and of the worker."""
+    """Learners of the servers, and of the worker."""
     device = pick_device(config, ALONE)
     precision = pick_precision(config, device, ALONE)
     torch.manual_seed(fold(config.seed) & (2**63 - 1))

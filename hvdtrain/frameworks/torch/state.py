@@ -33,7 +33,7 @@ class LearnerState:
         self._parameters = dict(model.named_parameters())  # of shard.stage=3: during a pass the model has others
 
     def pieces(self) -> Iterator[Piece]:
-        """As Learner.pieces()."""
+        """Pieces of the state: Learner.pieces()."""
         shards = {f"s.{name}": shard for name, shard in self._trained()}
         held = {f"p.{name}": self._strategy.part(p) for name, p in self._parameters.items()}
         in_parts = {name: shard for name, shard in (held | shards).items() if not shard.is_whole}
@@ -60,14 +60,14 @@ class LearnerState:
         return tensors | optimizer_state | self._scale.tensors
 
     def state_dict_names(self) -> dict[str, str]:
-        """As Learner.state_dict_names()."""
+        """Names in a state dict: Learner.state_dict_names()."""
         ours = {id(p): f"p.{name}" for name, p in self._parameters.items()}
         ours |= {id(b): f"b.{name}" for name, b in self._model.named_buffers()}
         theirs = self._model.state_dict(keep_vars=True)  # buffers that are not persistent are not in it
         return {name: ours[id(tensor)] for name, tensor in theirs.items() if id(tensor) in ours}
 
     def load(self, state: Arrays | ArrayStream) -> None:
-        """As Learner.load(). Raises UserError where the state is of another model or another class of optimizer."""
+        """Loads a state: Learner.load(). Raises UserError where the state is of another model or another class of optimizer."""
         stream = as_stream(state)
         live, shapes = self.tensors(), without_loss_scale(stream.shapes)
         rule_optimizer.check_class(self._optimizer, shapes)
@@ -110,7 +110,7 @@ class LearnerState:
 
 
 def _part(array: np.ndarray, shard: Shard) -> np.ndarray:
-    """Of the state of a whole parameter what its shard has; a number for the parameter is every shard's."""
+    """What a shard has of the state of a whole parameter; a number for the parameter is every shard's."""
     if shard.is_whole or array.shape != shard.shape:
         return array
     return shard.of(array).reshape(shard.parameter.shape).copy()  # the whole may be of this moment only

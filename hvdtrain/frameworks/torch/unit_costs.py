@@ -20,7 +20,7 @@ from hvdtrain.tasks.task import Task
 
 
 def unit_costs(config: Config, task: Task, samples: int) -> list[UnitCost]:
-    """Of the job's model, with `samples` samples, in this process. Raises UserError for a model that a pipeline refuses.
+    """Costs of the units of the job's model, with `samples` samples, in this process. Raises UserError for a model that a pipeline refuses.
 
     Computes with as many threads as a rank has where all ranks that have the model share this machine.
     """

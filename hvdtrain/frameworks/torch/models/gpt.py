@@ -29,7 +29,7 @@ class KeysAndValues:
     values: torch.Tensor | None = None  # (n heads, context, width / heads)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of further positions, (n heads, m, width / heads) each; returns the filled parts of the buffers."""
+        """Appends keys and values of further positions, (n heads, m, width / heads) each; returns the filled parts of the buffers."""
         if self.keys is None or self.values is None:
             rows, _, width = keys.shape
             self.keys, self.values = keys.new_empty(rows, width, self.context), values.new_empty(rows, self.context, width)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: GPT) -> None:
-    """As OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0, 0.02^2), positions N(0, 0.01^2), biases 0, norms 1 and 0.
+    """Weights as OpenAI's GPT-2 (github.com/openai/gpt-2, src/model.py): N(0, 0.02^2), positions N(0, 0.01^2), biases 0, norms 1 and 0.
 
     The layers that end a shortcut, 2 for each block, have 0.02 / sqrt(2 layers) (Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners", 2.3). minGPT and nanoGPT have 0.02 for positions too; minGPT's image notebook did not yet scale by the depth.

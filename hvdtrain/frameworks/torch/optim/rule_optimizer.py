@@ -208,7 +208,7 @@ def keys_of_numbers(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> 
 
 
 def average(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:
-    """Of optim.ema; before the first step the weights themselves."""
+    """The average of optim.ema; before the first step the weights themselves."""
     state = optimizer_state(optimizer, p)
     last = len(state) - 1
     return state[f"{last - 1}"] if state[f"{last}"] > 0 else p.detach()

@@ -207,7 +207,7 @@ def _steps(group: dict[str, Any], starts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def keys_of_numbers_of_class(group: dict[str, Any], like: torch.Tensor) -> set[str]:
-    """As keys_of_numbers() of rule_optimizer.py, after a step of a new optimizer for a parameter of one element; none where that fails."""
+    """Keys of keys_of_numbers(), after a step of a new optimizer for a parameter of one element; none where that fails."""
     p = torch.nn.Parameter(like.detach().new_zeros(1))
     p.grad = torch.zeros_like(p)
     with contextlib.suppress(Exception):  # of the user's code, whose own step will tell
