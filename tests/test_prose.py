@@ -1,0 +1,104 @@
+"""Prose: no sentence of a page of docs has more than 40 words, every link leads somewhere, a docstring begins with what the thing is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *DOCS,
+    ROOT / "CHANGELOG.md",
+    *sorted(path for folder in ("benchmarks", "jobs", "labs", "tests") for path in (ROOT / folder).rglob("*.md")),
+]
+MOST_WORDS = 40
+_VAGUE = re.compile(r"(Of|The same|Those|As)\b")  # a beginning that says nothing without the signature, or the docstring before it
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_NOT_PROSE = re.compile(r"\||#|<|!\[")  # a table, a heading, HTML, an image
+_ITEM = re.compile(r"^\s*(?:[-*]|\d\.) ")
+_LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]*)\)")
+_CODE = re.compile(r"`[^`]*`")
+_END = re.compile(r"(?<!\bal)(?<![.:])[.!?][)\"*]*(?=\s)")  # neither "et al." nor "..."
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page, without code, tables, headings and the addresses of links."""
+    paragraphs = [""]
+    for line in _FENCE.sub("\n", text).splitlines():
+        if not line.strip() or _NOT_PROSE.match(line) or _ITEM.match(line):
+            paragraphs.append("")
+        if not _NOT_PROSE.match(line):
+            paragraphs[-1] += _ITEM.sub("", line) + " "
+    prose = (_CODE.sub("`", _LINK.sub(r"\1", paragraph)) for paragraph in paragraphs)
+    return [sentence.strip() for paragraph in prose for sentence in _END.split(paragraph) if sentence.strip()]
+
+
+def words(sentence: str) -> int:
+    return len(re.findall(r"[^\W\d_][\w'-]*", sentence))
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a link to a heading of the page may have."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def leads_somewhere(page: Path, address: str) -> bool:
+    path, _, fragment = address.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not fragment or target.suffix != ".md" or fragment in anchors(target))
+
+
+def vague_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """The line and the beginning of each docstring that does not say what its module, class or function is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node) or ""
+            if _VAGUE.match(text):
+                yield node.body[0].lineno, text[:60]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_no_sentence_of_a_page_has_more_than_40_words(page: Path) -> None:
+    assert not [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_every_link_leads_to_a_file_or_a_heading_that_exists(page: Path) -> None:
+    addresses = [address for _, address in _LINK.findall(_FENCE.sub("", page.read_text())) if not address.startswith("http")]
+    assert not [address for address in addresses if not leads_somewhere(page, address)]
+
+
+def test_what_counts_as_a_sentence() -> None:
+    first = "# A heading of any length\nOne (Young et al. 1974) two `code in code` three.\nFour\n"
+    page = first + "[five](six.md), ... seven. Eight\n- nine.\n| ten |\n```\neleven.\n```\n1. twelve\n"
+    assert [words(sentence) for sentence in sentences(page)] == [6, 3, 1, 1, 1]
+    assert words("it's a well-known 40 and x1") == 5
+
+
+def test_a_link_to_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("## `a.b`: 16 bits, or\n```\n# no heading\n```\n")
+    assert anchors(page) == {"ab-16-bits-or"}
+    assert [leads_somewhere(page, address) for address in ("#ab-16-bits-or", "page.md#no-heading", "other.md", "page.md")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_docstring_begins_with_what_the_thing_is() -> None:
+    files = sorted((ROOT / "hvdtrain").rglob("*.py"))
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files for line, text in vague_docstrings(path.read_text())]
+    assert not found and len(files) > 200
+
+
+def test_a_docstring_that_says_nothing_alone_is_found() -> None:
+    source = '"""Of a rank."""\nclass A:\n    """Offers."""\n    def b(self):\n        """The same, later."""\n'
+    assert list(vague_docstrings(source)) == [(1, "Of a rank."), (5, "The same, later.")]
