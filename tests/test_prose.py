@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "jobs" / "README.md", ROOT / "tests" / "README.md"]
 PAGES = [
     *DOCS,
     ROOT / "CHANGELOG.md",
@@ -63,7 +63,7 @@ def vague_docstrings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, text[:60]
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_no_sentence_of_a_page_has_more_than_40_words(page: Path) -> None:
     assert not [sentence for sentence in sentences(page.read_text()) if words(sentence) > MOST_WORDS]
 
