@@ -24,14 +24,14 @@ def names_of_tests() -> set[str]:
     return {name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"\S*tests/[\w/]*", "", page.read_text())  # files: the next test looks for them
     named = set(re.findall(r"\btest_\w+", text))
     assert not named - names_of_tests()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_file_that_a_page_names_exists(page: Path) -> None:
     files = re.findall(r"\btests/[\w/]+\.py", page.read_text())
     assert not [name for name in files if not (ROOT / name).exists()]
